@@ -1,0 +1,81 @@
+# Every target installs what it needs into .venv first; `make help` lists the targets.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The pinned set is tried on Python 3.11. Another one: make install PYTHON=...
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; \
+	done)
+# Twice quiet: errors only. Python compiles what is used when it is used.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps
+TORCH = $(shell grep '^torch==' requirements/cpu.txt)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install install-dev tiny-policy demo test lint typecheck format clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from nothing (about 8 minutes)
+	@echo '$$ tune run async_grpo_full_finetune_distributed --config tiny_async_grpo'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" tune run async_grpo_full_finetune_distributed --config tiny_async_grpo
+
+test: lint typecheck  ## Check style and types, run all tests (at most 25 minutes)
+	$(BIN)/pytest
+
+lint: install-dev  ## Check style and spelling
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/codespell
+
+typecheck: install-dev  ## Check types
+	$(BIN)/pyright
+
+format: install-dev  ## Repair style in place
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+tiny-policy: install  ## Build the tiny policy and its data set
+	@echo 'Building the tiny policy and its data set (about 2 minutes)'
+	@$(BIN)/python -m grpo_components.tiny_policy
+
+install: $(VENV)/.project  ## Install the pinned CPU set and this project into .venv
+	@:
+
+install-dev: $(VENV)/.dev  ## Install what tests and checks need as well
+	@:
+
+clean:  ## Remove caches and build outputs; .venv stays
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n '$(PYTHON)' || { \
+		echo 'error: Python 3.11 or newer is needed, and none of python3.11, python3.12, python3 is.' >&2; \
+		echo '       Install it, or say where it is: make install PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# Few package indexes have the CPU build of torch: where pip is configured first, then PyTorch's own.
+$(VENV)/.runtime: requirements/cpu.txt | $(BIN)/python
+	@echo 'Installing $(TORCH) (about half a minute)'
+	@$(PIP_INSTALL) $(TORCH) 2>$(VENV)/torch.log || { \
+		grep -q 'No matching distribution' $(VENV)/torch.log || { cat $(VENV)/torch.log >&2; exit 1; }; \
+		echo '  not found by pip as configured: taking it from $(TORCH_CPU_INDEX)'; \
+		$(PIP_INSTALL) --index-url $(TORCH_CPU_INDEX) $(TORCH); }
+	@echo "Installing $$(wc -l < $<) pinned packages into $(VENV) (about a minute)"
+	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+# After the run-time set, always: Ray also installs a command named `tune`, and the last one stays.
+$(VENV)/.project: pyproject.toml $(VENV)/.runtime
+	@echo 'Installing this project, editable'
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.project
+	@echo "Installing $$(wc -l < $<) packages for tests and checks"
+	@$(PIP_INSTALL) -r $<
+	@touch $@

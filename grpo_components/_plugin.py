@@ -1,0 +1,113 @@
+"""Adds our recipe and its configs to torchtune's registry at the moment torchtune loads it."""
+
+import importlib.util
+import logging
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+_REGISTRY = "torchtune._recipe_registry"
+_RECIPE = "async_grpo_full_finetune_distributed"
+
+
+def install() -> None:
+    """Arrange the registration; `import torch` calls this through the `torch.backends` entry point.
+
+    Nothing heavy may be imported here: torch itself is still being imported, and in every program
+    of the environment.
+    """
+    if _REGISTRY in sys.modules:
+        _register_or_warn(sys.modules[_REGISTRY])
+    else:
+        sys.meta_path.insert(0, _RegistryFinder())
+    if Path(*sys.argv[:1]).name in ("tune", "tiny_policy.py"):
+        # torchtune needs a torchao older than torch; its kernels, which are then left out, are not
+        # used, and these programs would say so at every start.
+        logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.msg)
+
+
+def register(registry: ModuleType) -> None:
+    """Append the recipe with every config found beside it, once.
+
+    Args:
+        registry: the module `torchtune._recipe_registry`.
+
+    Raises:
+        FileNotFoundError: the recipe file is in neither the wheel's nor the checkout's folder.
+    """
+    if any(recipe.name == _RECIPE for recipe in registry.get_all_recipes()):
+        return
+    recipe = recipes_folder() / f"{_RECIPE}.py"
+    registry._ALL_RECIPES.append(
+        registry.Recipe(
+            name=_RECIPE,
+            file_path=str(recipe),
+            configs=[
+                registry.Config(name=name, file_path=str(path))
+                for name, path in config_files(recipe.parent / "configs").items()
+            ],
+            # Ray starts the trainer ranks: torchrun must not.
+            supports_distributed=False,
+        )
+    )
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the recipe: inside the package in a wheel, beside it in a checkout.
+
+    Raises:
+        FileNotFoundError: neither folder holds the recipe.
+    """
+    package = Path(__file__).resolve().parent
+    folders = (package / "_recipes", package.parent / "recipes")
+    for folder in folders:
+        if (folder / f"{_RECIPE}.py").is_file():
+            return folder
+    raise FileNotFoundError(f"{_RECIPE}.py is in none of {', '.join(map(str, folders))}")
+
+
+def config_files(folder: Path) -> dict[str, Path]:
+    """Map config names to files, the tiny ones first, then by name.
+
+    Args:
+        folder: searched with its subfolders; `folder/a/b.yaml` is named `a/b`, as torchtune does.
+    """
+    names = {
+        path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")
+    }
+    return {
+        name: names[name] for name in sorted(names, key=lambda n: (not n.startswith("tiny"), n))
+    }
+
+
+class _RegistryFinder:
+    """Import hook that registers our recipe right after torchtune's registry module has run."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
+        if fullname != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)  # one shot; it would also find itself below
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        run_module = spec.loader.exec_module
+
+        def run_and_register(module: ModuleType) -> None:
+            run_module(module)
+            _register_or_warn(module)
+
+        # Patched on this one loader object, so that inspect and reload see torchtune's own.
+        spec.loader.exec_module = run_and_register
+        return spec
+
+
+def _register_or_warn(registry: ModuleType) -> None:
+    try:
+        register(registry)
+    # Whatever it is, it must not break `import torch` and `tune` for everybody else.
+    except Exception as error:
+        warnings.warn(f"async GRPO was not added to `tune`: {error!r}", stacklevel=2)

@@ -1,0 +1,203 @@
+"""The ledger: where every prompt's group is in its life, and when the next one may start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_components.exchange.staleness import StalenessContract
+
+State = Literal["in_flight", "buffered", "in_training"]
+Prompt = dict[str, Any]
+
+
+@dataclass
+class LedgerEntry:
+    """One living group."""
+
+    group_id: int
+    """Its number in the order of admission, from 0."""
+    prompt: Prompt
+    epoch: int
+    needed_version: int
+    """The oldest policy version that it may be generated with."""
+    start_version: int
+    """Version of its generator when it started; never below `needed_version`."""
+    state: State = "in_flight"
+    text: Any = None
+    """Reference of the group as a person would read it, for the rollout log."""
+
+
+class Ledger:
+    """Every group from issued to trained or dropped, and the versions that admission rests on.
+
+    All changes and waits happen on one event loop. Every wait has a time-out that names who waited.
+
+    Args:
+        contract: how stale a trained group may be.
+        num_steps: training steps of the run; no group is admitted that none of them needs.
+        prompts: endless (prompt, epoch) pairs; each is handed out once.
+    """
+
+    def __init__(
+        self,
+        contract: StalenessContract,
+        num_steps: int,
+        prompts: Iterator[tuple[Prompt, int]],
+    ) -> None:
+        self.policy_version = 0
+        """The trainer's, as its last step reported it."""
+        self.published_version = 0
+        """The newest that generators can pull; version 0 is the base model that they start with."""
+        self.steps_done = 0
+        self.issued = 0
+        self.trained_groups = 0
+        self.dropped_groups: Counter[str] = Counter()
+        self._failed_in_a_row = 0
+        self._contract, self._num_steps, self._prompts = contract, num_steps, prompts
+        self._living: dict[int, LedgerEntry] = {}
+        self._reissued: deque[tuple[Prompt, int]] = deque()
+        self._changed = asyncio.Condition()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every step of the run is done."""
+        return self.steps_done >= self._num_steps
+
+    def in_state(self, state: State) -> list[LedgerEntry]:
+        """The living groups in one state, in the order of admission."""
+        return [entry for entry in self._living.values() if entry.state == state]
+
+    async def admit(self, who: str, timeout_s: float) -> LedgerEntry | None:
+        """Wait until a group may start, and issue it.
+
+        Args:
+            who: waits, for the error.
+            timeout_s: longest wait.
+
+        Returns:
+            The new group; None when no more groups are needed.
+
+        Raises:
+            TimeoutError: if the trainer published nothing that lets it start.
+        """
+        await self._until(
+            lambda: self.finished or self._may_start(),
+            timeout_s,
+            f"{who} waited for the training loop to publish newer weights than version "
+            f"{self.published_version}",
+        )
+        if self.finished:
+            return None
+        prompt, epoch = self._reissued.popleft() if self._reissued else next(self._prompts)
+        needed = self._needed_version()
+        entry = LedgerEntry(self.issued, prompt, epoch, needed, start_version=needed)
+        self._living[entry.group_id] = entry
+        self.issued += 1
+        return entry
+
+    async def until_none_is_doomed(self, timeout_s: float) -> None:
+        """Wait while a step without the groups in flight dooms some (`stale_groups: wait`).
+
+        Args:
+            timeout_s: longest wait.
+
+        Raises:
+            TimeoutError: if such a group stayed in flight.
+        """
+
+        def start_versions(state: State) -> list[int]:
+            return [entry.start_version for entry in self.in_state(state)]
+
+        await self._until(
+            lambda: (
+                not self._contract.must_wait(
+                    start_versions("buffered"), start_versions("in_flight"), self.policy_version
+                )
+            ),
+            timeout_s,
+            "the training loop waited for groups in flight that its next step would make stale",
+        )
+
+    async def buffered(self, group_id: int) -> None:
+        """Record that a group lies in the replay buffer, unless it was consumed already."""
+        self._failed_in_a_row = 0
+        if group_id in self._living and self._living[group_id].state == "in_flight":
+            self._living[group_id].state = "buffered"
+        await self._wake()
+
+    async def taken(self, group_ids: Iterable[int]) -> list[LedgerEntry]:
+        """Record that the next step trains groups; returns their entries in the same order."""
+        entries = [self._living[group_id] for group_id in group_ids]
+        for entry in entries:
+            entry.state = "in_training"
+        await self._wake()
+        return entries
+
+    async def stepped(self, policy_version: int) -> None:
+        """Record the end of a training step, whatever became of its policy version."""
+        groups = self.in_state("in_training")
+        for entry in groups:
+            del self._living[entry.group_id]
+        self.trained_groups += len(groups)
+        self.policy_version = policy_version
+        self.steps_done += 1
+        await self._wake()
+
+    async def published(self, version: int) -> None:
+        """Record the newest version that generators can pull."""
+        self.published_version = version
+        await self._wake()
+
+    async def dropped(self, group_ids: Iterable[int], reason: str, reissue: bool = False) -> None:
+        """Record that groups will never be trained.
+
+        Args:
+            group_ids: living groups.
+            reason: for the account.
+            reissue: hand their prompts out again, before any new one.
+        """
+        for group_id in group_ids:
+            entry = self._living.pop(group_id)
+            self.dropped_groups[reason] += 1
+            if reissue:
+                self._reissued.append((entry.prompt, entry.epoch))
+        await self._wake()
+
+    async def failed(self, group_id: int, error: str) -> None:
+        """Record that not one sample of a group could be scored.
+
+        Raises:
+            RuntimeError: when that happens to a whole batch of groups in a row.
+        """
+        await self.dropped([group_id], "failed")
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self._contract.groups_per_step:
+            raise RuntimeError(
+                f"no sample of {self._failed_in_a_row} groups in a row could be scored; "
+                f"the last one: {error}"
+            )
+
+    def _needed_version(self) -> int:
+        return self._contract.needed_version(self.policy_version, len(self._living))
+
+    def _may_start(self) -> bool:
+        still_needed = (self._num_steps - self.steps_done) * self._contract.groups_per_step
+        if len(self._living) >= still_needed:
+            return False
+        return self.published_version >= self._needed_version()
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float, waiting: str) -> None:
+        # asyncio.timeout, unlike wait_for, lets no other task run between the condition and return.
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError:
+            raise TimeoutError(f"{waiting}; gave up after {timeout_s:g} s") from None
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,223 @@
+"""The replay buffer: whole groups, consumed once, oldest weights first, never stale."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrl.data import ListStorage
+from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
+from torchrl.data.replay_buffers import Sampler, Writer
+
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.trajectory import GroupSummary, PackedTrajectories, concatenate
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One buffered group."""
+
+    group: PackedTrajectories
+    summary: GroupSummary
+
+
+class _Slots:
+    """Which storage slots are free and which hold a group that was not consumed yet."""
+
+    def __init__(self, capacity: int) -> None:
+        self.free = list(range(capacity - 1, -1, -1))
+        self.live: dict[int, _Item] = {}
+
+
+class _FreeSlotWriter(Writer):
+    """A torchrl writer that fills free slots; torchrl's own overwrite live ones when full."""
+
+    def __init__(self, slots: _Slots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def add(self, data: _Item) -> int:
+        slot = self._slots.free.pop()
+        self._slots.live[slot] = data
+        self._storage.set(slot, data)
+        return slot
+
+    def extend(self, data: Any) -> torch.Tensor:
+        return torch.tensor([self.add(item) for item in data])
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        self._slots.free += self._slots.live
+        self._slots.live.clear()
+
+    def dumps(self, path: Any) -> None:
+        raise RuntimeError("the buffer travels through state_dict")
+
+    def loads(self, path: Any) -> None:
+        raise RuntimeError("the buffer travels through state_dict")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict
+
+
+class _OldestVersionSampler(Sampler):
+    """A torchrl sampler that consumes the groups with the oldest weights, ties by group id."""
+
+    def __init__(self, slots: _Slots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        live = self._slots.live
+        order = sorted(
+            live, key=lambda s: (live[s].summary.oldest_version, live[s].summary.group_id)
+        )
+        taken = order[:batch_size]
+        self.release(taken)
+        return torch.tensor(taken), {}
+
+    def release(self, slots: list[int]) -> None:
+        for slot in slots:
+            del self._slots.live[slot]
+            self._slots.free.append(slot)
+
+    def dumps(self, path: Any) -> None:
+        raise RuntimeError("the buffer travels through state_dict")
+
+    def loads(self, path: Any) -> None:
+        raise RuntimeError("the buffer travels through state_dict")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict
+
+    def _empty(self) -> None:
+        self._slots.live.clear()
+
+
+@dataclass(frozen=True)
+class BatchSummary:
+    """What the driver learns about a batch without its tokens."""
+
+    groups: list[GroupSummary]
+    """The batch's groups, in the order of group ids."""
+    dropped: list[GroupSummary]
+    """Groups found stale since the last batch; they were never handed out."""
+    buffered: int
+    """Groups left in the buffer."""
+
+
+class ReplayBuffer:
+    """A bounded store of whole groups between generators and trainer.
+
+    Producers wait while it is full, the consumer waits while it holds less than a batch; both
+    waits end with an error that says who waited for whom.
+
+    Args:
+        capacity: groups.
+        contract: which groups may still be trained.
+        timeout_s: longest wait, of a producer or the consumer.
+    """
+
+    def __init__(self, *, capacity: int, contract: StalenessContract, timeout_s: float) -> None:
+        self._slots = _Slots(capacity)
+        self._sampler = _OldestVersionSampler(self._slots)
+        self._buffer = TorchRLReplayBuffer(
+            storage=ListStorage(capacity),
+            sampler=self._sampler,
+            writer=_FreeSlotWriter(self._slots),
+            collate_fn=list,
+        )
+        self._capacity, self._contract, self._timeout_s = capacity, contract, timeout_s
+        self._changed = asyncio.Condition()
+        self._dropped: list[GroupSummary] = []
+
+    async def add(self, group: PackedTrajectories, summary: GroupSummary) -> int:
+        """Store one group, waiting while the buffer is full.
+
+        Args:
+            group: packed trajectories of one prompt.
+            summary: of the same group.
+
+        Returns:
+            Groups in the buffer.
+
+        Raises:
+            TimeoutError: if it stayed full.
+        """
+        async with self._changed:
+            await self._wait_until(
+                lambda: len(self._slots.live) < self._capacity,
+                lambda: (
+                    f"group {summary.group_id} waited {self._timeout_s:g} s for room in "
+                    f"replay_buffer (full with {self._capacity} groups: the trainer takes none)"
+                ),
+            )
+            self._buffer.add(_Item(group, summary))
+            self._changed.notify_all()
+            return len(self._slots.live)
+
+    async def take(
+        self, num_groups: int, policy_version: int
+    ) -> tuple[PackedTrajectories, BatchSummary]:
+        """Consume one batch of whole groups, waiting until there are enough fresh ones.
+
+        Args:
+            num_groups: groups of the batch.
+            policy_version: version that the training step starts from; older groups than the
+                contract allows are dropped, never returned.
+
+        Returns:
+            The batch, packed, sorted by group id, and its summary.
+
+        Raises:
+            TimeoutError: if there were never enough.
+        """
+
+        def enough() -> bool:
+            self._drop_stale(policy_version)
+            return len(self._slots.live) >= num_groups or bool(self._dropped)
+
+        async with self._changed:
+            await self._wait_until(
+                enough,
+                lambda: (
+                    f"the training loop waited {self._timeout_s:g} s for {num_groups} groups "
+                    f"in replay_buffer; it holds {len(self._slots.live)}"
+                ),
+            )
+            dropped, self._dropped = self._dropped, []
+            if (
+                len(self._slots.live) < num_groups
+            ):  # report drops at once, so that they are replaced
+                summary = BatchSummary([], dropped, len(self._slots.live))
+                return concatenate([]), summary
+            items: list[_Item] = self._buffer.sample(num_groups)
+            items.sort(key=lambda item: item.summary.group_id)
+            self._changed.notify_all()
+            summary = BatchSummary([item.summary for item in items], dropped, len(self._slots.live))
+            return concatenate(item.group for item in items), summary
+
+    def _drop_stale(self, policy_version: int) -> None:
+        stale = [
+            slot
+            for slot, item in self._slots.live.items()
+            if not self._contract.may_train(item.summary.oldest_version, policy_version)
+        ]
+        if stale:
+            self._dropped += [self._slots.live[slot].summary for slot in stale]
+            self._sampler.release(stale)
+            self._changed.notify_all()
+
+    async def _wait_until(self, condition: Callable[[], bool], message: Callable[[], str]) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait_for(condition), self._timeout_s)
+        except TimeoutError:
+            raise TimeoutError(message()) from None

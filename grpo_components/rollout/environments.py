@@ -1,0 +1,96 @@
+"""Environments: torchrl environments over token ids that ask prompts and score responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Binary, Composite, NonTensor, Unbounded
+from torchrl.envs import EnvBase
+
+from grpo_components.rollout.reward_pool import Score
+
+Prompt = dict[str, Any]
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer."""
+
+
+class SingleTurnEnvironment(EnvBase):
+    """Asks one prompt per slot and scores the one response to it.
+
+    Args:
+        num_slots: prompts asked at once (for a group: the same prompt `group_size` times).
+        decode: token ids to text.
+        score: samples (prompt_text, response_text, answer, finish_reason) to scores, in order.
+    """
+
+    # Token lists are ragged, so that torchrl must not preallocate from the specs.
+    _has_dynamic_specs_override = True
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        decode: Callable[[list[int]], str],
+        score: Callable[[list[dict[str, str]]], list[Score]],
+    ) -> None:
+        super().__init__(batch_size=torch.Size([num_slots]), device=None)
+        self._decode, self._score = decode, score
+        self._prompts: list[Prompt] = []
+        slots = torch.Size([num_slots])
+        ragged: Any = (num_slots, -1)
+        self.observation_spec = Composite(
+            tokens=Unbounded(shape=ragged, dtype=torch.int64), shape=slots
+        )
+        self.action_spec = Composite(
+            response=Unbounded(shape=ragged, dtype=torch.int64),
+            finish_reason=NonTensor(shape=slots),
+            shape=slots,
+        )
+        self.reward_spec = Composite(
+            reward=Unbounded(shape=torch.Size([num_slots, 1])), shape=slots
+        )
+        flag = Binary(1, shape=torch.Size([num_slots, 1]), dtype=torch.bool)
+        self.done_spec = Composite(
+            done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=slots
+        )
+
+    def ask(self, prompts: Sequence[Prompt]) -> None:
+        """Set the prompts, one per slot, of the next `reset`."""
+        assert len(prompts) == self.batch_size[0], "one prompt per slot"
+        self._prompts = list(prompts)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> LazyStackedTensorDict:
+        return lazy_stack([self._slot(p["prompt_ids"], done=False) for p in self._prompts], 0)
+
+    def _step(self, tensordict: TensorDictBase) -> LazyStackedTensorDict:
+        slots = tensordict.unbind(0)
+        samples = [
+            {
+                "prompt_text": prompt["prompt_text"],
+                "response_text": self._decode(slot["response"].tolist()),
+                "answer": prompt["answer"],
+                "finish_reason": slot["finish_reason"],
+            }
+            for prompt, slot in zip(self._prompts, slots, strict=True)
+        ]
+        results = []
+        for slot, score in zip(slots, self._score(samples), strict=True):
+            result = self._slot(torch.cat([slot["tokens"], slot["response"]]), done=True)
+            result["reward"] = torch.tensor([score.reward])
+            result["score"] = NonTensorData(score)
+            results.append(result)
+        return lazy_stack(results, 0)
+
+    def _slot(self, tokens: Any, done: bool) -> TensorDict:
+        flag = torch.tensor([done])
+        return TensorDict(
+            tokens=torch.as_tensor(tokens, dtype=torch.int64),
+            done=flag,
+            terminated=flag.clone(),
+            truncated=torch.zeros_like(flag),
+        )
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing here is random: sampling seeds belong to the policy."""

@@ -1,0 +1,258 @@
+"""Rewards in processes of their own, with a deadline: a runaway sample stops nobody else."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+_START_TIMEOUT_S = 120.0
+_PR_SET_PDEATHSIG = 1
+
+Sample = dict[str, str]
+"""What a reward sees: prompt_text, response_text, answer, finish_reason."""
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One reward of the config."""
+
+    component: str
+    """Dotted path of its class."""
+    kwargs: dict[str, Any]
+    weight: float
+    is_success: bool
+    """Whether its maximum means success."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the rewards say of one sample."""
+
+    reward: float
+    """Weighted sum of the terms; NaN where one of them failed."""
+    terms: dict[str, float]
+    """Each reward by its name, unweighted."""
+    success: bool
+    error: str | None
+    """Which reward failed, and how; None where none did."""
+
+
+def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
+    """The rewards of a config by name.
+
+    Args:
+        nodes: for each name a `_component_`, a weight, is_success, and the component's arguments.
+    """
+    own = ("_component_", "weight", "is_success")
+    return {
+        name: RewardSpec(
+            component=node["_component_"],
+            kwargs={key: value for key, value in node.items() if key not in own},
+            weight=node["weight"],
+            is_success=node["is_success"],
+        )
+        for name, node in nodes.items()
+    }
+
+
+class RewardPool:
+    """Scores samples of many threads in a few processes.
+
+    Args:
+        rewards: by name.
+        num_workers: processes, each driven by one thread of this process.
+        timeout_s: deadline of one sample, from when its scoring starts.
+    """
+
+    def __init__(
+        self, rewards: dict[str, RewardSpec], *, num_workers: int, timeout_s: float
+    ) -> None:
+        self._rewards, self._timeout_s = rewards, timeout_s
+        self._own = threading.local()
+        self._workers: set[_Worker] = set()
+        self._lock, self._closed = threading.Lock(), False
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        for _ in range(num_workers):  # start them now, without waiting
+            self._threads.submit(self._started_worker)
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score samples and wait for all of them; from any thread.
+
+        Args:
+            samples: any number.
+
+        Returns:
+            The scores, in order.
+
+        Raises:
+            RuntimeError: if the rewards cannot be built, or their processes not be started.
+        """
+        return list(self._threads.map(self._score_one, samples))
+
+    def close(self) -> None:
+        """End all reward processes, also those that are in the middle of a sample."""
+        with self._lock:
+            self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers.copy():
+            worker.kill()
+        self._threads.shutdown()
+
+    def _started_worker(self) -> _Worker:
+        # Each thread keeps its own process: a process dies with the thread that started it.
+        worker = getattr(self._own, "worker", None)
+        if worker is None:
+            with self._lock:  # or a process could be started behind the back of `close`
+                if self._closed:
+                    raise RuntimeError("the reward pool is closed")
+                worker = self._own.worker = _Worker(self._rewards)
+                self._workers.add(worker)
+        return worker
+
+    def _score_one(self, sample: Sample) -> Score:
+        worker = self._started_worker()
+        try:
+            return worker.score(sample, self._timeout_s)
+        except TimeoutError:
+            problem = f"TimeoutError after {self._timeout_s:g} s"
+        except (EOFError, ConnectionError):
+            problem = "its process died"
+        except RuntimeError:
+            self._drop(worker)
+            raise
+        self._drop(worker)
+        return Score(math.nan, {}, False, f"reward {worker.running}: {problem}")
+
+    def _drop(self, worker: _Worker) -> None:
+        self._own.worker = None
+        self._workers.discard(worker)
+        worker.kill()
+
+
+class _Worker:
+    """One reward process, seen from its owner's thread."""
+
+    def __init__(self, rewards: dict[str, RewardSpec]) -> None:
+        self._connection, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_components.rollout.reward_pool", str(theirs.fileno())],
+            # What the owner can import, it can import: a Ray worker's path is in no variable.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._connection.send(rewards)
+        self._ready = False
+        self.running = next(iter(rewards), "")
+        """Name of the reward at work."""
+
+    def score(self, sample: Sample, timeout_s: float) -> Score:
+        """Score one sample.
+
+        Raises:
+            TimeoutError: after `timeout_s`.
+            EOFError: if the process died.
+            ConnectionError: likewise.
+            RuntimeError: if it did not start.
+        """
+        if not self._ready:
+            self._wait_until_ready()
+        self._connection.send(sample)
+        deadline = time.monotonic() + timeout_s
+        while self._connection.poll(max(0.0, deadline - time.monotonic())):
+            message = self._connection.recv()
+            if isinstance(message, Score):
+                return message
+            self.running = message
+        raise TimeoutError
+
+    def kill(self) -> None:
+        """End the process, whatever it does; from any thread."""
+        self._process.kill()
+        self._process.wait()
+
+    def _wait_until_ready(self) -> None:
+        if not self._connection.poll(_START_TIMEOUT_S):
+            raise RuntimeError(f"rewards: no process within {_START_TIMEOUT_S:g} s")
+        problem = self._connection.recv()
+        if problem is not None:
+            raise RuntimeError(problem)
+        self._ready = True
+
+
+def score_sample(
+    rewards: Mapping[str, tuple[RewardSpec, Callable[..., float]]],
+    sample: Sample,
+    announce: Callable[[str], None],
+) -> Score:
+    """Apply all rewards to one sample.
+
+    Args:
+        rewards: by name, each with its instance.
+        sample: see `Sample`.
+        announce: told the name of each reward before it starts.
+    """
+    terms: dict[str, float] = {}
+    success = False
+    for name, (spec, reward) in rewards.items():
+        announce(name)
+        try:
+            value = float(reward(**sample))
+        except Exception as error:  # a user's code: its failure is this sample's, and is reported
+            return Score(math.nan, {}, False, f"reward {name}: {type(error).__name__}: {error}")
+        if not math.isfinite(value):
+            return Score(math.nan, {}, False, f"reward {name}: gave {value}")
+        terms[name] = value
+        if spec.is_success:
+            success = value >= getattr(reward, "max_reward", 1.0)
+    total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
+    return Score(total, terms, success, None)
+
+
+def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable[..., float]]]:
+    built = {}
+    for name, spec in specs.items():
+        module, _, attribute = spec.component.rpartition(".")
+        factory = getattr(importlib.import_module(module), attribute)
+        built[name] = spec, factory(**spec.kwargs)
+    return built
+
+
+def _serve(connection: Connection) -> None:
+    """The reward process: build the rewards, then score samples until the owner ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    try:
+        rewards = _build(connection.recv())
+    except Exception as error:  # reported to the owner, who fails with it
+        connection.send(f"rewards cannot be built: {type(error).__name__}: {error}")
+        return
+    connection.send(None)
+    while True:
+        try:
+            sample = connection.recv()
+        except EOFError:
+            return
+        connection.send(score_sample(rewards, sample, announce=connection.send))
+
+
+if __name__ == "__main__":
+    # Classes are pickled by module name, and this file's is not __main__ for its owner.
+    from grpo_components.rollout import reward_pool
+
+    reward_pool._serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,138 @@
+"""Rewards: what a response is worth, as small classes that a config names and weighs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+_NUMBERS_SIDE_BY_SIDE = re.compile(r"\d[\s()]+\d+(?!\s*/|\d)")
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_HASHES = re.compile(r"####([^\n]*)")
+
+
+def _last(pattern: re.Pattern[str]) -> Callable[[str], str]:
+    return lambda text: (pattern.findall(text) or [""])[-1]
+
+
+def _last_boxed(text: str) -> str:
+    """The content of the last complete box, to its own closing brace."""
+    for piece in reversed(re.split(r"\\boxed\s*\{", text)[1:]):
+        depth = 1
+        for end, character in enumerate(piece):
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                return piece[:end]
+    return ""
+
+
+_FIND: dict[str, Callable[[str], str]] = {
+    "tag": _last(_TAG),
+    "boxed": _last_boxed,
+    "gsm8k": _last(_HASHES),
+    "plain": str,
+}
+
+
+class MathCorrectness:
+    """1 if the response's final answer equals the known one as mathematics, else 0.
+
+    The last marked answer counts, and all of it: `15` earns nothing where 5 is right, nor does
+    `5 or 6`. Equality is math-verify's (`1/2` is `0.5`, `1,000` is `1000`), but where a number is
+    asked for, `3+4` is no 7: a policy would learn to hand in the sum instead of working it out.
+
+    Args:
+        answer_format: where the answer stands: `tag` (<answer>5</answer>), `boxed` (\\boxed{5}),
+            `gsm8k` (#### 5), or `plain` (the response is nothing but the answer).
+    """
+
+    max_reward = 1.0
+
+    def __init__(self, answer_format: str = "tag") -> None:
+        if answer_format not in _FIND:
+            allowed = ", ".join(_FIND)
+            raise ValueError(f"answer_format: {answer_format!r} given; allowed: {allowed}")
+        self._find = _FIND[answer_format]
+        # Imported with the instance and not with the module: it takes seconds.
+        self._math_verify = importlib.import_module("math_verify")
+
+    def __call__(
+        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
+    ) -> float:
+        """Score one response.
+
+        Args:
+            prompt_text: not used.
+            response_text: searched for the answer.
+            answer: the known one.
+            finish_reason: not used.
+
+        Raises:
+            ValueError: if the known answer is no mathematics.
+        """
+        given = self._find(response_text).strip()
+        if not given:
+            return 0.0
+        if given == answer.strip():
+            return 1.0
+        if _NUMBERS_SIDE_BY_SIDE.search(given):  # math-verify adds `12 13` and `(12)(13)` up
+            return 0.0
+        known = self._parse(answer)
+        if not known:
+            raise ValueError(f"the known answer {answer!r} cannot be read as mathematics")
+        read = self._parse(given)
+        if getattr(known[0], "is_Number", False) and any(map(_leaves_work, read)):
+            return 0.0
+        # Without time-outs of its own, which need signals: the reward pool has the deadline.
+        return float(self._math_verify.verify(known, read, timeout_seconds=None))
+
+    def _parse(self, text: str) -> list[Any]:
+        text = text.strip().strip("$").rstrip(".").strip()
+        return self._math_verify.parse(
+            f"${text}$",
+            extraction_config=[self._math_verify.LatexExtractionConfig()],
+            parsing_timeout=None,
+        )
+
+
+def _leaves_work(expression: Any) -> bool:
+    """Whether numbers in a sympy expression are still to be added or multiplied."""
+    expression = getattr(expression, "rhs", expression)  # of `3+4=7` and `x=7`: the 7
+    parts = getattr(expression, "args", ())
+    numbers = [part for part in parts if part.is_Number and part != -1]
+    joins = getattr(expression, "is_Add", False) or getattr(expression, "is_Mul", False)
+    return (joins and len(numbers) > 1) or any(map(_leaves_work, parts))
+
+
+class ThinkAnswerFormat:
+    """1 if the text reads `<think>...</think> <answer>...</answer>` and nothing else, else 0.
+
+    A prompt that ends with `<think>` has written the opening tag itself: then the response starts
+    inside it, and writing a second one earns nothing. Otherwise the response must write it.
+    """
+
+    max_reward = 1.0
+    _whole = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+
+    def __call__(
+        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
+    ) -> float:
+        """Score one response.
+
+        Args:
+            prompt_text: its end decides who writes `<think>`.
+            response_text: judged.
+            answer: not used.
+            finish_reason: not used.
+        """
+        opened = prompt_text.rstrip().endswith("<think>")
+        match = self._whole.fullmatch(("<think>" if opened else "") + response_text)
+        if match is None:
+            return 0.0
+        tags = ("<think>", "</think>", "<answer>", "</answer>")
+        return float(not any(tag in part for part in match.groups() for tag in tags))
+
+
+Reward = Callable[..., float]
+"""`reward(*, prompt_text, response_text, answer, finish_reason)`; success at its `max_reward`."""

@@ -1,0 +1,262 @@
+"""vLLM in this process: continuous batching, and weights swapped between two engine steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.sampling_params import RequestOutputKind
+
+from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+
+BASE_VERSION = 0
+"""Policy version of the weights that the engine is loaded with."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    token_ids: NDArray[np.int64]
+    """[R] with the stop token, where one was sampled."""
+    logprobs: NDArray[np.float32]
+    """[R] of the distribution sampled from."""
+    token_versions: NDArray[np.int32]
+    """[R] version of the weights that sampled each token."""
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine thread has ended, so that nothing submitted to it will be answered."""
+
+
+class VLLMEngine:
+    """One vLLM engine and the thread that steps it.
+
+    Requests of any number of threads share one batch. New weights are loaded between two engine
+    steps, so that running requests go on over the swap and every token has an exact version.
+
+    Args:
+        model_path: folder of the Hugging Face checkpoint to load as version 0.
+        device: cpu or cuda.
+        dtype: compute dtype, fp32 or bf16.
+        max_model_len: longest prompt plus response, in tokens.
+        max_num_seqs: requests that one step may batch.
+        gpu_memory_utilization: share of the GPU's memory for vLLM; not used on a CPU.
+        enforce_eager: no CUDA graphs.
+        recompute_kv_after_pull: running requests recompute their KV under new weights; otherwise
+            they keep the KV of the old ones.
+        seed: seed of the engine (requests bring their own).
+
+    Raises:
+        EngineStoppedError: from a future, when the engine thread died.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: str,
+        dtype: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        gpu_memory_utilization: float,
+        enforce_eager: bool,
+        recompute_kv_after_pull: bool,
+        seed: int,
+    ) -> None:
+        options: dict[str, Any] = {"enforce_eager": True}
+        if device == "cuda":
+            options = {
+                "enforce_eager": enforce_eager,
+                "gpu_memory_utilization": gpu_memory_utilization,
+            }
+        self._engine = LLM(
+            model_path,
+            skip_tokenizer_init=True,
+            dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[dtype]),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            seed=seed,
+            **options,
+        ).llm_engine
+        self._engine.set_weight_version(str(BASE_VERSION))
+        self._recompute_kv = recompute_kv_after_pull
+        self._expected_shapes = checkpoint_shapes(Path(model_path))
+        self._commands: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
+        self._running: dict[str, Future[Completion]] = {}
+        self._next_request = 0
+        self._dead: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+    ) -> Future[Completion]:
+        """Queue one request; from any thread.
+
+        Args:
+            prompt_ids: [P] tokens.
+            max_tokens: longest response, in tokens.
+            temperature: above 0.
+            seed: of this request's own sampler.
+            stop_token_ids: a response ends with the first of these.
+        """
+        sampling = SamplingParams(
+            n=1,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            seed=seed,
+            stop_token_ids=list(stop_token_ids),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return self._command("request", (list(prompt_ids), sampling))
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
+        """Swap the weights between two steps; from any thread.
+
+        Args:
+            version: policy version of the new weights.
+            tensors: every parameter by its Hugging Face name, on the CPU.
+
+        Raises:
+            ValueError: before anything is touched, where a name or shape is not the model's.
+        """
+        check_names_and_shapes(
+            {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected_shapes
+        )
+        return self._command("weights", (version, tensors))
+
+    def close(self) -> None:
+        """Stop the thread and free the engine; what still runs gets an EngineStoppedError."""
+        if self._thread.is_alive():
+            self._command("stop", None).result()
+            self._thread.join()
+
+    def _command(self, kind: str, payload: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._dead is not None:
+            future.set_exception(EngineStoppedError(f"the vLLM engine stopped: {self._dead!r}"))
+            return future
+        self._commands.put((kind, payload, future))
+        return future
+
+    def _run(self) -> None:
+        """The engine thread: take what is queued (wait only when idle), then one engine step."""
+        waiting: Future[Any] | None = None
+        try:
+            while True:
+                while not self._commands.empty() or not self._running:
+                    kind, payload, waiting = self._commands.get()
+                    if kind == "stop":
+                        self._dead = EngineStoppedError("closed")
+                        self._engine.engine_core.shutdown()
+                        waiting.set_result(None)
+                        return
+                    if kind == "weights":
+                        self._swap_weights(*payload)
+                        waiting.set_result(None)
+                    else:
+                        prompt_ids, sampling = payload
+                        self._add_request(prompt_ids, sampling, waiting)
+                    waiting = None
+                for output in self._engine.step():
+                    if output.finished:
+                        self._finish(output)
+        except BaseException as error:  # the thread's end: every waiter must hear of it
+            self._dead = error
+            if waiting is not None:
+                waiting.set_exception(error)
+            raise
+        finally:
+            self._fail_all()
+
+    def _add_request(
+        self, prompt_ids: list[int], sampling: SamplingParams, future: Future[Completion]
+    ) -> None:
+        request_id = str(self._next_request)
+        self._next_request += 1
+        try:
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, sampling)
+        except (ValueError, VLLMValidationError) as error:  # e.g. a prompt that is too long
+            future.set_exception(error)
+            return
+        self._running[request_id] = future
+
+    def _finish(self, output: Any) -> None:
+        completion = output.outputs[0]
+        token_ids = np.asarray(completion.token_ids, dtype=np.int64)
+        logprobs = np.array(
+            [
+                entry[token].logprob
+                for entry, token in zip(completion.logprobs, token_ids.tolist(), strict=True)
+            ],
+            dtype=np.float32,
+        )
+        versions = np.full(len(token_ids), -1, dtype=np.int32)
+        for span in completion.weight_versions:
+            versions[span.start : span.end] = int(span.version)
+        self._running.pop(output.request_id).set_result(
+            Completion(token_ids, logprobs, versions, completion.finish_reason)
+        )
+
+    def _swap_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._engine.collective_rpc(cast(Any, _load_into_worker), args=(tensors,))
+        self._engine.set_weight_version(str(version))
+        # vLLM keeps cached prefixes of the old weights unless told otherwise.
+        if not self._engine.reset_prefix_cache(reset_running_requests=self._recompute_kv):
+            assert not self._recompute_kv, "vLLM did not reset the KV cache after new weights"
+
+    def _fail_all(self) -> None:
+        error = EngineStoppedError(f"the vLLM engine stopped: {self._dead!r}")
+        for future in self._running.values():
+            future.set_exception(error)
+        self._running.clear()
+        while not self._commands.empty():
+            self._commands.get()[2].set_exception(error)
+
+
+def _load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    runner = worker.model_runner
+    model, config = runner.model, runner.vllm_config
+    with set_current_vllm_config(config), torch.device(worker.device):
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(model, runner.model_config)
+        _repack_tied_head(model)
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Pack the CPU's copy of a tied head again: the reload skips it and the old head would stay."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        has_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.numel()
+        if has_matrix and hasattr(module, "cpu_linear"):
+            cast(Any, module).quant_method.process_weights_after_loading(module)

@@ -1,0 +1,86 @@
+"""Components of a config, built or tried out, with failures that name their key."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from omegaconf import DictConfig
+from torchtune import config
+
+from grpo_components.exchange.weights import (
+    check_names_and_shapes,
+    checkpoint_shapes,
+    hf_converter,
+)
+
+
+def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """Instantiate a component of the config.
+
+    Args:
+        key: of the component, for the error.
+        node: with `_component_` and its arguments.
+        args: positional arguments before those of the node.
+        kwargs: beside those of the node.
+
+    Raises:
+        ValueError: naming the key, whatever the component raised.
+    """
+    try:
+        return config.instantiate(node, *args, **kwargs)
+    except ValueError as error:
+        text = str(error)
+        if key == "eval_dataset" and text.startswith("dataset"):
+            text = f"eval_{text}"  # both are built by one function
+        raise ValueError(text if text.startswith(key) else f"{key}: {text}") from error
+    except Exception as error:  # anything a component may raise on wrong arguments
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{key}: {node._component_} cannot be built: {what}") from error
+
+
+def check_components(cfg: DictConfig) -> None:
+    """Try what is otherwise built too late: in the trainer's process, or in a folder in use.
+
+    Args:
+        cfg: checked by preflight.
+
+    Raises:
+        ValueError: naming the key of an optimizer or scheduler that cannot be built, or of a model
+            that is not the checkpoint's, or of a logger without a login.
+    """
+    _check_wandb_login(cfg.metric_logger)
+    optimizer = build("optimizer", cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    if cfg.lr_scheduler:
+        build("lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=cfg.num_steps)
+    with torch.device("meta"):
+        model = build("model", cfg.model)
+    base = Path(cfg.base_model_path)
+    to_hf = hf_converter(cfg.checkpointer.model_type, base)
+    shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(model.state_dict()).items()}
+    try:
+        check_names_and_shapes(shapes, checkpoint_shapes(base))
+    except ValueError as error:
+        problem = str(error).removeprefix("weights: ")
+        raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
+
+
+def _check_wandb_login(node: DictConfig) -> None:
+    mode = node.get("mode") or os.environ.get("WANDB_MODE", "online")
+    if not node._component_.endswith("WandBLogger") or mode in ("offline", "disabled"):
+        return
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        known = host is not None and netrc.netrc().authenticators(host) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        known = False
+    if not (known or os.environ.get("WANDB_API_KEY") or sys.stdin.isatty()):
+        raise ValueError(
+            "metric_logger: Weights & Biases has no login here; allowed: `wandb login` first, or "
+            "WANDB_API_KEY, or WANDB_MODE=offline in the environment"
+        )

@@ -1,0 +1,29 @@
+"""The folder of a run: made fresh, with the resolved config in it, and never overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+
+def prepare_output_folder(output_dir: str, cfg: DictConfig) -> Path | None:
+    """Make the run's folder; one that was used before is moved aside, not overwritten.
+
+    Args:
+        output_dir: of the run.
+        cfg: written into it, resolved, as config.yaml.
+
+    Returns:
+        Where an earlier run's folder was moved to (`<name>-1`, `-2`, ...), or None.
+    """
+    folder = Path(output_dir)
+    moved_to = None
+    if folder.exists() and any(folder.iterdir()):
+        number = 1
+        while (moved_to := folder.with_name(f"{folder.name}-{number}")).exists():
+            number += 1
+        folder.rename(moved_to)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    return moved_to

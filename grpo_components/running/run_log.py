@@ -1,0 +1,148 @@
+"""What a run tells as it goes: to its folder, to the metric logger, to the person who watches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from grpo_components.running.metrics import MetricLog
+from grpo_components.running.progress import Progress
+from grpo_components.running.step_metrics import mean
+
+_SHOWN_STEPS = 10
+"""Steps that the first and the last figure of the summary are means of."""
+
+
+class RunLog:
+    """Metrics, sampled rollouts and progress of one run.
+
+    Args:
+        output_dir: folder of the run.
+        metric_logger: torchtune's.
+        log_every_n_steps: the metric logger gets every n-th step.
+        num_steps: of the run.
+        attempt: which life of the run.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        metric_logger: MetricLoggerInterface,
+        log_every_n_steps: int,
+        num_steps: int,
+        attempt: int,
+    ) -> None:
+        prints = type(metric_logger).__name__ == "StdoutLogger"
+        self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
+        self._progress = Progress(num_steps, plain=prints)
+        self._output_dir, self._attempt = output_dir, attempt
+        self._steps: list[Mapping[str, float]] = []
+        self._evaluations: list[Mapping[str, float]] = []
+        self._checkpoint = ""
+        self._started = self._last = time.perf_counter()
+        self._generated_tokens = self._counted_tokens = 0
+        self._trained_tokens = 0.0
+        self.phase, self.note = self._progress.phase, self._progress.note
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log a finished step; throughput is per second of wall time, evaluations included.
+
+        Args:
+            step: from 1.
+            metrics: of the step, with `trained_tokens`.
+        """
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        generated = self._generated_tokens - self._counted_tokens
+        self._counted_tokens = self._generated_tokens
+        trained = metrics.pop("trained_tokens")
+        metrics["throughput/generated_tokens_per_second"] = generated / seconds
+        metrics["throughput/trained_tokens_per_second"] = trained / seconds
+        self._trained_tokens += trained
+        self._steps.append(metrics)
+        self._metric_log.log(step, {"attempt": self._attempt, **metrics})
+        self._progress.update(step, metrics)
+
+    def generated(self, tokens: int) -> None:
+        """Count tokens sampled for training."""
+        self._generated_tokens += tokens
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show an evaluation; the one before the first step is logged as step 0."""
+        self._evaluations.append(metrics)
+        if step == 0:
+            self._started = self._last = time.perf_counter()  # throughput counts from here
+            self._generated_tokens = self._counted_tokens = 0
+            version = metrics["eval/policy_version"]
+            record = {"attempt": self._attempt, "policy_version": version, **metrics}
+            self._metric_log.log(0, record)
+            self._progress.update(0, metrics)
+        version, prompts = metrics["eval/policy_version"], metrics["eval/prompts"]
+        success = metrics["eval/success_rate"]
+        self.note(
+            f"step {step}: held-out success {success:.3f} on {prompts} prompts "
+            f"(policy version {version})"
+        )
+
+    def rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Write sampled groups as text."""
+        self._metric_log.log_rollouts(step, groups)
+
+    def checkpoint(self, step: int, folder: str) -> None:
+        """Say where a checkpoint lies."""
+        self._checkpoint = folder
+        self.note(f"step {step}: saved {folder}")
+
+    def summary(self, dropped_groups: Mapping[str, int]) -> None:
+        """Show the closing summary.
+
+        Args:
+            dropped_groups: how many were never trained, by reason.
+        """
+        first, last = self._steps[:_SHOWN_STEPS], self._steps[-_SHOWN_STEPS:]
+
+        def average(steps: Sequence[Mapping[str, float]], key: str) -> float:
+            return mean([step[key] for step in steps])
+
+        dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
+        seconds = self._last - self._started
+        generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
+        self._progress.summary(
+            [
+                (
+                    "reward",
+                    f"{average(first, 'rollout/reward_mean'):.2f} at the start, "
+                    f"{average(last, 'rollout/reward_mean'):.2f} at the end "
+                    f"(means of {len(first)} steps)",
+                ),
+                (
+                    "held-out success",
+                    f"{self._evaluations[0]['eval/success_rate']:.3f} before, "
+                    f"{self._evaluations[-1]['eval/success_rate']:.3f} after",
+                ),
+                (
+                    "staleness",
+                    f"{average(self._steps, 'staleness/mean'):.2f} policy versions in the mean, "
+                    f"{max(step['staleness/max'] for step in self._steps):.0f} at most",
+                ),
+                ("groups dropped", dropped or "none"),
+                ("tokens per second", f"{generated:,.0f} generated, {trained:,.0f} trained"),
+                ("checkpoint", self._checkpoint),
+                ("metrics", str(self._output_dir / "logs" / "metrics.jsonl")),
+                ("sample rollouts", str(self._output_dir / "logs" / "rollouts.jsonl")),
+                (
+                    "try next",
+                    "synchronously: add max_staleness=0 pull_every_m_rollouts=1\n"
+                    "your own copy: tune cp async_grpo_full_finetune_distributed my_grpo.py",
+                ),
+            ]
+        )
+
+    def close(self) -> None:
+        """End the display and close the files and the logger."""
+        self._progress.close()
+        self._metric_log.close()

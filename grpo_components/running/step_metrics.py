@@ -1,0 +1,62 @@
+"""The numbers of one step or evaluation, under the keys that every logger gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_components.trajectory import GroupSummary
+
+
+def rollout_metrics(groups: Sequence[GroupSummary], policy_version: int) -> dict[str, float]:
+    """Reward, success, length and staleness of the groups that a step trains.
+
+    Args:
+        groups: of the batch.
+        policy_version: version that the step starts from.
+
+    Returns:
+        Means over samples; staleness over sampled tokens, in policy versions.
+    """
+    samples = [
+        (reward, success)
+        for group in groups
+        for reward, success in zip(group.rewards, group.successes, strict=True)
+    ]
+    scored = [(reward, success) for reward, success in samples if not math.isnan(reward)]
+    tokens = [n for group in groups for n in group.response_tokens]
+    version_sum = sum(group.version_sum for group in groups)
+    return {
+        "rollout/reward_mean": mean([reward for reward, _ in scored]),
+        "rollout/success_rate": mean([success for _, success in scored]),
+        "rollout/response_tokens_mean": mean(tokens),
+        "rollout/failed_samples": len(samples) - len(scored),
+        "staleness/mean": policy_version - version_sum / sum(tokens),
+        "staleness/max": policy_version - min(group.oldest_version for group in groups),
+    }
+
+
+def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Held-out success and reward, stamped with the version that sampled all of it.
+
+    Args:
+        results: one per held-out prompt: reward, success, error, oldest_version, newest_version.
+    """
+    scored = [result for result in results if result["error"] is None]
+    if not scored:
+        error = results[0]["error"]
+        raise RuntimeError(f"no sample of an evaluation could be scored; the first: {error}")
+    versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
+    assert len(versions) == 1, f"an evaluation saw several policy versions: {sorted(versions)}"
+    return {
+        "eval/success_rate": mean([result["success"] for result in scored]),
+        "eval/reward_mean": mean([result["reward"] for result in scored]),
+        "eval/policy_version": versions.pop(),
+        "eval/prompts": len(scored),
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,88 @@
+"""From a failure anywhere to one clear line: which role, what happened, where its log is."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+
+class RoleFailedError(RuntimeError):
+    """A role died, raised, or did not answer in time.
+
+    Args:
+        role: its name, e.g. generator_0.
+        what: what happened, in a few words.
+        log: path of its log file.
+    """
+
+    def __init__(self, role: str, what: str, log: str) -> None:
+        super().__init__(role, what, log)
+        self.role, self.what, self.log = role, what, log
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.what}\n  its log: {self.log}"
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let a clean-up finish: Ctrl-C and SIGTERM are ignored until it has."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def exit_code(recipe_main: Callable[[], Any]) -> int:
+    """Run a recipe's main and turn its end into a process exit code.
+
+    Args:
+        recipe_main: the function decorated with torchtune's `config.parse`.
+
+    Returns:
+        0 at the normal end, 2 for a wrong config (one line on stderr), 1 for a failed run (the
+        cause on stderr), 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    terminated = False
+
+    def end_as_after_ctrl_c(*_: Any) -> None:  # asyncio knows how to end on SIGINT only
+        nonlocal terminated
+        terminated = True
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, end_as_after_ctrl_c)
+    # A shell starts background jobs with SIGINT ignored; then neither signal would end the run.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        recipe_main()
+    except (ValueError, YAMLError, OmegaConfBaseException) as error:  # only `setup` lets these out
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"config error: {text}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{'terminated' if terminated else 'interrupted'}: all roles stopped\n")
+        return 143 if terminated else 130
+    except Exception as error:  # the end of the run: whatever it was, say it
+        cause = root_cause(error)
+        if not isinstance(cause, RoleFailedError | TimeoutError | OSError):
+            traceback.print_exception(cause)  # a bug, maybe in a forked recipe: show the place
+        sys.stderr.write(f"error: {str(cause) or type(cause).__name__}\n")
+        return 1
+    return 0
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first failure of a task group; a single error is its own cause."""
+    while isinstance(error, BaseExceptionGroup):
+        failures = error.exceptions
+        error = next((e for e in failures if isinstance(e, RoleFailedError)), failures[0])
+    return error

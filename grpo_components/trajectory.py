@@ -1,0 +1,198 @@
+"""The record that flows through a run: one response to one prompt, and how it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+PackedTrajectories = dict[str, Any]
+"""Trajectories as flat arrays plus lengths: 30 times cheaper to pickle than a list of records."""
+
+_RAGGED: dict[str, type[np.generic]] = {
+    "prompt_ids": np.int64,
+    "response_ids": np.int64,
+    "response_mask": np.bool_,
+    "generator_logprobs": np.float32,
+    "token_versions": np.int32,
+    "reference_logprobs": np.float32,
+}
+_SCALAR: dict[str, type[np.generic]] = {
+    "prompt_index": np.int64,
+    "epoch": np.int64,
+    "group_id": np.int64,
+    "attempt": np.int64,
+    "reward": np.float64,
+    "success": np.bool_,
+    "advantage": np.float32,
+}
+_OBJECTS = ("finish_reason", "reward_terms", "error")
+
+
+@dataclass
+class Trajectory:
+    """One response to one prompt, unpadded; filled from left to right, never overwritten.
+
+    A *group* is the list of the `group_size` trajectories that answer one prompt.
+    """
+
+    prompt_ids: NDArray[np.int64]
+    """[P] tokens of the prompt, as the environment made them."""
+    response_ids: NDArray[np.int64]
+    """[R] tokens after the prompt."""
+    response_mask: NDArray[np.bool_]
+    """[R] True where the policy sampled the token, False for tool or environment tokens."""
+    generator_logprobs: NDArray[np.float32]
+    """[R] natural logs, of the distribution sampled from (temperature applied)."""
+    token_versions: NDArray[np.int32]
+    """[R] policy version that sampled each token."""
+    prompt_index: int
+    """Row of the data set."""
+    epoch: int
+    """Pass over the data set, from 0."""
+    group_id: int
+    """Number of the group in the order of admission, from 0."""
+    attempt: int
+    """Which life of the run (0 until it is resumed)."""
+    finish_reason: FinishReason
+    reward: float = float("nan")
+    """Weighted sum of the reward terms; NaN until scored and where `finish_reason` is error."""
+    reward_terms: dict[str, float] = field(default_factory=dict)
+    """Each reward by its name in the config, unweighted."""
+    success: bool = False
+    """The reward marked `is_success` is at its maximum."""
+    error: str | None = None
+    """Why `finish_reason` is error."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """[R] natural logs of the frozen reference; None without a reference."""
+    advantage: float = float("nan")
+    """Set when the batch is formed."""
+
+    def check(self) -> None:
+        """Assert the record's invariants: equal lengths, finite logprobs, known versions.
+
+        Raises:
+            AssertionError: naming the field that is wrong.
+        """
+        length = len(self.response_ids)
+        assert len(self.prompt_ids) > 0, "prompt_ids is empty"
+        for name in ("response_mask", "generator_logprobs", "token_versions"):
+            assert len(getattr(self, name)) == length, f"{name} has not {length} entries"
+        sampled = self.response_mask
+        assert np.isfinite(self.generator_logprobs[sampled]).all(), "generator_logprobs not finite"
+        assert (self.token_versions[sampled] >= 0).all(), "token_versions missing"
+        if self.reference_logprobs is not None:
+            assert len(self.reference_logprobs) == length, "reference_logprobs has another length"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the sample must not be learned from (its reward or environment failed)."""
+        return self.finish_reason == "error"
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the sampled tokens; None where nothing was sampled."""
+        versions = self.token_versions[self.response_mask]
+        return int(versions.min()) if len(versions) else None
+
+
+def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
+    """Turn records into flat arrays plus lengths.
+
+    Args:
+        trajectories: any number of records; `reference_logprobs` on all of them or on none.
+
+    Returns:
+        One entry per field: `(flat, lengths)` for [P] and [R] fields, an array for scalars, a list
+        for the rest.
+    """
+    packed: PackedTrajectories = {}
+    for name, dtype in _RAGGED.items():
+        values = [getattr(t, name) for t in trajectories]
+        if name == "reference_logprobs" and any(v is None for v in values):
+            assert all(v is None for v in values), "reference_logprobs on some trajectories only"
+            packed[name] = None
+            continue
+        flat = np.concatenate([np.asarray(v, dtype=dtype) for v in values] or [np.empty(0, dtype)])
+        packed[name] = (flat, np.array([len(v) for v in values], dtype=np.int64))
+    for name, dtype in _SCALAR.items():
+        packed[name] = np.array([getattr(t, name) for t in trajectories], dtype=dtype)
+    for name in _OBJECTS:
+        packed[name] = [getattr(t, name) for t in trajectories]
+    return packed
+
+
+def unpack(packed: PackedTrajectories) -> list[Trajectory]:
+    """Turn flat arrays back into records; the inverse of `pack`.
+
+    Args:
+        packed: what `pack` returned.
+
+    Returns:
+        The records, in order. Their arrays are views of the flat ones.
+    """
+    size = len(packed["group_id"])
+    columns: dict[str, list[Any]] = {}
+    for name in _RAGGED:
+        if packed[name] is None:
+            columns[name] = [None] * size
+            continue
+        flat, lengths = packed[name]
+        columns[name] = np.split(flat, np.cumsum(lengths)[:-1]) if size else []
+    for name in _SCALAR:
+        columns[name] = packed[name].tolist()
+    for name in _OBJECTS:
+        columns[name] = packed[name]
+    return [Trajectory(**{name: columns[name][i] for name in columns}) for i in range(size)]
+
+
+def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
+    """Join packed groups into one packed batch, in the order given."""
+    return pack([trajectory for group in groups for trajectory in unpack(group)])
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """What the driver needs to know of a group without its tokens."""
+
+    group_id: int
+    prompt_index: int
+    rewards: list[float]
+    """[G] NaN where the sample failed."""
+    successes: list[bool]
+    response_tokens: list[int]
+    """[G] sampled tokens of each response."""
+    oldest_version: int
+    newest_version: int
+    version_sum: int
+    """Sum of the token versions over the group's sampled tokens, for the mean staleness."""
+    finish_reasons: list[str]
+    errors: list[str]
+    """The messages of the failed samples."""
+
+
+def summarize(group: Sequence[Trajectory]) -> GroupSummary:
+    """Reduce one group to the numbers that scheduling, advantages and metrics need.
+
+    Args:
+        group: the trajectories of one prompt; at least one token was sampled.
+    """
+    versions = np.concatenate([t.token_versions[t.response_mask] for t in group])
+    assert len(versions), f"group {group[0].group_id} has no sampled token"
+    return GroupSummary(
+        group_id=group[0].group_id,
+        prompt_index=group[0].prompt_index,
+        rewards=[t.reward for t in group],
+        successes=[t.success for t in group],
+        response_tokens=[int(t.response_mask.sum()) for t in group],
+        oldest_version=int(versions.min()),
+        newest_version=int(versions.max()),
+        version_sum=int(versions.sum()),
+        finish_reasons=[t.finish_reason for t in group],
+        errors=[t.error for t in group if t.error is not None],
+    )

@@ -1,0 +1,400 @@
+"""Asynchronous GRPO, full finetune: generation and training overlapped on split hardware.
+
+    tune run async_grpo_full_finetune_distributed --config tiny_async_grpo
+    tune cp  async_grpo_full_finetune_distributed my_grpo.py     # fork it, edit it, run the copy
+    tune run my_grpo.py --config my_config.yaml max_staleness=1
+
+The whole algorithm is in this file: `rollout_loop` (one per rollout in flight) and `training_loop`
+run side by side and meet in the replay buffer. Loss and advantages are named in `setup` at EDIT ME:
+put your own there, or into this file, and run the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtune import config
+
+from grpo_components.exchange.ledger import Ledger, LedgerEntry
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.rollout.reward_pool import reward_specs
+from grpo_components.running import preflight
+from grpo_components.running.building import build, check_components
+from grpo_components.running.cluster import Cluster, Role, engine_environment
+from grpo_components.running.output_folder import prepare_output_folder
+from grpo_components.running.quiet import quiet_libraries, without_prints
+from grpo_components.running.run_log import RunLog
+from grpo_components.running.step_metrics import evaluation_metrics, rollout_metrics
+from grpo_components.running.supervision import exit_code, undisturbed
+
+# Dotted paths: each role's module is imported in the role's own process only.
+GENERATOR = "grpo_components.rollout.generator.Generator"
+REFERENCE = "grpo_components.training.reference.Reference"
+REPLAY_BUFFER = "grpo_components.exchange.replay_buffer.ReplayBuffer"
+TRAINER = "grpo_components.training.trainer.Trainer"
+PARAMETER_SERVER = "grpo_components.exchange.parameter_server.VLLMParameterServer"
+GRACE_S = 30  # a role's own time-out comes first: its error says more
+
+
+@dataclass
+class GeneratorState:
+    """What the loops know of one generator."""
+
+    role: Role
+    version: int = 0
+    rollouts_since_pull: int = 0
+    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class AsyncGRPOFullFinetuneRecipeDistributed:
+    """Asynchronous GRPO with Ray, torchrl, vLLM and torchtune.
+
+    Features:
+        - Generators (vLLM in torchrl collectors) and trainer ranks (FSDP2) on separate hardware.
+        - A staleness contract: no token older than `max_staleness` policy versions is trained.
+        - Weights by push (trainer, every n steps) and pull (generators, every m rollouts).
+        - `max_staleness: 0` with n = m = 1 is the synchronous algorithm.
+    """
+
+    async def run(self) -> None:
+        """Run all loops side by side; the first failure of a loop or a role ends them all."""
+        await self.cluster.ready(self.timeouts.startup_s)
+        self.run_log.phase("evaluating the base model")
+        async with asyncio.TaskGroup() as watching:
+            watch = watching.create_task(self.cluster.watch())
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self.training_loop())
+                for generator in self.generators:
+                    for _ in range(self.rollouts_in_flight):
+                        loops.create_task(self.rollout_loop(generator))
+            watch.cancel()
+        await self.cluster.close_roles(self.timeouts.shutdown_s)
+        self.run_log.summary(self.ledger.dropped_groups)
+
+    async def rollout_loop(self, generator: GeneratorState) -> None:
+        """Admit a group, generate it (rewards included), add reference logprobs, buffer; repeat."""
+        role, timeouts = generator.role, self.timeouts
+        while entry := await self.ledger.admit(f"{role.name}'s rollout", timeouts.train_step_s):
+            await self.pull_if_due(generator, entry)
+            group, summary, entry.text = role.submit(
+                "generate_group", entry.prompt, entry.epoch, entry.group_id, 0, num_returns=3
+            )
+            learned = await role.result(summary, "generate_group", timeouts.rollout_s)
+            if len(learned.errors) == len(learned.rewards):
+                self.run_log.note(f"group {entry.group_id} is dropped: {learned.errors[0]}")
+                await self.ledger.failed(entry.group_id, learned.errors[0])
+                continue
+            self.run_log.generated(sum(learned.response_tokens))
+            if self.references:
+                reference = self.references[entry.group_id % len(self.references)]
+                group = reference.submit("add_logprobs", group)
+            await self.buffer.call("add", group, summary, timeout_s=timeouts.batch_s + GRACE_S)
+            await self.ledger.buffered(entry.group_id)
+
+    async def training_loop(self) -> None:
+        """Take a batch, compute advantages, train on every rank, push; evaluate, log, save."""
+        await self.evaluate(step=0)
+        while not self.ledger.finished:
+            started = time.perf_counter()
+            batch, groups, metrics = await self.take_batch()
+            entries = await self.ledger.taken(group.group_id for group in groups)
+            rewards = np.array([group.rewards for group in groups])
+            advantages = self.advantages(rewards)
+            trained = (await self.on_trainers("train_step", batch, advantages.ravel()))[0]
+            metrics |= rollout_metrics(groups, self.ledger.policy_version) | trained
+            step, version = self.ledger.steps_done + 1, trained["policy_version"]
+            evaluating = step % self.eval_every_n_steps == 0 or step == self.num_steps
+            push_due = 1 if evaluating else self.push_every_n_steps
+            if version - self.ledger.published_version >= push_due:
+                metrics["time/push"] = await self.push()
+            await self.ledger.stepped(version)
+            metrics["time/step"] = time.perf_counter() - started
+            if evaluating:
+                metrics |= await self.evaluate(step)
+            await self.log(step, metrics, entries, advantages)
+            if step % self.save_every_n_steps == 0 or self.ledger.finished:
+                folder = str(self.output_dir / "checkpoints")
+                self.run_log.checkpoint(
+                    step, (await self.on_trainers("save_checkpoint", folder, step))[0]
+                )
+
+    async def pull_if_due(self, generator: GeneratorState, entry: LedgerEntry) -> None:
+        """Pull every m rollouts, and when a group needs newer weights than its generator has."""
+
+        def due() -> bool:
+            by_count = generator.rollouts_since_pull >= self.pull_every_m_rollouts
+            newer = generator.version < self.ledger.published_version
+            return (by_count and newer) or generator.version < entry.needed_version
+
+        if due():
+            async with generator.pulling:
+                if due():  # one pull serves every rollout that waited for it
+                    await self.pull(generator)
+        generator.rollouts_since_pull += 1
+        entry.start_version = generator.version
+
+    async def pull(self, generator: GeneratorState) -> None:
+        """Server -> generator: load the newest published weights, where they are newer."""
+        role, timeout_s = generator.role, self.timeouts.weights_s
+        generator.rollouts_since_pull = 0
+        if generator.version < self.ledger.published_version:
+            version, buckets = await self.server.call("newest", timeout_s=timeout_s)
+            loading = role.submit("load_weights", version, *buckets)
+            generator.version = await role.result(loading, "load_weights", timeout_s)
+            await self.server.call("acknowledge", role.name, version, timeout_s=timeout_s)
+
+    async def push(self) -> float:
+        """Trainer -> server: publish the weights; packing them overlaps the next step.
+
+        Returns:
+            Seconds that training stood still.
+        """
+        started = time.perf_counter()
+        version = (await self.on_trainers("gather_weights"))[0]
+        buckets = [t.submit("export_weights", version, lane="export") for t in self.trainers]
+        await self.server.call("push", version, buckets, timeout_s=self.timeouts.weights_s)
+        await self.ledger.published(version)
+        return time.perf_counter() - started
+
+    async def take_batch(self) -> tuple[Any, list[Any], dict[str, float]]:
+        """Consume one batch of whole, fresh groups; stale ones are dropped and issued again.
+
+        Returns:
+            A reference of the packed batch, its group summaries in the order of group ids, and
+            what was measured.
+        """
+        started, timeout_s, dropped = time.perf_counter(), self.timeouts.batch_s, 0
+        groups: list[Any] = []
+        while not groups:  # a take that only found stale groups comes back without a batch
+            if self.wait_for_stale_groups:
+                await self.ledger.until_none_is_doomed(timeout_s)
+            batch, summary = self.buffer.submit(
+                "take", self.groups_per_step, self.ledger.policy_version, num_returns=2
+            )
+            taken = await self.buffer.result(summary, "take", timeout_s + GRACE_S)
+            stale = [group.group_id for group in taken.dropped]
+            await self.ledger.dropped(stale, "stale", reissue=True)
+            groups, dropped = taken.groups, dropped + len(stale)
+        metrics = {
+            "time/wait_for_batch": time.perf_counter() - started,
+            "time/push": 0.0,
+            "buffer/size": taken.buffered,
+            "buffer/dropped_stale": dropped,
+        }
+        return batch, groups, metrics
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out success of the published weights, through the generators; rollouts go on."""
+
+        async def evaluate_share(number: int, generator: GeneratorState) -> list[dict[str, Any]]:
+            share = range(number, len(self.held_out), len(self.generators))
+            prompts = [self.held_out[i] for i in share]
+            async with generator.pulling:  # nobody swaps the weights during an evaluation
+                await self.pull(generator)
+                batches = 1 + len(prompts) // (self.group_size * self.rollouts_in_flight)
+                timeout_s = self.timeouts.rollout_s * (1 + batches)
+                return await generator.role.call("evaluate", prompts, timeout_s=timeout_s)
+
+        shares = [evaluate_share(i, g) for i, g in enumerate(self.generators)]
+        results = await asyncio.gather(*shares)
+        metrics = evaluation_metrics([result for share in results for result in share])
+        self.run_log.evaluation(step, metrics)
+        return metrics
+
+    async def log(
+        self, step: int, metrics: dict, entries: list[LedgerEntry], advantages: Any
+    ) -> None:
+        """Log one step's metrics, and a few of its groups as text."""
+        self.run_log.step(step, metrics)
+        groups = []
+        for entry, row in zip(entries[: self.rollouts_logged], advantages, strict=False):
+            text = await self.generators[0].role.result(entry.text, "the text of a group", 60)
+            groups.append({"group_id": entry.group_id, **text, "advantages": row})
+        self.run_log.rollouts(step, groups)
+
+    async def on_trainers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every trainer rank at once (they meet in collectives)."""
+        timeout_s = self.timeouts.train_step_s
+        return await asyncio.gather(
+            *(trainer.call(method, *args, timeout_s=timeout_s) for trainer in self.trainers)
+        )
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Check the config, build what lives in this process, and start a process per role.
+
+        Args:
+            cfg: the keys are explained in `recipes/configs/tiny_async_grpo.yaml`.
+
+        Raises:
+            ValueError: for a config that cannot run, before Ray starts.
+        """
+        cfg = preflight.check(cfg)
+        check_components(cfg)
+        quiet_libraries(cfg.log_level)
+        tokenizer = build("tokenizer", cfg.tokenizer)
+        dataset = build("dataset", cfg.dataset, tokenizer)
+        self.held_out = build("eval_dataset", cfg.eval_dataset, tokenizer)
+        # EDIT ME: the objective per token. It travels to the trainer by value.
+        loss = build("loss", cfg.loss)
+        # EDIT ME: rewards [groups, group_size] -> advantages of the same shape.
+        self.advantages = build("advantages", cfg.advantages)
+
+        self.timeouts = cfg.timeouts
+        self.num_steps, self.groups_per_step = cfg.num_steps, cfg.groups_per_step
+        self.group_size, self.rollouts_in_flight = cfg.group_size, cfg.rollouts_in_flight
+        self.push_every_n_steps = cfg.push_every_n_steps
+        self.pull_every_m_rollouts = cfg.pull_every_m_rollouts
+        self.wait_for_stale_groups = cfg.stale_groups == "wait"
+        self.save_every_n_steps = cfg.save_every_n_steps
+        self.eval_every_n_steps = cfg.eval_every_n_steps
+        self.rollouts_logged = cfg.rollouts_logged_per_step
+        loader = StatefulDataLoader(
+            dataset,
+            batch_size=None,
+            shuffle=cfg.shuffle,
+            generator=torch.Generator().manual_seed(cfg.seed),
+        )
+        prompts = ((row, epoch) for epoch in range(sys.maxsize) for row in loader)
+        contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+        self.ledger = Ledger(contract, cfg.num_steps, prompts)
+
+        moved_to = prepare_output_folder(cfg.output_dir, cfg)
+        self.output_dir = Path(cfg.output_dir)
+        with without_prints(cfg.log_level):
+            metric_logger = build("metric_logger", cfg.metric_logger)
+        self.run_log = RunLog(
+            self.output_dir, metric_logger, cfg.log_every_n_steps, cfg.num_steps, attempt=0
+        )
+        if moved_to:
+            self.run_log.note(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
+        self.run_log.phase("starting Ray and the roles")
+        self.cluster = Cluster(self.output_dir, cfg.log_level, attempt=0)
+        self.cluster.start()
+        longest_prompt = max(dataset.max_prompt_length, self.held_out.max_prompt_length)
+        self.spawn_roles(cfg, tokenizer.stop_tokens, longest_prompt, contract, loss)
+
+    def spawn_roles(
+        self,
+        cfg: DictConfig,
+        stop_tokens: list[int],
+        longest_prompt: int,
+        contract: StalenessContract,
+        loss: Any,
+    ) -> None:
+        """Hand each role its typed arguments; the processes start side by side."""
+        spawn, on_gpu = self.cluster.spawn, cfg.device == "cuda"
+        num_references = cfg.num_references if cfg.loss.get("kl_coeff") else 0
+        num_roles = cfg.num_generators + cfg.num_trainers + num_references
+        shared: dict[str, Any] = {
+            "cpu_threads": max(1, len(os.sched_getaffinity(0)) // num_roles),
+            "device": cfg.device,
+            "dtype": cfg.dtype,
+        }
+        policy = {
+            **shared,
+            "build_model": partial(config.instantiate, cfg.model),
+            "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
+            "temperature": cfg.generator.temperature,
+            "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+            "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
+        }
+        self.server = spawn("parameter_server", PARAMETER_SERVER)
+        self.buffer = spawn(
+            "replay_buffer",
+            REPLAY_BUFFER,
+            capacity=(cfg.max_staleness + 1) * cfg.groups_per_step,
+            contract=contract,
+            timeout_s=cfg.timeouts.batch_s,
+        )
+        trainer_arguments = {
+            **policy,
+            "num_ranks": cfg.num_trainers,
+            "rendezvous": str(self.cluster.temp_dir / "trainers"),
+            "seed": cfg.seed,
+            "build_optimizer": partial(config.instantiate, cfg.optimizer),
+            "build_lr_scheduler": cfg.lr_scheduler
+            and partial(config.instantiate, cfg.lr_scheduler, num_training_steps=cfg.num_steps),
+            "loss": loss,
+            "model_type": cfg.checkpointer.model_type,
+            "base_model_path": cfg.base_model_path,
+            "ppo_epochs": cfg.ppo_epochs,
+            "updates_per_batch": cfg.updates_per_batch,
+            "clip_grad_norm": cfg.clip_grad_norm,
+            "enable_activation_checkpointing": cfg.enable_activation_checkpointing,
+            "compile_model": cfg.compile,
+            "log_peak_memory_stats": cfg.log_peak_memory_stats,
+            "collective_timeout_s": cfg.timeouts.collective_s,
+            "num_gpus": cfg.gpus_per_trainer if on_gpu else 0,
+        }
+        self.trainers = [
+            spawn(f"trainer_{rank}", TRAINER, rank=rank, **trainer_arguments)
+            for rank in range(cfg.num_trainers)
+        ]
+        policy["num_gpus"] = cfg.gpus_per_reference if on_gpu else 0
+        self.references = [
+            spawn(f"reference_{number}", REFERENCE, **policy) for number in range(num_references)
+        ]
+        sampling = dict(cfg.generator)
+        kv_cache_gib = sampling.pop("kv_cache_gib")
+        sampling["stop_token_ids"] = list(sampling["stop_token_ids"] or stop_tokens)
+        longest = longest_prompt + sampling["max_response_tokens"]
+        sampling["max_model_len"] = sampling["max_model_len"] or longest
+        generator_arguments = {
+            **shared,
+            **sampling,
+            "model_path": cfg.base_model_path,
+            "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
+            "build_environment": partial(config.instantiate, cfg.environment),
+            "rewards": reward_specs(cfg.rewards),
+            "reward_workers": cfg.reward_workers,
+            "reward_timeout_s": cfg.timeouts.reward_s,
+            "group_size": cfg.group_size,
+            "rollouts_in_flight": cfg.rollouts_in_flight,
+            "seed": cfg.seed,
+            "recompute_kv_after_pull": cfg.recompute_kv_after_pull,
+            "num_gpus": cfg.gpus_per_generator if on_gpu else 0,
+            "env": engine_environment(cfg.device, cfg.log_level, kv_cache_gib),
+        }
+        self.generators = [
+            GeneratorState(spawn(f"generator_{number}", GENERATOR, **generator_arguments))
+            for number in range(cfg.num_generators)
+        ]
+
+    def cleanup(self) -> None:
+        """Stop every process and close the logs, however the run ended."""
+        with undisturbed():
+            if hasattr(self, "cluster"):
+                self.cluster.stop()
+            if hasattr(self, "run_log"):
+                self.run_log.close()
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Entry point for the recipe.
+
+    Configurable parameters are read in the following order:
+        - Parameters specified in config (see available configs through ``tune ls``)
+        - Overwritten by arguments from the command line
+    """
+    recipe = AsyncGRPOFullFinetuneRecipeDistributed()
+    try:
+        recipe.setup(cfg)
+        asyncio.run(recipe.run())
+    finally:
+        recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(recipe_main))

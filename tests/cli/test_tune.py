@@ -1,0 +1,201 @@
+"""The unmodified `tune` command knows our recipe, from an editable install and from a wheel."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_components import _plugin
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = "async_grpo_full_finetune_distributed"
+RECIPE_FILE = REPOSITORY / "recipes" / f"{RECIPE}.py"
+CONFIGS = {path.stem: path for path in (REPOSITORY / "recipes" / "configs").glob("*.yaml")}
+TINY = "tiny_async_grpo"
+COPY_RUNS = "the copy runs"
+
+# Runs the real `tune` script once per command in one process: loading torchtune takes seconds.
+RUN_TUNE_MANY_TIMES = """
+import contextlib, io, json, runpy, sys
+script, results = sys.argv[1], []
+for arguments in json.loads(sys.argv[2]):
+    sys.argv, output, code = [script, *arguments], io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+    results.append([code, output.getvalue()])
+sys.stdout.write(json.dumps(results))
+"""
+
+
+@dataclass(frozen=True)
+class Install:
+    """An environment with this project in it."""
+
+    bin: Path
+
+    def tune(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run the `tune` executable as a user does, away from the checkout."""
+        return self._run(str(self.bin / "tune"), *arguments, cwd=cwd)
+
+    def tune_each(self, *commands: list[str], cwd: Path) -> list[str]:
+        """Run many `tune` commands that must succeed and return their outputs."""
+        python, script = str(self.bin / "python"), str(self.bin / "tune")
+        done = self._run(python, "-c", RUN_TUNE_MANY_TIMES, script, json.dumps(commands), cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        results = json.loads(done.stdout)
+        for command, (code, output) in zip(commands, results, strict=True):
+            assert code == 0, f"tune {' '.join(command)}: exit code {code}\n{output}"
+        return [output for _, output in results]
+
+    def _run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        hidden = ("PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+        env = {key: value for key, value in os.environ.items() if key not in hidden}
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run([sys.executable, "-m", *build, str(REPOSITORY)], check=True)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module", params=["editable", "wheel"])
+def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Install:
+    here = Path(sys.executable).parent
+    if request.param == "editable":
+        return Install(here)
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    # All but our project comes from the running environment, whose own .pth files do not act here.
+    (site_packages / "everything_else.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    pip = ["pip", "--python", str(venv / "bin" / "python"), "install", "-qq", "--no-deps"]
+    wheel = request.getfixturevalue("wheel")
+    subprocess.run([sys.executable, "-m", *pip, str(wheel)], check=True)
+    return Install(venv / "bin")
+
+
+@pytest.mark.slow
+def test_ls_lists_the_recipe_with_every_config_tiny_ones_first(install: Install, tmp_path: Path):
+    # Also the proof that the command is torchtune's: Ray installs another one of this name.
+    done = install.tune("ls", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not added to `tune`" not in done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    first = next(i for i, row in enumerate(rows) if row[0] == RECIPE)
+    listed = [rows[first][1], *(row[0] for row in rows[first + 1 :])]
+    assert listed == sorted(CONFIGS, key=lambda name: (not name.startswith("tiny"), name))
+    assert listed[0] == TINY
+
+
+@pytest.mark.slow
+def test_cp_cat_and_validate_accept_every_config(install: Install, tmp_path: Path):
+    copies = [["cp", name, "."] for name in (RECIPE, *CONFIGS)]
+    validations = [["validate", f"{name}.yaml"] for name in CONFIGS]
+    cats = [["cat", name] for name in CONFIGS]
+    outputs = install.tune_each(*copies, *validations, *cats, cwd=tmp_path)
+
+    for file in (RECIPE_FILE, *CONFIGS.values()):
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+    for output in outputs[len(copies) : -len(cats)]:
+        assert "Config is well-formed!" in output
+    for output in outputs[-len(cats) :]:
+        assert "max_staleness:" in output
+
+
+@pytest.mark.slow
+def test_run_by_name_applies_overrides(install: Install, tmp_path: Path):
+    done = install.tune("run", RECIPE, "--config", TINY, "group_size=1", cwd=tmp_path)
+    assert_refused(done, key="group_size")
+
+
+@pytest.mark.slow
+def test_run_executes_a_copied_recipe_with_a_copied_config(install: Install, tmp_path: Path):
+    main = 'if __name__ == "__main__":'
+    recipe = RECIPE_FILE.read_text()
+    assert recipe.count(main) == 1
+    mark = f"__import__('sys').stderr.write('{COPY_RUNS}\\n')\n"
+    (tmp_path / "my_grpo.py").write_text(recipe.replace(main, mark + main))
+    # Only the copy asks for a group that is too small.
+    (tmp_path / "my_config.yaml").write_text(
+        CONFIGS[TINY].read_text().replace("\ngroup_size:", "\ngroup_size: 1  # was")
+    )
+    done = install.tune("run", "my_grpo.py", "--config", "my_config.yaml", cwd=tmp_path)
+    assert COPY_RUNS in done.stderr
+    assert_refused(done, key="group_size")
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], key: str) -> None:
+    """Our preflight answered: exit code 2, and one line that names the key, no other."""
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line != COPY_RUNS]
+    assert f"{key}: " in line
+
+
+@pytest.mark.slow
+def test_torchrun_options_are_refused_because_ray_starts_the_ranks(tmp_path: Path):
+    here = Install(Path(sys.executable).parent)
+    done = here.tune("run", "--nproc_per_node", "2", RECIPE, "--config", TINY, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "does not support distributed training" in done.stderr
+
+
+def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel: Path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert f"grpo_components/_recipes/{RECIPE}.py" in names
+    for name in CONFIGS:
+        assert f"grpo_components/_recipes/configs/{name}.yaml" in names
+    assert "grpo_components/py.typed" in names
+    top_level = {name.split("/")[0] for name in names}
+    assert {name for name in top_level if not name.endswith(".dist-info")} == {"grpo_components"}
+
+
+def registry_without_our_recipe() -> Any:
+    """A stand-in for torchtune's registry module, which takes seconds to import."""
+    recipes: list[Any] = []
+    return SimpleNamespace(
+        _ALL_RECIPES=recipes,
+        get_all_recipes=lambda: recipes,
+        Recipe=SimpleNamespace,
+        Config=SimpleNamespace,
+    )
+
+
+def test_registering_twice_adds_the_recipe_once():
+    registry = registry_without_our_recipe()
+    _plugin.register(registry)
+    _plugin.register(registry)
+    (recipe,) = registry.get_all_recipes()
+    assert recipe.name == RECIPE
+    assert Path(recipe.file_path) == RECIPE_FILE
+
+
+def test_configs_in_subfolders_are_named_as_torchtune_names_them(tmp_path: Path):
+    for name in ("zebra.yaml", "dev/ant.yaml", "tiny_b.yaml", "tiny_a.yaml", "notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert list(_plugin.config_files(tmp_path)) == ["tiny_a", "tiny_b", "dev/ant", "zebra"]
+
+
+def test_a_broken_installation_warns_and_breaks_neither_torch_nor_tune(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(_plugin, "__file__", str(tmp_path / "grpo_components" / "_plugin.py"))
+    monkeypatch.setitem(sys.modules, "torchtune._recipe_registry", registry_without_our_recipe())
+    with pytest.warns(UserWarning, match="not added to `tune`"):
+        _plugin.install()

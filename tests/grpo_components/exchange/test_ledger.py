@@ -1,0 +1,187 @@
+"""Admission and the account of groups, over random schedules of a simulated run."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+
+
+def endless_prompts():
+    index = 0
+    while True:
+        yield {"prompt_index": index}, 0
+        index += 1
+
+
+def make(eta, groups_per_step, num_steps):
+    return Ledger(StalenessContract(eta, groups_per_step), num_steps, endless_prompts())
+
+
+async def admit_all(ledger):
+    """Admit until the ledger would wait."""
+    admitted = []
+    while True:
+        try:
+            entry = await ledger.admit("test", timeout_s=0.001)
+        except TimeoutError:
+            return admitted
+        if entry is None:
+            return admitted
+        admitted.append(entry)
+
+
+def test_synchronous_admission_is_exactly_one_batch():
+    async def run():
+        ledger = make(eta=0, groups_per_step=3, num_steps=2)
+        first = await admit_all(ledger)
+        assert [entry.group_id for entry in first] == [0, 1, 2]
+        await ledger.taken([0, 1, 2])
+        assert await admit_all(ledger) == []
+        await ledger.published(1)
+        await ledger.stepped(1)
+        second = await admit_all(ledger)
+        assert [(e.group_id, e.needed_version) for e in second] == [(3, 1), (4, 1), (5, 1)]
+
+    asyncio.run(run())
+
+
+def test_no_group_is_admitted_that_no_step_needs():
+    async def run():
+        ledger = make(eta=9, groups_per_step=2, num_steps=3)
+        assert len(await admit_all(ledger)) == 6
+
+    asyncio.run(run())
+
+
+def test_a_skipped_step_blocks_nothing():
+    async def run():
+        ledger = make(eta=0, groups_per_step=2, num_steps=2)
+        await admit_all(ledger)
+        await ledger.taken([0, 1])
+        await ledger.stepped(0)  # NaN: the version stays, nothing is published
+        assert len(await admit_all(ledger)) == 2
+
+    asyncio.run(run())
+
+
+def test_a_dropped_group_is_replaced_by_its_own_prompt_first():
+    async def run():
+        ledger = make(eta=1, groups_per_step=1, num_steps=5)
+        first, second = await admit_all(ledger)
+        await ledger.dropped([first.group_id], "stale", reissue=True)
+        (again,) = await admit_all(ledger)
+        assert again.prompt is first.prompt
+        assert again.group_id == second.group_id + 1
+        assert ledger.dropped_groups == {"stale": 1}
+
+    asyncio.run(run())
+
+
+def test_a_filtered_group_is_replaced_by_another_prompt():
+    async def run():
+        ledger = make(eta=0, groups_per_step=1, num_steps=5)
+        (first,) = await admit_all(ledger)
+        await ledger.dropped([first.group_id], "failed", reissue=False)
+        (second,) = await admit_all(ledger)
+        assert second.prompt["prompt_index"] == first.prompt["prompt_index"] + 1
+
+    asyncio.run(run())
+
+
+def test_the_wait_for_doomed_groups_ends_when_they_are_buffered():
+    async def run():
+        ledger = make(eta=0, groups_per_step=1, num_steps=5)
+        (entry,) = await admit_all(ledger)
+        with pytest.raises(TimeoutError, match="training loop waited for groups in flight"):
+            await ledger.until_none_is_doomed(0.001)
+        waiting = asyncio.create_task(ledger.until_none_is_doomed(5))
+        await asyncio.sleep(0)
+        await ledger.buffered(entry.group_id)
+        await waiting
+
+    asyncio.run(run())
+
+
+def test_an_admission_that_is_never_granted_says_what_it_waited_for():
+    async def run():
+        ledger = make(eta=0, groups_per_step=1, num_steps=5)
+        await admit_all(ledger)
+        with pytest.raises(TimeoutError, match="generator_0 waited for the training loop"):
+            await ledger.admit("generator_0", timeout_s=0.001)
+
+    asyncio.run(run())
+
+
+@settings(max_examples=150)
+@given(
+    eta=st.integers(0, 3),
+    groups_per_step=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_random_runs_end_within_the_bound_and_lose_nothing(eta, groups_per_step, seed, data):
+    """Generators of random speed, skipped steps, failed groups, pushes every n <= eta + 1 steps."""
+    push_every = data.draw(st.integers(1, eta + 1))
+    wait = data.draw(st.booleans())
+    num_steps, rng = 6, random.Random(seed)
+
+    async def run():
+        ledger = make(eta, groups_per_step, num_steps)
+        flying, ready, trained = [], [], []
+        contract = StalenessContract(eta, groups_per_step)
+        for _ in range(10_000):
+            if ledger.finished:
+                break
+            moves = []
+            for entry in await admit_all(ledger):
+                # the generator has at least the needed version, at most the published one
+                entry.start_version = rng.randint(
+                    max(0, entry.needed_version), ledger.published_version
+                )
+                flying.append(entry)
+            if flying:
+                moves.append("finish")
+            now = ledger.policy_version
+            doomed = contract.must_wait(
+                [e.start_version for e in ready], [e.start_version for e in flying], now
+            )
+            stale = [e for e in ready if not contract.may_train(e.start_version, now)]
+            if stale:
+                moves = ["sweep"]
+            elif len(ready) >= groups_per_step and not (wait and doomed):
+                moves.append("train")
+            assert moves, "deadlock: nothing in flight and no batch"
+            move = rng.choice(moves)
+            if move == "finish":
+                entry = flying.pop(rng.randrange(len(flying)))
+                if rng.random() < 0.1:
+                    await ledger.dropped([entry.group_id], "failed", reissue=False)
+                else:
+                    ready.append(entry)
+                    await ledger.buffered(entry.group_id)
+            elif move == "sweep":
+                assert not wait and eta > 0, "dropped as stale where that must not happen"
+                for entry in stale:
+                    ready.remove(entry)
+                await ledger.dropped([e.group_id for e in stale], "stale", reissue=True)
+            else:
+                ready.sort(key=lambda e: (e.start_version, e.group_id))
+                batch, ready = ready[:groups_per_step], ready[groups_per_step:]
+                assert all(ledger.policy_version - e.start_version <= eta for e in batch)
+                await ledger.taken([e.group_id for e in batch])
+                version = ledger.policy_version + (rng.random() > 0.2)
+                if version - ledger.published_version >= push_every:
+                    await ledger.published(version)
+                await ledger.stepped(version)
+                trained += batch
+        assert ledger.finished
+        assert len({e.group_id for e in trained}) == num_steps * groups_per_step
+        accounted = ledger.trained_groups + sum(ledger.dropped_groups.values())
+        assert ledger.issued == accounted + len(flying) + len(ready)
+
+    asyncio.run(run())

@@ -1,0 +1,31 @@
+"""The parameter server: only newer versions, only published ones acknowledged."""
+
+import pytest
+
+from grpo_components.exchange.parameter_server import VLLMParameterServer
+
+
+def test_the_newest_push_is_what_generators_get():
+    server = VLLMParameterServer()
+    with pytest.raises(LookupError, match="no weights"):
+        server.newest()
+    server.push(1, ["bucket a", "bucket b"])
+    server.push(4, ["bucket c"])
+    assert server.newest() == (4, ["bucket c"])
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_push_that_is_not_newer_is_refused(version):
+    server = VLLMParameterServer()
+    server.push(3, [])
+    with pytest.raises(ValueError, match=f"version {version} after version 3"):
+        server.push(version, [])
+
+
+def test_acknowledgements_are_kept_by_generator_and_cannot_be_ahead():
+    server = VLLMParameterServer()
+    server.push(2, [])
+    server.acknowledge("generator_0", 2)
+    assert server.acknowledged() == {"generator_0": 2}
+    with pytest.raises(ValueError, match="generator_1 acknowledges 3, newest is 2"):
+        server.acknowledge("generator_1", 3)

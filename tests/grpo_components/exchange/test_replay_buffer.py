@@ -1,0 +1,135 @@
+"""The replay buffer on a real event loop: consume-once, bounded, blocking, never stale."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_components.exchange.replay_buffer import ReplayBuffer
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.trajectory import Trajectory, pack, summarize, unpack
+
+
+def group(group_id, version=0, size=2):
+    members = [
+        Trajectory(
+            prompt_ids=np.arange(2),
+            response_ids=np.arange(3),
+            response_mask=np.ones(3, bool),
+            generator_logprobs=np.full(3, -1, np.float32),
+            token_versions=np.full(3, version, np.int32),
+            prompt_index=group_id,
+            epoch=0,
+            group_id=group_id,
+            attempt=0,
+            finish_reason="stop",
+            reward=float(i),
+        )
+        for i in range(size)
+    ]
+    return pack(members), summarize(members)
+
+
+def make(capacity=8, eta=2, groups_per_step=2, timeout_s=5.0):
+    contract = StalenessContract(eta, groups_per_step)
+    return ReplayBuffer(capacity=capacity, contract=contract, timeout_s=timeout_s)
+
+
+def ids(batch):
+    return [t.group_id for t in unpack(batch)]
+
+
+def test_every_group_is_handed_out_once_whole_and_sorted():
+    async def run():
+        buffer = make()
+        for group_id in (5, 2, 9, 0):
+            await buffer.add(*group(group_id))
+        first, second = await buffer.take(2, 0), await buffer.take(2, 0)
+        assert ids(first[0]) == [0, 0, 2, 2]
+        assert ids(second[0]) == [5, 5, 9, 9]
+        assert [g.group_id for g in second[1].groups] == [5, 9]
+        assert second[1].buffered == 0
+
+    asyncio.run(run())
+
+
+def test_the_oldest_weights_go_first():
+    async def run():
+        buffer = make()
+        for group_id, version in ((0, 3), (1, 1), (2, 2)):
+            await buffer.add(*group(group_id, version))
+        assert ids((await buffer.take(2, 3))[0]) == [1, 1, 2, 2]
+
+    asyncio.run(run())
+
+
+def test_a_stale_group_is_reported_and_never_handed_out():
+    async def run():
+        buffer = make(eta=1)
+        await buffer.add(*group(0, version=0))
+        await buffer.add(*group(1, version=2))
+        batch, summary = await buffer.take(2, 2)
+        assert [g.group_id for g in summary.dropped] == [0]
+        assert (summary.groups, ids(batch)) == ([], [])  # told at once, so that it is replaced
+        await buffer.add(*group(2, version=2))
+        assert ids((await buffer.take(2, 2))[0]) == [1, 1, 2, 2]
+
+    asyncio.run(run())
+
+
+def test_take_waits_for_enough_groups():
+    async def run():
+        buffer = make()
+        taking = asyncio.create_task(buffer.take(2, 0))
+        await buffer.add(*group(0))
+        await asyncio.sleep(0)
+        assert not taking.done()
+        await buffer.add(*group(1))
+        assert ids((await taking)[0]) == [0, 0, 1, 1]
+
+    asyncio.run(run())
+
+
+def test_a_full_buffer_holds_producers_back_until_the_consumer_takes():
+    async def run():
+        buffer = make(capacity=2)
+        await buffer.add(*group(0))
+        await buffer.add(*group(1))
+        adding = asyncio.create_task(buffer.add(*group(2)))
+        await asyncio.sleep(0)
+        assert not adding.done()
+        await buffer.take(1, 0)
+        assert await adding == 2
+
+    asyncio.run(run())
+
+
+def test_both_waits_end_with_an_error_that_says_who_waited():
+    async def run():
+        buffer = make(capacity=1, timeout_s=0.01)
+        with pytest.raises(TimeoutError, match=r"training loop waited 0\.01 s for 2 groups"):
+            await buffer.take(2, 0)
+        await buffer.add(*group(0))
+        with pytest.raises(TimeoutError, match=r"group 1 waited 0\.01 s for room"):
+            await buffer.add(*group(1))
+
+    asyncio.run(run())
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=12))
+def test_slots_are_reused_and_nothing_is_lost_or_repeated(rounds):
+    async def run():
+        buffer, seen, issued = make(capacity=4, eta=100), [], 0
+        for wanted, version in rounds:
+            while issued - len(seen) < wanted:
+                await buffer.add(*group(issued, version))
+                issued += 1
+            batch, _ = await buffer.take(wanted, version)
+            seen += sorted(set(ids(batch)))
+        assert len(seen) == len(set(seen))
+        assert issued == len(seen) + len(buffer._slots.live)
+
+    asyncio.run(run())

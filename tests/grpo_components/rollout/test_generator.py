@@ -1,0 +1,448 @@
+"""A generator's groups: whole, in order, every token with its origin; without a real engine."""
+
+import asyncio
+import math
+import os
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict, lazy_stack
+
+from grpo_components.exchange.weights import pack_bucket
+from grpo_components.rollout.environments import SingleTurnEnvironment
+from grpo_components.rollout.reward_pool import Score
+from grpo_components.running.cluster import engine_environment
+from grpo_components.trajectory import summarize, unpack
+
+STOP = 0
+OTHER_TURN = 999
+"""What the environment of two turns says in between."""
+
+
+@pytest.fixture(scope="module")
+def module():
+    """The module, imported as its role imports it: vLLM reads the environment only then."""
+    before = dict(os.environ)
+    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1))
+    from grpo_components.rollout import generator
+
+    yield generator
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def completion(prompt_ids, seed):
+    """An engine's answer that tells prompts, seeds and lengths apart."""
+    size = 1 + seed % 4
+    return SimpleNamespace(
+        token_ids=np.full(size, 100 + sum(prompt_ids) % 100, np.int64),
+        logprobs=-np.arange(1, size + 1, dtype=np.float32),
+        token_versions=np.full(size, seed % 7, np.int32),
+        finish_reason="stop" if seed % 2 else "length",
+    )
+
+
+class FakeEngine:
+    """Answers requests in the order opposite to their coming, once all of a group are there."""
+
+    def __init__(self, *args, group_size=1, **kwargs):
+        self.requests, self.loaded, self._waiting, self.group_size = [], [], [], group_size
+
+    def submit(self, prompt_ids, *, seed, **sampling):
+        self.requests.append((list(prompt_ids), seed, sampling))
+        future = Future()
+        self._waiting.append((future, completion(prompt_ids, seed)))
+        if len(self._waiting) >= self.group_size:
+            while self._waiting:
+                waiting, answer = self._waiting.pop()
+                waiting.set_result(answer)
+        return future
+
+    def load_weights(self, version, tensors):
+        self.loaded.append((version, tensors))
+        future = Future()
+        future.set_result(None)
+        return future
+
+    def close(self):
+        pass
+
+
+def scores(samples):
+    """One for a response that was finished."""
+    return [
+        Score(1.0, {"finished": 1.0}, True, None)
+        if sample["finish_reason"] == "stop"
+        else Score(0.0, {"finished": 0.0}, False, None)
+        for sample in samples
+    ]
+
+
+def prompt(number, token_ids=(1, 2)):
+    return {
+        "prompt_index": number,
+        "prompt_ids": np.array(token_ids),
+        "prompt_text": f"question {number}",
+        "answer": f"answer {number}",
+    }
+
+
+# ---- seeds --------------------------------------------------------------------------------------
+
+IDENTITIES = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map(tuple)
+
+
+@given(st.lists(IDENTITIES, min_size=2, max_size=20, unique_by=lambda i: (len(i), i)))
+def test_samples_of_another_identity_have_another_seed(module, identities):
+    lengths = {len(identity) for identity in identities}
+    for length in lengths:
+        same = [identity for identity in identities if len(identity) == length]
+        assert len({module.sampling_seed(*identity) for identity in same}) == len(same)
+
+
+def test_the_samples_of_a_long_run_all_have_seeds_of_their_own(module):
+    identities = [
+        (seed, purpose, group, sample)
+        for seed in (0, 42)
+        for purpose in (0, 1)
+        for group in range(200)
+        for sample in range(8)
+    ]
+    assert len({module.sampling_seed(*identity) for identity in identities}) == len(identities)
+
+
+@given(IDENTITIES)
+def test_a_seed_is_the_same_every_time_and_fits_in_63_bits(module, identity):
+    assert module.sampling_seed(*identity) == module.sampling_seed(*identity)
+    assert 0 <= module.sampling_seed(*identity) < 2**63
+
+
+def test_seeds_are_the_same_in_every_process_and_release(module):
+    """Written down: another formula would make another run of the same config."""
+    assert module.sampling_seed(42, 0, 7, 3) == 2190725600997302520
+
+
+# ---- turns --------------------------------------------------------------------------------------
+
+
+def turn(response, said, known, *, version, done, finish_reason="stop", score=None):
+    """One policy turn in a slot that has `known` tokens, as a collector sees it."""
+    size = len(response)
+    after = TensorDict(
+        tokens=torch.tensor([*known, *response, *said]),
+        done=torch.tensor([done]),
+        score=NonTensorData(score),
+    )
+    return TensorDict(
+        response=torch.tensor(response),
+        logprobs=-torch.arange(1.0, size + 1),
+        versions=torch.full((size,), version, dtype=torch.int32),
+        finish_reason=NonTensorData(finish_reason),
+        next=after,
+    )
+
+
+GOOD = Score(0.75, {"correctness": 1.0, "format": 0.5}, True, None)
+
+
+def two_turns(module, score=GOOD):
+    slot = module.SlotRollout(np.array([5, 6, 7]))
+    slot.extend(turn([10, 11], [90, 91, 92], [5, 6, 7], version=3, done=False))
+    assert not slot.done
+    known = [5, 6, 7, 10, 11, 90, 91, 92]
+    last = turn([12], [], known, version=4, done=True, finish_reason="length", score=score)
+    slot.extend(last)
+    assert slot.done
+    return slot
+
+
+def test_what_the_environment_says_between_two_turns_is_kept_but_not_the_policys(module):
+    record = two_turns(module).trajectory(prompt(9), epoch=1, group_id=2, attempt=3)
+    assert record.prompt_ids.tolist() == [5, 6, 7]
+    assert record.response_ids.tolist() == [10, 11, 90, 91, 92, 12]
+    assert record.response_mask.tolist() == [True, True, False, False, False, True]
+    assert record.generator_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, 0.0, -1.0]
+    assert record.token_versions.tolist() == [3, 3, -1, -1, -1, 4]
+    assert record.oldest_version == 3
+    summary = summarize([record])
+    assert summary.response_tokens == [3] and summary.version_sum == 3 + 3 + 4
+
+
+def test_a_record_has_the_dtypes_of_the_design(module):
+    record = two_turns(module).trajectory(prompt(9), epoch=0, group_id=0, attempt=0)
+    dtypes = {
+        "prompt_ids": np.int64,
+        "response_ids": np.int64,
+        "response_mask": np.bool_,
+        "generator_logprobs": np.float32,
+        "token_versions": np.int32,
+    }
+    assert {name: getattr(record, name).dtype for name in dtypes} == dtypes
+
+
+def test_a_record_knows_its_prompt_and_has_the_last_turns_reason_and_score(module):
+    record = two_turns(module).trajectory(prompt(9), epoch=1, group_id=2, attempt=3)
+    known = (record.prompt_index, record.epoch, record.group_id, record.attempt)
+    assert known == (9, 1, 2, 3)
+    assert record.finish_reason == "length" and not record.failed and record.error is None
+    assert (record.reward, record.reward_terms, record.success) == (0.75, GOOD.terms, True)
+
+
+def test_a_sample_whose_score_failed_is_an_error_without_a_reward(module):
+    failed = Score(math.nan, {}, False, "correctness: timed out")
+    slot = two_turns(module, failed)
+    record = slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0)
+    assert record.failed and record.finish_reason == "error"
+    assert math.isnan(record.reward) and not record.success
+    assert record.error == "correctness: timed out"
+
+
+def test_a_slot_without_a_turn_makes_no_record(module):
+    with pytest.raises(AssertionError, match="not done"):
+        module.SlotRollout(np.array([1])).trajectory(prompt(0), epoch=0, group_id=0, attempt=0)
+
+
+# ---- collectors ---------------------------------------------------------------------------------
+
+
+class CountingPolicy:
+    """Answers slot i with i + 1 tokens, and counts how often it is asked."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, tensordict):
+        self.calls += 1
+        slots = tensordict.unbind(0)
+        for i, slot in enumerate(slots):
+            size = i + 1
+            slot.update(
+                TensorDict(
+                    response=torch.full((size,), 10 * self.calls + i),
+                    logprobs=torch.full((size,), -0.5),
+                    versions=torch.full((size,), self.calls, dtype=torch.int32),
+                    finish_reason=NonTensorData("stop"),
+                )
+            )
+        return lazy_stack(list(slots), 0)
+
+
+class SeveralTurns(SingleTurnEnvironment):
+    """Slot i ends after its (i + 1)-th turn; in between the environment says something."""
+
+    def _reset(self, tensordict=None, **kwargs):
+        self._turn = 0
+        return super()._reset(tensordict, **kwargs)
+
+    def _step(self, tensordict):
+        self._turn += 1
+        results = []
+        for i, slot in enumerate(super()._step(tensordict).unbind(0)):
+            if self._turn <= i:
+                score, reward = slot["score"], slot["reward"]
+                said = torch.cat([slot["tokens"], torch.tensor([OTHER_TURN])])
+                slot = self._slot(said, done=False)
+                slot["reward"], slot["score"] = reward, NonTensorData(score)
+            results.append(slot)
+        return lazy_stack(results, 0)
+
+
+def collector(module, policy, prompts, environment=SingleTurnEnvironment):
+    env = environment(num_slots=len(prompts), decode=str, score=scores)
+    made = module.GroupCollector(env, policy)
+    env.ask(prompts)
+    return env, made
+
+
+def test_nothing_is_asked_or_sampled_while_a_collector_is_built(module):
+    class Refuses(SingleTurnEnvironment):
+        def _reset(self, tensordict=None, **kwargs):
+            raise AssertionError("reset in the constructor")
+
+    policy = CountingPolicy()
+    collector(module, policy, [prompt(0), prompt(1)], Refuses)
+    assert policy.calls == 0
+
+
+def test_a_rollout_is_one_whole_group_in_the_order_of_its_slots(module):
+    prompts = [prompt(i, [i] * (i + 1)) for i in range(4)]
+    _, made = collector(module, CountingPolicy(), prompts)
+    slots = made.rollout()
+    assert [slot.prompt_ids.tolist() for slot in slots] == [[i] * (i + 1) for i in range(4)]
+    assert [slot.response_ids.tolist() for slot in slots] == [[10 + i] * (i + 1) for i in range(4)]
+    assert all(slot.done and slot.response_mask.all() for slot in slots)
+    assert all(slot.score == scores([{"finish_reason": "stop"}])[0] for slot in slots)
+
+
+def test_rollouts_can_follow_each_other_on_other_prompts(module):
+    policy = CountingPolicy()
+    env, made = collector(module, policy, [prompt(0), prompt(1)])
+    for number in range(1, 4):
+        env.ask([prompt(number, [number]), prompt(number, [number])])
+        slots = made.rollout()
+        assert [slot.prompt_ids.tolist() for slot in slots] == [[number], [number]]
+        assert slots[1].response_ids.tolist() == [10 * number + 1] * 2
+        assert slots[1].versions.tolist() == [number] * 2
+    assert policy.calls == 3, "one call to the policy for each turn"
+
+
+def test_slots_of_several_turns_end_one_by_one_and_then_stay_as_they_are(module):
+    prompts = [prompt(i, [i]) for i in range(3)]
+    _, made = collector(module, CountingPolicy(), prompts, SeveralTurns)
+    for first in (10, 40):  # a second rollout of the same collector starts afresh
+        one, two, three = made.rollout()
+        assert one.response_ids.tolist() == [first]
+        assert two.response_ids.tolist() == [first + 1] * 2 + [OTHER_TURN] + [first + 11] * 2
+        assert three.response_mask.tolist() == [True] * 3 + [False] + [True] * 3 + [False] + (
+            [True] * 3
+        )
+        sampled = [slot.response_mask for slot in (one, two, three)]
+        assert [int(mask.sum()) for mask in sampled] == [1, 4, 9]
+
+
+def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
+    engine = FakeEngine(group_size=3)
+    policy = module.EnginePolicy(
+        engine, max_response_tokens=9, temperature=0.7, stop_token_ids=[STOP]
+    )
+    _, made = collector(module, policy, [prompt(i, [i + 1] * (i + 1)) for i in range(3)])
+    policy.seeds = [11, 22, 33]
+    slots = made.rollout()
+    sampling = {"max_tokens": 9, "temperature": 0.7, "stop_token_ids": [STOP]}
+    assert engine.requests == [
+        ([1], 11, sampling),
+        ([2, 2], 22, sampling),
+        ([3, 3, 3], 33, sampling),
+    ]
+    for slot, seed in zip(slots, policy.seeds, strict=True):
+        expected = completion(slot.prompt_ids.tolist(), seed)
+        assert slot.response_ids.tolist() == expected.token_ids.tolist()
+        assert slot.logprobs.tolist() == expected.logprobs.tolist()
+        assert slot.versions.tolist() == expected.token_versions.tolist()
+        assert slot.finish_reason == expected.finish_reason
+
+
+# ---- the whole generator over an engine that only pretends --------------------------------------
+
+
+class Tokenizer:
+    """Knows ids up to 200; like torchtune's, it fails on any other in one of two ways."""
+
+    def decode(self, token_ids):
+        for token_id in token_ids:
+            if token_id > 200:
+                raise (KeyError if token_id % 2 else TypeError)(token_id)
+        return "".join(f"<{token_id}>" for token_id in token_ids)
+
+
+@pytest.fixture
+def generator(module, monkeypatch):
+    monkeypatch.setattr(module, "VLLMEngine", FakeEngine)
+    monkeypatch.setattr(
+        module,
+        "RewardPool",
+        lambda *args, **kwargs: SimpleNamespace(score=scores, close=lambda: None),
+    )
+    made = module.Generator(
+        model_path="",
+        device="cpu",
+        dtype="fp32",
+        build_tokenizer=Tokenizer,
+        build_environment=SingleTurnEnvironment,
+        rewards={},
+        reward_workers=1,
+        reward_timeout_s=1,
+        group_size=3,
+        rollouts_in_flight=2,
+        seed=42,
+        max_response_tokens=8,
+        temperature=1.0,
+        stop_token_ids=[STOP],
+        max_model_len=64,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.5,
+        enforce_eager=True,
+        recompute_kv_after_pull=False,
+    )
+    yield made
+    made.close()
+
+
+def group(generator, number, group_id):
+    return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 0))
+
+
+def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(generator):
+    packed, summary, text = group(generator, number=4, group_id=17)
+    records = unpack(packed)
+    assert len(records) == 3
+    assert all(t.prompt_ids.tolist() == [4] and t.prompt_index == 4 for t in records)
+    assert all((t.group_id, t.epoch) == (17, 1) for t in records)
+    assert summary == summarize(records)
+    assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
+    assert [r["response_tokens"] for r in text["responses"]] == summary.response_tokens
+    assert [r["reward"] for r in text["responses"]] == summary.rewards
+
+
+def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, module):
+    for number in (0, 1, 2):  # whatever ran before
+        group(generator, number=number, group_id=number)
+    generator._engine.requests.clear()
+    group(generator, number=3, group_id=17)
+    seeds = [seed for _, seed, _ in generator._engine.requests]
+    assert seeds == [module.sampling_seed(42, 0, 17, i) for i in range(3)]
+
+
+def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_change(
+    generator, module
+):
+    """Seven prompts: the last chunk is smaller than a group."""
+    prompts = [prompt(i, [i + 1]) for i in range(7)]
+    expected = [completion([i + 1], module.sampling_seed(42, 1, i)) for i in range(7)]
+    for _ in range(2):
+        results = asyncio.run(generator.evaluate(prompts))
+        assert [r["success"] for r in results] == [c.finish_reason == "stop" for c in expected]
+        assert [r["oldest_version"] for r in results] == [c.token_versions[0] for c in expected]
+        assert all(r["oldest_version"] == r["newest_version"] for r in results)
+    assert len(generator._engine.requests) == 14
+    assert {sum(ids): seed for ids, seed, _ in generator._engine.requests} == {
+        i + 1: module.sampling_seed(42, 1, i) for i in range(7)
+    }
+
+
+def test_new_weights_from_all_ranks_reach_the_engine_together(generator):
+    buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in "ab"]
+    assert asyncio.run(generator.load_weights(5, *buckets)) == generator.version == 5
+    [(version, tensors)] = generator._engine.loaded
+    assert version == 5 and sorted(tensors) == ["a", "b"]
+
+
+def test_damaged_weights_are_refused_before_the_engine_sees_any(generator):
+    good, (manifest, bucket) = (pack_bucket([(name, torch.ones(3))]) for name in "ab")
+    bucket[5] ^= 1
+    with pytest.raises(ValueError, match="tensor b is damaged"):
+        asyncio.run(generator.load_weights(5, good, (manifest, bucket)))
+    assert generator.version == 0 and not generator._engine.loaded
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "text"),
+    [
+        ([], ""),
+        ([1, 2], "<1><2>"),
+        ([1, 2, STOP], "<1><2>"),
+        ([STOP], ""),
+        ([1, STOP, 2], "<1><0><2>"),
+        ([1, 301, 2], "<1>\ufffd<2>"),
+        ([300, 301, STOP], "\ufffd\ufffd"),
+    ],
+)
+def test_a_response_reads_without_its_stop_token_and_ids_that_are_no_text_do_no_harm(
+    generator, token_ids, text
+):
+    assert generator._decode(token_ids) == text

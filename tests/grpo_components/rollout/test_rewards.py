@@ -1,0 +1,194 @@
+"""Which responses earn a reward."""
+
+import pytest
+
+from grpo_components.rollout.rewards import MathCorrectness, ThinkAnswerFormat
+
+MARKED = {
+    "tag": "It is clear. <answer>{}</answer>",
+    "boxed": r"So it is $\boxed{{{}}}$, as claimed.",
+    "gsm8k": "First this, then that.\n#### {}",
+    "plain": "{}",
+}
+
+
+@pytest.fixture(scope="module", params=MARKED)
+def marked(request):
+    """A function that scores an answer inside a response of one format, and the format."""
+    reward = MathCorrectness(answer_format=request.param)
+
+    def score(given: str, known: str) -> float:
+        response = MARKED[request.param].format(given)
+        return reward(
+            prompt_text="How many?", response_text=response, answer=known, finish_reason="stop"
+        )
+
+    return score
+
+
+def correct(response: str, known: str, answer_format: str) -> float:
+    reward = MathCorrectness(answer_format=answer_format)
+    return reward(prompt_text="", response_text=response, answer=known, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ("5", "5"),
+        (" 5 ", "5"),
+        ("5.", "5"),
+        ("5.0", "5"),
+        ("0.5", "1/2"),
+        ("1/2", "0.5"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac12", "1/2"),
+        (r"2\frac{1}{2}", "2.5"),
+        ("1,000", "1000"),
+        ("1,234,567", "1234567"),
+        ("$18", "18"),
+        ("$18.00", "18"),
+        ("-3", "-3"),
+        (r"-\frac{1}{2}", "-0.5"),
+        ("x = 7", "7"),
+        ("3+4=7", "7"),
+        ("2^{10}", "1024"),
+        (r"3\times10^2", "300"),
+        ("50%", "50"),
+        (r"\sqrt{2}", r"\sqrt{2}"),
+        (r"2+\sqrt{3}", r"\sqrt{3}+2"),
+        (r"\frac{1+\sqrt{\frac{5}{1}}}{2}", r"\frac{\sqrt{5}+1}{2}"),
+        ("x+1", "1+x"),
+    ],
+)
+def test_an_equal_answer_is_worth_one(marked, given, known):
+    assert marked(given, known) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ("15", "5"),
+        ("5", "15"),
+        ("50", "5"),
+        ("5.5", "5"),
+        ("-3", "3"),
+        ("3", "-3"),
+        ("1/3", "0.5"),
+        ("1,000", "1"),
+        ("1000", "100"),
+        ("", "0"),
+        ("none", "0"),
+        ("5 or 6", "5"),
+        ("5 or 6", "6"),
+        ("5, 6", "6"),
+        ("5 6", "11"),
+        ("12 13", "25"),
+        ("(3)(4)", "7"),
+        ("3+4", "7"),
+        ("2*5", "10"),
+        ("48/2+48", "72"),
+        ("x = 3+4", "7"),
+        (r"\sqrt{2}", "2"),
+        ("2x", "2"),
+        ("x+1", "1"),
+        ("???", "5"),
+        (r"\frac{", "5"),
+        ("{{{{", "5"),
+    ],
+)
+def test_any_other_answer_is_worth_nothing(marked, given, known):
+    assert marked(given, known) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "response"),
+    [
+        ("tag", "5"),
+        ("tag", "<answer>5"),
+        ("tag", "5</answer>"),
+        ("tag", "#### 5"),
+        ("boxed", "5"),
+        ("boxed", r"\boxed{5"),
+        ("gsm8k", "5"),
+        ("gsm8k", "### 5"),
+        ("gsm8k", "####\n5"),
+    ],
+)
+def test_the_right_number_without_its_mark_is_worth_nothing(answer_format, response):
+    assert correct(response, "5", answer_format) == 0.0
+
+
+@pytest.mark.parametrize("answer_format", MARKED)
+def test_no_response_is_worth_nothing(answer_format):
+    assert correct("", "5", answer_format) == 0.0
+
+
+@pytest.mark.parametrize("answer_format", ["tag", "boxed", "gsm8k"])
+def test_of_several_answers_the_last_one_counts(answer_format):
+    wrong, right = (MARKED[answer_format].format(number) for number in (4, 5))
+    assert correct(f"{wrong}\n{right}", "5", answer_format) == 1.0
+    assert correct(f"{right}\n{wrong}", "5", answer_format) == 0.0
+
+
+def test_an_answer_that_is_cut_off_leaves_the_one_before_it():
+    assert correct("<answer>5</answer> or rather <answer>6", "5", "tag") == 1.0
+    assert correct(r"\boxed{5} or rather \boxed{6", "5", "boxed") == 1.0
+
+
+def test_a_box_ends_at_its_own_brace():
+    deep = r"\boxed{\frac{\sqrt{\frac{1}{4}}}{1}} and {more}"
+    assert correct(deep, "0.5", "boxed") == 1.0
+
+
+def test_a_known_answer_that_is_no_mathematics_is_an_error():
+    with pytest.raises(ValueError, match="known answer"):
+        correct("#### 5", "", "gsm8k")
+
+
+def test_an_unknown_answer_format_is_named_with_the_allowed_ones():
+    with pytest.raises(ValueError, match=r"answer_format.*'hash'.*tag, boxed, gsm8k, plain"):
+        MathCorrectness(answer_format="hash")
+
+
+def in_format(prompt: str, response: str) -> float:
+    return ThinkAnswerFormat()(
+        prompt_text=prompt, response_text=response, answer="5", finish_reason="stop"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [
+        ("What?", "<think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n"),
+        ("What? <think>", "Hm.</think> <answer>5</answer>"),
+        ("What? <think>\n", "Hm.</think> <answer>5</answer>"),
+        # A prompt that only speaks of the tags has not opened one.
+        ("Use <think> and </think>.", "<think>Hm.</think> <answer>5</answer>"),
+    ],
+)
+def test_a_complete_format_is_worth_one(prompt, response):
+    assert in_format(prompt, response) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [
+        ("What?", ""),
+        ("What?", "5"),
+        ("What?", "Hm.</think> <answer>5</answer>"),
+        ("Use <think> and </think>.", "Hm.</think> <answer>5</answer>"),
+        ("What? <think>", "<think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.</think>"),
+        ("What?", "<think>Hm.</think> <answer>5"),
+        ("What?", "<think>Hm. <answer>5</answer>"),
+        ("What?", "<answer>5</answer> <think>Hm.</think>"),
+        ("What?", "<think>Hm.</think> <answer>5</answer> <answer>6</answer>"),
+        ("What?", "<think>Hm.</think> <think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.</think> so <answer>5</answer>"),
+        ("What?", "Well, <think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.</think> <answer>5</answer> and more"),
+    ],
+)
+def test_any_other_format_is_worth_nothing(prompt, response):
+    assert in_format(prompt, response) == 0.0

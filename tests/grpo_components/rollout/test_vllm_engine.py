@@ -1,0 +1,198 @@
+"""Real vLLM: new weights are those of a fresh engine, and every token has its version."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_components.running.cluster import engine_environment
+
+PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def make_engine():
+    before = dict(os.environ)
+    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1), OMP_NUM_THREADS="1")
+    from grpo_components.rollout.vllm_engine import VLLMEngine
+
+    engines = []
+
+    def make(path, recompute_kv_after_pull=False):
+        engine = VLLMEngine(
+            str(path),
+            device="cpu",
+            dtype="fp32",
+            max_model_len=512,
+            max_num_seqs=64,
+            gpu_memory_utilization=0.5,
+            enforce_eager=True,
+            recompute_kv_after_pull=recompute_kv_after_pull,
+            seed=0,
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders of two random models, A and B, with tied and with untied embeddings."""
+    folder = tmp_path_factory.mktemp("models")
+    for tied in (True, False):
+        for seed, name in enumerate("AB"):
+            torch.manual_seed(seed)
+            config = Qwen2Config(
+                vocab_size=256,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                max_position_embeddings=512,
+                tie_word_embeddings=tied,
+                initializer_range=0.2,
+            )
+            path = folder / f"{'tied' if tied else 'untied'}_{name}"
+            Qwen2ForCausalLM(config).save_pretrained(path)
+    return folder
+
+
+def weights(path):
+    return load_file(path / "model.safetensors")
+
+
+def submit(engine, max_tokens=24):
+    return [
+        engine.submit(ids, max_tokens=max_tokens, temperature=1.0, seed=i, stop_token_ids=[0])
+        for i, ids in enumerate(PROMPTS)
+    ]
+
+
+def assert_same(left, right):
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(
+    make_engine, checkpoints, kind
+):
+    engine = make_engine(checkpoints / f"{kind}_A")
+    before = [future.result() for future in submit(engine)]
+    engine.load_weights(3, weights(checkpoints / f"{kind}_B")).result()
+    after = [future.result() for future in submit(engine)]
+    fresh = [future.result() for future in submit(make_engine(checkpoints / f"{kind}_B"))]
+    assert_same(after, fresh)
+    assert any(
+        len(a.token_ids) != len(b.token_ids) or (a.token_ids != b.token_ids).any()
+        for a, b in zip(before, after, strict=True)
+    )
+    assert {int(v) for c in before for v in c.token_versions} == {0}
+    assert {int(v) for c in after for v in c.token_versions} == {3}
+
+
+def test_cached_prefixes_of_old_weights_are_not_used(make_engine, checkpoints):
+    """A long prompt that was cached under A must give B's tokens after the swap."""
+    prompt = [int(i) for i in np.random.default_rng(0).integers(1, 255, 300)]
+
+    def ask(engine):
+        return engine.submit(
+            prompt, max_tokens=16, temperature=1.0, seed=1, stop_token_ids=[0]
+        ).result()
+
+    engine = make_engine(checkpoints / "tied_A")
+    ask(engine)
+    ask(engine)
+    engine.load_weights(1, weights(checkpoints / "tied_B")).result()
+    assert_same([ask(engine)], [ask(make_engine(checkpoints / "tied_B"))])
+
+
+def whole_logprobs(path, prompt, completion):
+    """Logprobs of a completion by transformers, in one forward pass."""
+    model = Qwen2ForCausalLM.from_pretrained(path).float()
+    ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
+    return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :].numpy()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_running_requests_go_on_over_a_swap_with_exact_versions(
+    make_engine, checkpoints, recompute
+):
+    engine = make_engine(checkpoints / "tied_A", recompute_kv_after_pull=recompute)
+    old, new = checkpoints / "tied_A", checkpoints / "tied_B"
+    running = submit(engine, max_tokens=400)
+    engine.submit(  # ends when the others are well on their way
+        [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
+    ).result()
+    engine.load_weights(1, weights(new)).result()
+    spanning = 0
+    for prompt, future in zip(PROMPTS, running, strict=True):
+        completion = future.result()
+        versions = completion.token_versions
+        assert set(np.diff(versions)) <= {0, 1}
+        first = versions == 0
+        np.testing.assert_allclose(
+            completion.logprobs[first], whole_logprobs(old, prompt, completion)[first], atol=1e-4
+        )
+        if versions[-1] == 1:
+            spanning += 1
+            gap = np.abs(completion.logprobs - whole_logprobs(new, prompt, completion))[~first]
+            # With recomputed KV the later tokens are the new policy's; with the old KV they mix.
+            assert (gap.max() < 1e-4) == recompute
+    assert spanning, "no response was running during the swap"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "lack the tensor model.norm.weight"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unknown tensor extra"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(5)}),
+            r"model.norm.weight has shape \[5\], the model's is \[64\]",
+        ),
+    ],
+)
+def test_wrong_weights_are_refused_before_anything_is_loaded(
+    make_engine, checkpoints, change, message
+):
+    engine = make_engine(checkpoints / "tied_A")
+    before = [future.result() for future in submit(engine)]
+    wrong = weights(checkpoints / "tied_B")
+    change(wrong)
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(1, wrong)
+    assert_same(before, [future.result() for future in submit(engine)])
+
+
+def test_a_prompt_that_is_too_long_fails_alone(make_engine, checkpoints):
+    engine = make_engine(checkpoints / "tied_A")
+    good = submit(engine)
+    bad = engine.submit([1] * 600, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
+    with pytest.raises(Exception, match="600 input tokens"):
+        bad.result()
+    assert all(len(future.result().token_ids) for future in good)
+
+
+def test_a_closed_engine_answers_with_an_error_and_not_with_silence(make_engine, checkpoints):
+    from grpo_components.rollout.vllm_engine import EngineStoppedError
+
+    engine = make_engine(checkpoints / "tied_A")
+    running = submit(engine, max_tokens=400)
+    engine.close()
+    with pytest.raises(EngineStoppedError):
+        running[0].result(timeout=30)
+    with pytest.raises(EngineStoppedError):
+        submit(engine)[0].result(timeout=30)

@@ -1,0 +1,172 @@
+"""A component that cannot be built, or is not the checkpoint's, is named by its config key."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+
+from grpo_components.running.building import build, check_components
+
+MODEL = {
+    "vocab_size": 50,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "max_seq_len": 64,
+    "tie_word_embeddings": True,
+}
+HF_CONFIG = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "tie_word_embeddings": True,
+}
+GRPO = "grpo_components.objective.losses.GRPOLoss"
+SCHEDULE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+
+
+def component(path, **arguments):
+    return OmegaConf.create({"_component_": path, **arguments})
+
+
+def refusal(key, node, *args, **kwargs):
+    with pytest.raises(ValueError) as refused:
+        build(key, node, *args, **kwargs)
+    return str(refused.value)
+
+
+def test_a_component_gets_its_own_arguments_and_those_of_the_recipe():
+    loss = build("loss", component(GRPO, clip_low=0.3), clip_high=0.4)
+    assert (loss.clip_low, loss.clip_high) == (0.3, 0.4)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = build("optimizer", component("torch.optim.SGD", lr=0.5), [parameter])
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["params"] == [parameter]
+
+
+def test_an_argument_that_does_not_exist_names_key_and_component():
+    message = refusal("loss", component(GRPO, clip_lo=0.3))
+    assert message.startswith(f"loss: {GRPO} cannot be built: TypeError: ")
+    assert "clip_lo" in message
+
+
+@pytest.mark.parametrize("path", ["no_such_module.Loss", "grpo_components.objective.losses.Nope"])
+def test_a_component_that_does_not_exist_names_the_key(path):
+    message = refusal("loss", component(path))
+    assert message.startswith(f"loss: {path} cannot be built: ")
+
+
+def test_a_value_that_the_component_refuses_is_told_once_with_its_key():
+    assert refusal("loss", component(GRPO, clip_low=2)) == (
+        "loss.clip_low: 2 given; allowed: above 0, at most 1"
+    )
+    message = refusal("optimizer", component("torch.optim.SGD", lr=-1.0), [torch.zeros(1)])
+    assert message == "optimizer: Invalid learning rate: -1.0"
+
+
+def test_the_cause_stays_with_the_error():
+    with pytest.raises(ValueError) as refused:
+        build("loss", component(GRPO, nonsense=1))
+    assert isinstance(refused.value.__cause__, TypeError)
+
+
+# ---- before anything starts ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """A config over the checkpoint of a small policy."""
+    torch.manual_seed(0)
+    to_hf = partial(qwen2_tune_to_hf, num_heads=4, num_kv_heads=2, dim=32, tie_word_embeddings=True)
+    weights = {n: t.contiguous() for n, t in to_hf(qwen2(**MODEL).state_dict()).items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    return OmegaConf.create(
+        {
+            "base_model_path": str(tmp_path),
+            "num_steps": 10,
+            "model": {"_component_": "torchtune.models.qwen2.qwen2", **MODEL},
+            "checkpointer": {"model_type": "QWEN2"},
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+            "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
+            "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
+        }
+    )
+
+
+def wrong(cfg):
+    with pytest.raises(ValueError) as refused:
+        check_components(cfg)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_fits_together_passes_with_and_without_a_scheduler(cfg):
+    check_components(cfg)
+    cfg.lr_scheduler = None
+    check_components(cfg)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"embed_dim": 64},
+            "model.embed_tokens.weight has shape [50, 64], the model's is [50, 32]",
+        ),
+        ({"vocab_size": 60}, "model.embed_tokens.weight has shape [60, 32]"),
+        ({"intermediate_dim": 64}, "model.layers.0.mlp.down_proj.weight has shape [32, 64]"),
+        ({"num_kv_heads": 4}, "model.layers.0.self_attn.k_proj.bias has shape [32]"),
+        ({"num_layers": 1}, "lack the tensor model.layers.1."),
+        ({"num_layers": 3}, "have an unknown tensor model.layers.2."),
+    ],
+)
+def test_a_model_of_another_shape_than_the_checkpoint_is_refused_by_its_tensor(
+    cfg, change, problem
+):
+    cfg.model.update(change)
+    message = wrong(cfg)
+    assert message.startswith(f"model: {problem}")
+    assert message.endswith(f"; allowed: the builder of {cfg.base_model_path}")
+
+
+def test_a_model_of_another_family_is_refused(cfg):
+    cfg.model = {
+        "_component_": "torchtune.models.llama3.llama3",
+        **{key: value for key, value in MODEL.items() if key != "tie_word_embeddings"},
+    }
+    assert wrong(cfg).startswith("model: lack the tensor model.layers.0.self_attn.")
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "start"),
+    [
+        ("optimizer", {"lr": -1.0}, "optimizer: Invalid learning rate"),
+        ("optimizer", {"no_such": 1}, "optimizer: torch.optim.AdamW cannot be built: TypeError"),
+        ("lr_scheduler", {"no_such": 1}, f"lr_scheduler: {SCHEDULE} cannot be built: TypeError"),
+        ("model", {"no_such": 1}, "model: torchtune.models.qwen2.qwen2 cannot be built: TypeError"),
+    ],
+)
+def test_what_the_trainer_could_not_build_is_refused_before_it_starts(cfg, key, change, start):
+    cfg[key].update(change)
+    assert wrong(cfg).startswith(start)
+
+
+def test_a_checkpoint_without_its_weights_is_refused(cfg):
+    (Path(cfg.base_model_path) / "model.safetensors").unlink()
+    assert "base_model_path: no file" in wrong(cfg)
+
+
+def test_checking_takes_no_memory_for_the_model(cfg):
+    """A model of a thousand times this machine's memory is compared like any other."""
+    cfg.model.vocab_size = 10**13
+    assert wrong(cfg).startswith("model: model.embed_tokens.weight has shape [10000000000000, 32]")

@@ -1,0 +1,159 @@
+"""Roles in their own processes: results, failures that name the role, no remains at the end."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_components.running.cluster import Cluster
+from grpo_components.running.supervision import RoleFailedError
+
+
+class Counter:
+    """A role with a blocking, a failing, an endless, and an asynchronous method."""
+
+    def __init__(self, start=0):
+        if start < 0:
+            raise ValueError("start is below 0")
+        self.value = start
+        self.release = threading.Event()
+
+    def add(self, amount):
+        self.value += amount
+        return self.value
+
+    def wait(self):
+        return self.release.wait(30)
+
+    def let_go(self):
+        self.release.set()
+
+    def split(self):
+        return [self.value], self.value
+
+    def total(self, values):
+        return sum(values)
+
+    def fail(self):
+        raise KeyError("no such thing")
+
+    async def sleep(self):
+        await asyncio.sleep(60)
+
+    def identity(self):
+        return {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GREETING")}
+
+
+@pytest.fixture(scope="module")
+def output_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "logs").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(output_dir):
+    path = os.environ.get("PYTHONPATH")
+    # The role class of this test lies beside it, and importlib mode puts no folder on the path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), path]))
+    cluster = Cluster(output_dir, "WARNING", attempt=0)
+    cluster.start()
+    yield cluster
+    children = psutil.Process().children(recursive=True)
+    cluster.stop()
+    if path is not None:
+        os.environ["PYTHONPATH"] = path
+    assert not [child for child in children if child.is_running() and child.status() != "zombie"]
+    assert not cluster.temp_dir.exists()
+
+
+def spawn(cluster, name, **kwargs):
+    role = cluster.spawn(name, "test_cluster.Counter", **kwargs)
+    asyncio.run(cluster.ready(120))
+    return role
+
+
+def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir):
+    role = spawn(cluster, "counter", start=3, cpu_threads=1, env={"GREETING": "hello"})
+
+    async def run():
+        assert await role.call("add", 4, timeout_s=30) == 7
+        assert await role.call("identity", timeout_s=30) == {
+            "OMP_NUM_THREADS": "1",
+            "GREETING": "hello",
+        }
+        listed, plain = role.submit("split", num_returns=2)
+        assert await role.result(plain, "split", 30) == 7
+        assert await role.call("total", listed, timeout_s=30) == 7  # a reference arrives as value
+
+    asyncio.run(run())
+    records = [json.loads(line) for line in (output_dir / "logs" / "roles.jsonl").open()]
+    record = next(record for record in records if record["role"] == "counter")
+    assert psutil.pid_exists(record["pid"])
+    assert record["attempt"] == 0
+    assert (output_dir / "logs" / "counter.log").exists()
+
+
+def test_another_lane_runs_beside_a_blocking_call(cluster):
+    role = spawn(cluster, "lanes")
+
+    async def run():
+        waiting = role.submit("wait")
+        await role.call("let_go", lane="beside", timeout_s=30)
+        assert await role.result(waiting, "wait", 30) is True
+
+    asyncio.run(run())
+
+
+def test_an_error_in_a_role_names_the_role_the_error_and_the_log(cluster):
+    role = spawn(cluster, "failing")
+    with pytest.raises(
+        RoleFailedError, match=r"failing failed: KeyError: 'no such thing'"
+    ) as error:
+        asyncio.run(role.call("fail", timeout_s=30))
+    assert "failing.log" in str(error.value)
+
+
+def test_an_error_is_named_after_the_role_whose_code_failed_not_after_who_waits_for_it(cluster):
+    source, sink = spawn(cluster, "source"), spawn(cluster, "sink")
+    with pytest.raises(RoleFailedError, match="source failed: KeyError"):
+        asyncio.run(sink.call("total", source.submit("fail"), timeout_s=30))
+
+
+def test_a_role_that_does_not_answer_in_time_is_named(cluster):
+    role = spawn(cluster, "slow")
+    with pytest.raises(RoleFailedError, match=r"slow did not answer sleep within 0\.2 s"):
+        asyncio.run(role.call("sleep", timeout_s=0.2))
+
+
+def test_a_role_that_cannot_be_built_is_named(cluster):
+    cluster.spawn("broken", "test_cluster.Counter", start=-1)
+    with pytest.raises(ExceptionGroup) as group:
+        asyncio.run(cluster.ready(120))
+    assert "broken failed: ValueError: start is below 0" in str(group.value.exceptions[0])
+
+
+def test_the_death_of_an_idle_role_is_noticed_at_once(cluster):
+    role = spawn(cluster, "victim")
+    pid = next(
+        record["pid"]
+        for record in map(json.loads, (cluster._logs / "roles.jsonl").open())
+        if record["role"] == "victim"
+    )
+
+    async def run():
+        watching = asyncio.create_task(role.watch())
+        await role.call("add", 1, timeout_s=30)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(watching, 30)
+
+    started = time.monotonic()
+    with pytest.raises(RoleFailedError, match="victim died"):
+        asyncio.run(run())
+    assert time.monotonic() - started < 30

@@ -1,0 +1,218 @@
+"""What a run says of itself: throughput by the wall clock, evaluations where they belong."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from grpo_components.running import run_log
+from grpo_components.running.run_log import RunLog
+
+
+class Logger(MetricLoggerInterface):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.logged, self.closed = [], False
+
+    def log(self, name, data, step):
+        raise AssertionError("only whole dictionaries are logged")
+
+    def log_config(self, config):
+        pass
+
+    def log_dict(self, payload, step):
+        self.logged.append((step, dict(payload)))
+
+    def close(self):
+        self.closed = True
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 500.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+@pytest.fixture
+def make(tmp_path, clock):
+    """A run's log over `tmp_path`, and the logger that it feeds."""
+    logs = []
+
+    def make(num_steps=30, attempt=0, log_every_n_steps=1):
+        logger = Logger()
+        logs.append(RunLog(tmp_path, logger, log_every_n_steps, num_steps, attempt))
+        return logs[-1], logger
+
+    yield make
+    for log in logs:
+        log.close()
+
+
+def step_metrics(trained=100.0, reward=0.5, staleness=1.0, stalest=2):
+    return {
+        "trained_tokens": trained,
+        "rollout/reward_mean": reward,
+        "rollout/success_rate": reward,
+        "staleness/mean": staleness,
+        "staleness/max": stalest,
+    }
+
+
+def eval_metrics(success=0.25, version=0):
+    return {
+        "eval/success_rate": success,
+        "eval/reward_mean": success,
+        "eval/policy_version": version,
+        "eval/prompts": 40,
+    }
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+
+
+def throughput(record):
+    kinds = ("generated", "trained")
+    return [record[f"throughput/{kind}_tokens_per_second"] for kind in kinds]
+
+
+def test_throughput_is_tokens_since_the_step_before_over_the_time_since_then(make, clock, tmp_path):
+    log, _ = make()
+    clock.now += 2
+    log.generated(30)
+    log.generated(10)
+    log.step(1, step_metrics(trained=100))
+    clock.now += 5
+    log.generated(50)
+    log.step(2, step_metrics(trained=200))
+    clock.now += 1
+    log.step(3, step_metrics(trained=10))
+    assert [throughput(r) for r in records(tmp_path)] == [[20, 50], [10, 40], [0, 10]]
+
+
+def test_the_time_of_an_evaluation_counts_except_that_before_the_first_step(make, clock, tmp_path):
+    log, _ = make()
+    clock.now += 1000
+    log.generated(7)
+    log.evaluation(0, eval_metrics())
+    clock.now += 4
+    log.generated(80)
+    log.step(1, step_metrics(trained=40))
+    clock.now += 3
+    log.evaluation(2, eval_metrics(version=2))
+    clock.now += 1
+    log.step(2, step_metrics(trained=20))
+    assert [throughput(r) for r in records(tmp_path)[1:]] == [[20, 10], [0, 5]]
+
+
+def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path):
+    log, logger = make(attempt=2)
+    log.evaluation(0, eval_metrics(success=0.25))
+    [record] = records(tmp_path)
+    expected = {"attempt": 2, "policy_version": 0, **eval_metrics(success=0.25)}
+    assert record == {"step": 0, **expected}
+    assert logger.logged == [(0, expected)]
+
+
+def test_a_later_evaluation_is_part_of_its_steps_record_and_no_record_of_its_own(make, tmp_path):
+    log, _ = make()
+    log.evaluation(5, eval_metrics(version=5))
+    assert records(tmp_path) == []
+
+
+def test_every_record_has_its_attempt_and_no_bare_token_count(make, clock, tmp_path):
+    log, logger = make(attempt=1)
+    clock.now += 1
+    log.step(1, step_metrics())
+    [record] = records(tmp_path)
+    assert record["attempt"] == 1 and record["step"] == 1
+    assert "trained_tokens" not in record
+    assert logger.logged[0][1].keys() == record.keys() - {"step"}
+
+
+def test_the_file_has_every_step_and_the_logger_every_nth(make, clock, tmp_path):
+    log, logger = make(log_every_n_steps=3)
+    for step in range(1, 8):
+        clock.now += 1
+        log.step(step, step_metrics())
+    assert [r["step"] for r in records(tmp_path)] == list(range(1, 8))
+    assert [step for step, _ in logger.logged] == [3, 6]
+
+
+def test_an_evaluation_and_a_checkpoint_are_said_in_a_line_each(make, capsys):
+    log, _ = make()
+    log.evaluation(25, eval_metrics(success=0.5, version=24))
+    log.checkpoint(25, "/runs/a/checkpoints/step_25")
+    assert capsys.readouterr().out.splitlines() == [
+        "step 25: held-out success 0.500 on 40 prompts (policy version 24)",
+        "step 25: saved /runs/a/checkpoints/step_25",
+    ]
+
+
+def test_sampled_groups_are_written_with_their_step(make, tmp_path):
+    log, _ = make()
+    log.rollouts(3, [{"group_id": 8, "prompt": "1+1?"}, {"group_id": 9, "prompt": "2+2?"}])
+    lines = (tmp_path / "logs/rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 3, "group_id": 8, "prompt": "1+1?"},
+        {"step": 3, "group_id": 9, "prompt": "2+2?"},
+    ]
+
+
+def shown(capsys):
+    """The rows of the summary by their label; only a first line is looked at."""
+    lines = capsys.readouterr().out.splitlines()
+    return dict(line.split("  ", 1) for line in lines if "  " in line.strip())
+
+
+def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_path, capsys):
+    log, _ = make(num_steps=30)
+    log.evaluation(0, eval_metrics(success=0.25))
+    for step in range(1, 31):
+        clock.now += 2
+        log.generated(300)
+        reward = 0.1 if step <= 10 else 0.4 if step <= 20 else 0.9
+        stalest = 7 if step == 15 else 1
+        log.step(step, step_metrics(100, reward, staleness=step / 30, stalest=stalest))
+    log.evaluation(30, eval_metrics(success=0.75, version=30))
+    log.checkpoint(30, "/runs/a/checkpoints/step_30")
+    capsys.readouterr()
+    clock.now += 1000  # nothing is measured after the last step
+    log.summary({"stale": 3, "failed": 1})
+    rows = {label: value.strip() for label, value in shown(capsys).items()}
+    assert rows["reward"] == "0.10 at the start, 0.90 at the end (means of 10 steps)"
+    assert rows["held-out success"] == "0.250 before, 0.750 after"
+    assert rows["staleness"] == "0.52 policy versions in the mean, 7 at most"
+    assert rows["groups dropped"] == "1 failed, 3 stale"
+    assert rows["tokens per second"] == "150 generated, 50 trained"
+    assert rows["checkpoint"] == "/runs/a/checkpoints/step_30"
+    assert rows["metrics"] == str(tmp_path / "logs" / "metrics.jsonl")
+
+
+def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys):
+    log, _ = make(num_steps=1)
+    log.evaluation(0, eval_metrics())
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.summary({})
+    rows = shown(capsys)
+    assert rows["groups dropped"].strip() == "none"
+    assert "(means of 1 steps)" in rows["reward"]
+
+
+def test_closing_closes_the_logger(make):
+    log, logger = make()
+    log.close()
+    assert logger.closed

@@ -1,0 +1,131 @@
+"""The logged numbers are those one gets by hand from every token and sample."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.running.step_metrics import evaluation_metrics, mean, rollout_metrics
+from grpo_components.trajectory import Trajectory, summarize
+
+SAMPLES = st.tuples(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 50)), min_size=1, max_size=6),
+    st.one_of(st.none(), st.floats(-5, 5)),
+    st.booleans(),
+)
+GROUPS = st.lists(st.lists(SAMPLES, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def make(tokens, reward, success):
+    """A trajectory of (sampled by the policy, version) tokens; the first is always sampled."""
+    mask = np.array([True, *(sampled for sampled, _ in tokens[1:])])
+    versions = np.array([version for _, version in tokens], np.int32)
+    return Trajectory(
+        prompt_ids=np.array([1]),
+        response_ids=np.zeros(len(mask), np.int64),
+        response_mask=mask,
+        generator_logprobs=np.zeros(len(mask), np.float32),
+        token_versions=np.where(mask, versions, -1).astype(np.int32),
+        prompt_index=0,
+        epoch=0,
+        group_id=0,
+        attempt=0,
+        finish_reason="error" if reward is None else "stop",
+        reward=math.nan if reward is None else reward,
+        success=success and reward is not None,
+        error="failed" if reward is None else None,
+    )
+
+
+@given(GROUPS, st.integers(50, 60))
+def test_staleness_is_per_sampled_token_and_rewards_are_per_scored_sample(groups, policy_version):
+    groups = [[make(*sample) for sample in group] for group in groups]
+    metrics = rollout_metrics([summarize(group) for group in groups], policy_version)
+    records = [t for group in groups for t in group]
+    versions = np.concatenate([t.token_versions[t.response_mask] for t in records])
+    staleness = policy_version - versions.astype(float)
+    scored = [t for t in records if not t.failed]
+    assert metrics["staleness/mean"] == pytest.approx(staleness.mean())
+    assert metrics["staleness/max"] == staleness.max()
+    assert metrics["rollout/failed_samples"] == len(records) - len(scored)
+    tokens_per_sample = len(versions) / len(records)
+    assert metrics["rollout/response_tokens_mean"] == pytest.approx(tokens_per_sample)
+    expected = (
+        [np.mean([t.reward for t in scored]), np.mean([t.success for t in scored])]
+        if (scored)
+        else [math.nan, math.nan]
+    )
+    actual = [metrics["rollout/reward_mean"], metrics["rollout/success_rate"]]
+    assert actual == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_batch_sampled_half_one_and_half_three_versions_ago():
+    groups = [[make([(True, 9)] * 2, 1.0, True)], [make([(True, 7), (True, 7)], 0.0, False)]]
+    metrics = rollout_metrics([summarize(group) for group in groups], policy_version=10)
+    assert metrics == {
+        "rollout/reward_mean": 0.5,
+        "rollout/success_rate": 0.5,
+        "rollout/response_tokens_mean": 2.0,
+        "rollout/failed_samples": 0,
+        "staleness/mean": 2.0,
+        "staleness/max": 3,
+    }
+
+
+def test_a_long_response_weighs_more_in_the_mean_staleness_than_a_short_one():
+    groups = [[make([(True, 5)] * 9, 1.0, True), make([(True, 3)], 1.0, True)]]
+    metrics = rollout_metrics([summarize(group) for group in groups], policy_version=5)
+    assert metrics["staleness/mean"] == pytest.approx(0.2)
+
+
+def result(reward=1.0, success=True, error=None, oldest=4, newest=4):
+    return {
+        "reward": reward,
+        "success": success,
+        "error": error,
+        "oldest_version": oldest,
+        "newest_version": newest,
+    }
+
+
+def test_an_evaluation_is_the_mean_over_its_scored_prompts_and_names_its_version():
+    results = [result(), result(0.0, False), result(0.5, False), result()]
+    assert evaluation_metrics(results) == {
+        "eval/success_rate": 0.5,
+        "eval/reward_mean": 0.625,
+        "eval/policy_version": 4,
+        "eval/prompts": 4,
+    }
+
+
+def test_samples_that_could_not_be_scored_count_in_no_mean():
+    failed = result(math.nan, False, error="correctness: timed out")
+    metrics = evaluation_metrics([failed, result(), failed])
+    assert (metrics["eval/success_rate"], metrics["eval/reward_mean"]) == (1.0, 1.0)
+    assert metrics["eval/prompts"] == 1
+
+
+def test_an_evaluation_without_any_score_fails_with_the_first_reason():
+    failed = [result(math.nan, False, error=why) for why in ("timed out", "crashed")]
+    with pytest.raises(RuntimeError, match=r"no sample .* the first: timed out"):
+        evaluation_metrics(failed)
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        [result(), result(oldest=5, newest=5)],
+        [result(oldest=3)],
+        [result(), result(math.nan, False, error="timed out", oldest=3, newest=3)],
+    ],
+)
+def test_an_evaluation_of_mixed_versions_is_a_bug(mixed):
+    with pytest.raises(AssertionError, match="several policy versions"):
+        evaluation_metrics(mixed)
+
+
+def test_the_mean_of_nothing_is_nan():
+    assert math.isnan(mean([]))
+    assert mean([1.0, 2.0]) == 1.5

@@ -1,0 +1,192 @@
+"""However a run ends, its exit code and its last line on stderr say how."""
+
+import asyncio
+import signal
+
+import pytest
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from grpo_components.running.supervision import (
+    RoleFailedError,
+    exit_code,
+    root_cause,
+    undisturbed,
+)
+
+DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log")
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The signal handlers of a fresh process, and pytest's own again afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def raising(error):
+    def main():
+        raise error
+
+    return main
+
+
+def interpolation_error():
+    OmegaConf.create({"a": "${nowhere}"}).a  # noqa: B018 -- raises
+
+
+def missing_key():
+    config = OmegaConf.create({"a": 1})
+    OmegaConf.set_struct(config, True)
+    config.b  # noqa: B018 -- raises
+
+
+def test_the_normal_end_is_0_and_says_nothing(capsys):
+    assert exit_code(lambda: None) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        raising(ValueError("loss.clip_low: 2 given;\n  allowed: above 0, at most 1")),
+        raising(YAMLError("while scanning\n  in line 3")),
+        interpolation_error,
+        missing_key,
+    ],
+)
+def test_a_wrong_config_is_2_and_one_line(main, capsys):
+    assert exit_code(main) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("config error: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+def test_the_line_of_a_wrong_config_has_all_of_the_message(capsys):
+    exit_code(raising(ValueError("optimizer: bad\n   lr  given")))
+    assert capsys.readouterr().err == "config error: optimizer: bad lr given\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            DEAD,
+            "error: generator_0 died\n  its log: /runs/a/logs/generator_0.log\n",
+        ),
+        (TimeoutError("no batch within 600 s"), "error: no batch within 600 s\n"),
+        (TimeoutError(), "error: TimeoutError\n"),
+        (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device\n"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_failure_of_the_world_is_1_and_its_cause_without_a_traceback(
+    error, line, wrapped, capsys
+):
+    raised = ExceptionGroup("loops", [ExceptionGroup("inner", [error])]) if wrapped else error
+    assert exit_code(raising(raised)) == 1
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_unexpected_error_is_1_with_a_traceback_and_the_error_as_the_last_line(wrapped, capsys):
+    def forked_recipe():
+        try:
+            raise AssertionError("a bug in a fork")
+        except AssertionError as error:
+            if wrapped:
+                raise ExceptionGroup("loops", [error]) from None
+            raise
+
+    assert exit_code(forked_recipe) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and "in forked_recipe" in err
+    assert err.splitlines()[-1] == "error: a bug in a fork"
+
+
+def test_a_value_error_of_a_running_loop_is_no_wrong_config(capsys):
+    assert exit_code(raising(ExceptionGroup("loops", [ValueError("not finite")]))) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: not finite"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "interrupted: all roles stopped\n"),
+        (signal.SIGTERM, 143, "terminated: all roles stopped\n"),
+    ],
+)
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_ctrl_c_and_sigterm_end_the_run_after_its_clean_up(number, code, line, in_loop, capsys):
+    cleaned_up = []
+
+    async def run():
+        asyncio.get_running_loop().call_soon(signal.raise_signal, number)
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(asyncio.Event().wait())  # a loop that would go on for ever
+
+    def main():
+        try:
+            asyncio.run(run()) if in_loop else signal.raise_signal(number)
+        finally:
+            cleaned_up.append(True)
+
+    assert exit_code(main) == code
+    assert capsys.readouterr() == ("", line)
+    assert cleaned_up == [True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_clean_up_is_not_disturbed_and_signals_work_again_after_it(number, fails):
+    received, finished = [], False
+
+    def handler(*_):
+        received.append(number)
+
+    signal.signal(number, handler)
+    try:
+        with undisturbed():
+            signal.raise_signal(number)
+            finished = True
+            if fails:
+                raise OSError("while cleaning up")
+    except OSError:
+        assert fails
+    assert finished
+    assert signal.getsignal(number) is handler
+    received.clear()
+    signal.raise_signal(number)
+    assert received == [number]
+
+
+def test_ctrl_c_during_the_clean_up_neither_stops_it_nor_changes_how_the_run_ended(capsys):
+    cleaned_up = []
+
+    def main():
+        try:
+            raise DEAD
+        finally:
+            with undisturbed():
+                signal.raise_signal(signal.SIGINT)
+                cleaned_up.append(True)
+
+    assert exit_code(main) == 1
+    assert cleaned_up and "generator_0 died" in capsys.readouterr().err
+
+
+def test_the_cause_is_the_role_that_failed_rather_than_what_failed_because_of_it():
+    others = [TimeoutError("no batch"), DEAD, OSError("closed")]
+    assert root_cause(ExceptionGroup("loops", others)) is DEAD
+    assert root_cause(ExceptionGroup("watching", [ExceptionGroup("loops", others)])) is DEAD
+
+
+def test_without_a_failed_role_the_cause_is_the_first_failure():
+    first, second = OSError("first"), OSError("second")
+    assert root_cause(ExceptionGroup("loops", [first, second])) is first
+    assert root_cause(first) is first

@@ -1,0 +1,110 @@
+"""A group survives its travel as flat arrays, and a broken record is noticed."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.trajectory import (
+    Trajectory,
+    concatenate,
+    pack,
+    summarize,
+    unpack,
+)
+
+
+@st.composite
+def trajectories(draw, with_reference):
+    prompt_length = draw(st.integers(1, 5))
+    length = draw(st.integers(0, 7))
+    mask = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), dtype=bool)
+    logprobs = draw(st.lists(st.floats(-20, 0, width=32), min_size=length, max_size=length))
+    return Trajectory(
+        prompt_ids=np.arange(prompt_length),
+        response_ids=np.arange(length) + 100,
+        response_mask=mask,
+        generator_logprobs=np.array(logprobs, dtype=np.float32),
+        token_versions=np.where(mask, draw(st.integers(0, 9)), -1).astype(np.int32),
+        prompt_index=draw(st.integers(0, 10**6)),
+        epoch=draw(st.integers(0, 3)),
+        group_id=draw(st.integers(0, 10**6)),
+        attempt=draw(st.integers(0, 3)),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort", "error"])),
+        reward=draw(st.floats(-2, 2)),
+        reward_terms=draw(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=2)),
+        success=draw(st.booleans()),
+        error=draw(st.none() | st.text(max_size=9)),
+        reference_logprobs=np.full(length, -0.5, np.float32) if with_reference else None,
+    )
+
+
+def groups(with_reference):
+    return st.lists(trajectories(with_reference), max_size=5)
+
+
+def assert_same(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        for name, value in vars(a).items():
+            np.testing.assert_equal(getattr(b, name), value, err_msg=name)
+
+
+@given(groups(with_reference=False) | groups(with_reference=True))
+def test_unpack_is_the_inverse_of_pack(group):
+    assert_same(group, unpack(pack(group)))
+
+
+@given(groups(with_reference=True), groups(with_reference=True))
+def test_concatenated_packs_hold_all_records_in_order(first, second):
+    assert_same([*first, *second], unpack(concatenate([pack(first), pack(second)])))
+
+
+def make(versions, mask=None, reward=1.0):
+    size = len(versions)
+    return Trajectory(
+        prompt_ids=np.arange(3),
+        response_ids=np.arange(size),
+        response_mask=np.ones(size, bool) if mask is None else np.array(mask),
+        generator_logprobs=np.full(size, -1.0, np.float32),
+        token_versions=np.array(versions, np.int32),
+        prompt_index=7,
+        epoch=0,
+        group_id=4,
+        attempt=0,
+        finish_reason="stop",
+        reward=reward,
+    )
+
+
+def test_summary_counts_only_tokens_that_the_policy_sampled():
+    summary = summarize([make([3, -1, 5], mask=[True, False, True]), make([4])])
+    assert (summary.oldest_version, summary.newest_version, summary.version_sum) == (3, 5, 12)
+    assert summary.response_tokens == [2, 1]
+    assert make([3, -1, 5], mask=[True, False, True]).oldest_version == 3
+
+
+def test_a_failed_sample_keeps_its_nan_reward_through_the_summary():
+    summary = summarize([make([0], reward=math.nan), make([0], reward=0.5)])
+    assert math.isnan(summary.rewards[0])
+    assert summary.rewards[1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prompt_ids", np.empty(0, np.int64), "prompt_ids"),
+        ("response_mask", np.ones(2, bool), "response_mask"),
+        ("generator_logprobs", np.array([-np.inf], np.float32), "generator_logprobs"),
+        ("token_versions", np.array([-1], np.int32), "token_versions"),
+        ("reference_logprobs", np.zeros(2, np.float32), "reference_logprobs"),
+    ],
+)
+def test_check_names_the_broken_field(field, value, message):
+    trajectory = make([0])
+    trajectory.check()
+    setattr(trajectory, field, value)
+    with pytest.raises(AssertionError, match=message):
+        trajectory.check()

@@ -1,0 +1,507 @@
+"""The real trainer over gloo: however a batch is cut up, it is the one update written down here.
+
+Rank processes stay alive over the tests of this file and build a fresh Trainer for each of them.
+Updates are by SGD, whose steps are the gradients: Adam would blow round-off up to whole steps.
+"""
+
+import json
+import math
+import multiprocessing
+import runpy
+import shutil
+import tempfile
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.training import FullModelHFCheckpointer
+
+from grpo_components.exchange.weights import checkpoint_shapes, unpack_bucket
+from grpo_components.objective.losses import GRPOLoss
+from grpo_components.trajectory import Trajectory, pack
+
+VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
+build_model = partial(
+    qwen2,
+    vocab_size=VOCABULARY,
+    num_layers=2,
+    embed_dim=32,
+    intermediate_dim=48,
+    max_seq_len=64,
+    tie_word_embeddings=True,
+    **HEADS,
+)
+WHOLE, SMALL = 10_000, 24
+"""Token budgets: all in one forward pass; about two trajectories in each."""
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+"""Of float32 sums in another order; the updates compared are a thousand times as large."""
+
+
+# ---- the processes ------------------------------------------------------------------------------
+
+
+class SquaredLogprobs:
+    """A loss of a user that measures next to nothing."""
+
+    def __call__(self, trainer, generator, advantages, reference):
+        return advantages * (trainer - generator) ** 2, {}
+
+
+def serve(connection):
+    """One rank: build the Trainer that is described, make the calls, send what they returned."""
+    from grpo_components.training.trainer import Trainer
+
+    torch.set_num_threads(1)
+    while (job := connection.recv()) is not None:
+        arguments, calls = job
+        if arguments["loss"] == "SquaredLogprobs":
+            arguments["loss"] = SquaredLogprobs()
+        trainer = None
+        try:
+            trainer = Trainer(**arguments)
+            connection.send([getattr(trainer, method)(*args) for method, *args in calls])
+        except Exception as error:  # the test that asked shows it
+            connection.send(error)
+        finally:
+            if trainer is not None:
+                trainer.close()
+
+
+class Ranks:
+    """Calls a Trainer of one or two ranks, each in a process of its own."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self._connections, self._processes = [], []
+        for _ in range(2):
+            ours, theirs = context.Pipe()
+            # By path: a test module has no name that another process could import.
+            process = context.Process(
+                target=runpy.run_path,
+                args=(__file__, {"connection": theirs}, "trainer_rank"),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, base, num_ranks, calls, **changes):
+        """What every call returned, by rank."""
+        folder = tempfile.mkdtemp(prefix="rendezvous-")
+        for rank, connection in enumerate(self._connections[:num_ranks]):
+            arguments = {
+                "rank": rank,
+                "num_ranks": num_ranks,
+                "rendezvous": f"{folder}/file",
+                "device": "cpu",
+                "dtype": "fp32",
+                "seed": 0,
+                "build_model": build_model,
+                "build_checkpointer": partial(
+                    FullModelHFCheckpointer,
+                    checkpoint_dir=str(base),
+                    checkpoint_files=["model.safetensors"],
+                    model_type="QWEN2",
+                    output_dir=folder,
+                ),
+                "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
+                "build_lr_scheduler": None,
+                "loss": GRPOLoss(kl_coeff=0.1),
+                "model_type": "QWEN2",
+                "base_model_path": str(base),
+                "temperature": TEMPERATURE,
+                "ppo_epochs": 1,
+                "updates_per_batch": 1,
+                "tokens_per_micro_batch": WHOLE,
+                "logprob_chunk_tokens": 7,
+                "clip_grad_norm": None,
+                "enable_activation_checkpointing": False,
+                "compile_model": False,
+                "log_peak_memory_stats": False,
+                "collective_timeout_s": 60,
+            }
+            assert not changes.keys() - arguments.keys()
+            connection.send((arguments | changes, calls))
+        results = [connection.recv() for connection in self._connections[:num_ranks]]
+        shutil.rmtree(folder, ignore_errors=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def close(self):
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.send(None)
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A small random policy as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    model = build_model()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
+    state_dict = {name: t.contiguous() for name, t in to_hf(model.state_dict()).items()}
+    save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# ---- batches, and what their update is ----------------------------------------------------------
+
+
+def make(number, prompt_length, mask, finish_reason="stop"):
+    rng = np.random.default_rng(number)
+    size = len(mask)
+    return Trajectory(
+        prompt_ids=rng.integers(0, VOCABULARY, prompt_length),
+        response_ids=rng.integers(0, VOCABULARY, size),
+        response_mask=np.array(mask, bool),
+        generator_logprobs=rng.normal(-4.2, 0.5, size).astype(np.float32),
+        token_versions=np.zeros(size, np.int32),
+        prompt_index=0,
+        epoch=0,
+        group_id=number // 2,
+        attempt=0,
+        finish_reason=finish_reason,
+        reference_logprobs=rng.normal(-4.2, 0.5, size).astype(np.float32),
+    )
+
+
+SHAPES = [(3, 5), (8, 2), (1, 9), (4, 4), (2, 1), (6, 7), (5, 3)]
+RAGGED = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+RAGGED[1] = make(1, 2, [True, False, False, True, True])  # the environment spoke in between
+ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.25], np.float32)
+
+# The first half of the batch fits into one forward pass, the second half does not.
+LOPSIDED = [make(i, 1, [True]) for i in range(4)] + [make(i, 9, [True] * 9) for i in range(4, 8)]
+
+
+def hf_weights(base):
+    return load_file(base / "model.safetensors")
+
+
+def expected_update(base, trajectories, advantages, max_grad_norm=math.inf):
+    """Weights and metrics after one step, from whole logits of one sequence at a time."""
+    model = build_model()
+    to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
+    model.load_state_dict(to_tune(hf_weights(base)))
+    parts = []
+    for t, advantage in zip(trajectories, advantages.tolist(), strict=True):
+        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
+        logprobs = torch.log_softmax(model(ids[None])[0] / TEMPERATURE, dim=-1)
+        taken = logprobs[torch.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
+        mask = torch.tensor(t.response_mask)
+        generator = torch.tensor(t.generator_logprobs)[mask]
+        reference = torch.tensor(t.reference_logprobs)[mask]
+        own = taken[mask]
+        parts.append((own, generator, torch.full_like(own, advantage), reference))
+    trainer, generator, advantage, reference = (
+        torch.cat(part) for part in zip(*parts, strict=True)
+    )
+    losses, measured = GRPOLoss(kl_coeff=0.1)(trainer, generator, advantage, reference)
+    losses.mean().backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    metrics = {
+        key: (values.max() if key.endswith("max") else values.mean()).item()
+        for key, values in measured.items()
+    }
+    ratio = generator - trainer.detach()
+    metrics |= {
+        "loss/total": losses.mean().item(),
+        "grad_norm": grad_norm.item(),
+        "mismatch/generator_kl": (torch.exp(-ratio) - 1 + ratio).mean().item(),
+        "lr": LEARNING_RATE,
+        "policy_version": 1,
+        "trained_tokens": float(len(losses)),
+    }
+    to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
+    return to_hf(model.state_dict()), metrics
+
+
+def step(trajectories, advantages):
+    return ("train_step", pack(trajectories), np.asarray(advantages, np.float32))
+
+
+def export(version):
+    """The two calls that bring the weights of a version out of the trainer."""
+    return [("gather_weights",), ("export_weights", version)]
+
+
+def exported(results, call):
+    """What all ranks together exported in one call; no tensor may come twice."""
+    weights = {}
+    for rank_results in results:
+        part = unpack_bucket(*rank_results[call])
+        assert not weights.keys() & part.keys()
+        weights |= part
+    return weights
+
+
+def untimed(metrics):
+    return {key: value for key, value in metrics.items() if not key.startswith("time/")}
+
+
+def assert_metrics_close(actual, expected):
+    actual, expected = untimed(actual), untimed(expected)
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert actual[key] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), key
+
+
+def assert_weights_close(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_weights_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    unequal = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not unequal
+
+
+def largest_change(before, after):
+    return max((after[name] - before[name]).abs().max().item() for name in before)
+
+
+# ---- one update ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("budget", [WHOLE, SMALL, 1])
+@pytest.mark.parametrize("batch", ["ragged", "lopsided", "fewer than ranks"])
+def test_a_step_is_the_plain_update_whatever_the_ranks_and_micro_batches(
+    ranks, base, num_ranks, budget, batch
+):
+    trajectories = {"ragged": RAGGED, "lopsided": LOPSIDED, "fewer than ranks": RAGGED[:1]}[batch]
+    advantages = np.resize(ADVANTAGES, len(trajectories))
+    weights, metrics = expected_update(base, trajectories, advantages)
+    assert largest_change(hf_weights(base), weights) > 1e-2, "else this test sees nothing"
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(trajectories, advantages), *export(1)],
+        tokens_per_micro_batch=budget,
+    )
+    for measured, *_ in results:
+        assert_metrics_close(measured, metrics)
+        assert untimed(measured) == untimed(results[0][0]), "the same on every rank"
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_activation_checkpointing_changes_nothing(ranks, base, num_ranks):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(RAGGED, ADVANTAGES), *export(1)],
+        enable_activation_checkpointing=True,
+    )
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_update_is_clipped_and_the_norm_before_it_is_logged(ranks, base, num_ranks):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, max_grad_norm=0.01)
+    assert metrics["grad_norm"] > 0.1
+    results = ranks.run(
+        base, num_ranks, [step(RAGGED, ADVANTAGES), *export(1)], clip_grad_norm=0.01
+    )
+    assert_metrics_close(results[0][0], metrics)
+    after, before = exported(results, 2), hf_weights(base)
+    assert_weights_close(after, weights)
+    moved = math.sqrt(sum(((after[n] - before[n]) ** 2).sum().item() for n in before))
+    assert moved == pytest.approx(0.01 * LEARNING_RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_failed_samples_have_no_influence(ranks, base, num_ranks):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    failed = [make(20 + i, 3, [True] * 6, finish_reason="error") for i in range(3)]
+    failed[0].generator_logprobs[:] = -1e4  # would overflow the ratio
+    batch = [failed[0], *RAGGED[:3], failed[1], *RAGGED[3:], failed[2]]
+    advantages = np.concatenate(
+        [[7.0], ADVANTAGES[:3], [math.nan], ADVANTAGES[3:], [0.0]], dtype=np.float32
+    )
+    results = ranks.run(
+        base, num_ranks, [step(batch, advantages), *export(1)], tokens_per_micro_batch=SMALL
+    )
+    measured = dict(results[0][0])
+    measured["trained_tokens"] = metrics["trained_tokens"]
+    assert_metrics_close(measured, metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+# ---- steps, versions, rates ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(
+    ranks, base, num_ranks, bad
+):
+    spoiled = ADVANTAGES.copy()
+    spoiled[-1] = bad  # on the last rank only
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(RAGGED, spoiled), *export(0), step(RAGGED, ADVANTAGES), *export(1)],
+        build_optimizer=adam,
+        build_lr_scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+    )
+    for skipped, version, _, trained, *_ in results:
+        assert not math.isfinite(skipped["grad_norm"])
+        assert skipped["policy_version"] == version == 0
+        assert trained["policy_version"] == 1 and math.isfinite(trained["grad_norm"])
+        assert trained["lr"] == skipped["lr"] == 1e-2, "the schedule counts trained batches"
+    assert_weights_equal(exported(results, 2), hf_weights(base))
+    undisturbed = ranks.run(
+        base, num_ranks, [step(RAGGED, ADVANTAGES), *export(1)], build_optimizer=adam
+    )
+    assert_weights_equal(exported(results, 5), exported(undisturbed, 2))
+
+
+def test_a_bad_update_leaves_the_good_ones_of_its_batch(ranks, base):
+    half = len(LOPSIDED) // 2
+    advantages = np.resize(ADVANTAGES, half)
+    weights, _ = expected_update(base, LOPSIDED[:half], advantages)
+    both = np.concatenate([advantages, np.full(half, math.nan, np.float32)])
+    calls = [step(LOPSIDED, both), *export(1)]
+    results = ranks.run(base, 1, calls, updates_per_batch=2)
+    assert results[0][0]["policy_version"] == 1
+    assert_weights_close(exported(results, 2), weights)
+
+
+def test_a_batch_is_one_version_and_one_step_of_the_schedule_whatever_its_updates(ranks, base):
+    steps = [step(RAGGED, ADVANTAGES)] * 3
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    results = ranks.run(
+        base, 1, steps, build_lr_scheduler=schedule, ppo_epochs=2, updates_per_batch=2
+    )[0]
+    assert [metrics["policy_version"] for metrics in results] == [1, 2, 3]
+    rates = [LEARNING_RATE, LEARNING_RATE / 2, LEARNING_RATE / 4]
+    assert [metrics["lr"] for metrics in results] == pytest.approx(rates)
+
+
+def test_every_epoch_and_part_of_a_batch_is_an_update_of_its_own(ranks, base):
+    """Two epochs of two parts are the four steps on the parts."""
+    advantages = np.resize(ADVANTAGES, len(LOPSIDED))
+    half = len(LOPSIDED) // 2
+    parts = [step(LOPSIDED[:half], advantages[:half]), step(LOPSIDED[half:], advantages[half:])]
+    singly = ranks.run(base, 1, [*parts, *parts, *export(4)])
+    calls = [step(LOPSIDED, advantages), *export(1)]
+    together = ranks.run(base, 1, calls, ppo_epochs=2, updates_per_batch=2)
+    assert_weights_equal(exported(together, 2), exported(singly, 5))
+    metrics, updates = together[0][0], singly[0][:4]
+    assert metrics["ratio/max"] == max(update["ratio/max"] for update in updates)
+    for key in ("loss/total", "grad_norm", "ratio/mean", "ratio/clip_fraction"):
+        assert metrics[key] == pytest.approx(sum(update[key] for update in updates) / 4), key
+    before_any = [update["mismatch/generator_kl"] for update in updates[:1]]
+    assert metrics["mismatch/generator_kl"] == pytest.approx(before_any[0])
+
+
+def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks, base):
+    calls = [step(RAGGED, ADVANTAGES)]
+    plain = ranks.run(base, 1, calls, loss="SquaredLogprobs")[0][0]
+    full = ranks.run(base, 1, calls)[0][0]
+    assert plain.keys() == full.keys()
+    missing = {key for key, value in plain.items() if math.isnan(value)}
+    assert missing == {"loss/policy", "loss/kl_reference", "ratio/clip_fraction"}
+    assert plain["ratio/max"] == full["ratio/max"] and plain["ratio/mean"] == full["ratio/mean"]
+
+
+def test_peak_memory_is_logged_when_asked_for(ranks, base):
+    calls = [step(RAGGED, ADVANTAGES)]
+    metrics = ranks.run(base, 1, calls, log_peak_memory_stats=True)[0][0]
+    assert 0.01 < metrics["memory/trainer_peak_gib"] < 100
+
+
+# ---- weights on their way out -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_exports_of_all_ranks_are_the_checkpoint_that_was_loaded_bit_for_bit(
+    ranks, base, num_ranks
+):
+    results = ranks.run(base, num_ranks, export(0))
+    assert [version for version, _ in results] == [0] * num_ranks
+    assert all(manifest for _, (manifest, _) in results), "every rank carries a part"
+    weights = exported(results, 1)
+    assert {n: tuple(t.shape) for n, t in weights.items()} == checkpoint_shapes(base)
+    assert_weights_equal(weights, hf_weights(base))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_two_exports_may_wait_while_training_goes_on(ranks, base, num_ranks, order):
+    first, second = order
+    results = ranks.run(
+        base,
+        num_ranks,
+        [
+            ("gather_weights",),
+            step(RAGGED, ADVANTAGES),
+            ("gather_weights",),
+            step(RAGGED, ADVANTAGES),
+            ("export_weights", first),
+            ("export_weights", second),
+        ],
+    )
+    weights = {first: exported(results, 4), second: exported(results, 5)}
+    assert_weights_equal(weights[0], hf_weights(base))
+    assert_weights_close(weights[1], expected_update(base, RAGGED, ADVANTAGES)[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_checkpoint_holds_the_exported_weights(ranks, base, tmp_path, num_ranks):
+    checkpoints = tmp_path / "checkpoints"
+    calls = [step(RAGGED, ADVANTAGES), *export(1), ("save_checkpoint", str(checkpoints), 12)]
+    results = ranks.run(base, num_ranks, calls)
+    folders = [rank_results[3] for rank_results in results]
+    assert folders == [str(checkpoints / "step_12"), None][:num_ranks]
+    saved = load_file(checkpoints / "step_12" / "model.safetensors")
+    assert_weights_equal(saved, exported(results, 2))
+    config = (checkpoints / "latest" / "config.json").read_text()
+    assert config == (base / "config.json").read_text()
+
+
+def test_bf16_compute_exports_the_rounded_float32_masters(ranks, base):
+    """Rounded once: a master that took a step too small for bf16 comes back as it was."""
+    tiny_steps = partial(torch.optim.SGD, lr=1e-9)
+    calls = [step(RAGGED, ADVANTAGES), *export(1)]
+    results = ranks.run(base, 2, calls, dtype="bf16", build_optimizer=tiny_steps)
+    weights = exported(results, 2)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+    assert_weights_equal(weights, {n: t.bfloat16() for n, t in hf_weights(base).items()})
+
+
+if __name__ == "trainer_rank":
+    serve(globals()["connection"])

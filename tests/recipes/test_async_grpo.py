@@ -1,0 +1,293 @@
+"""The recipe end to end, by the real `tune`, on real Ray, vLLM, torchrl and torchtune."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+TUNE = Path(sys.executable).with_name("tune")
+RECIPE = "async_grpo_full_finetune_distributed"
+TIMES = ("time/", "throughput/")
+
+
+@pytest.fixture(scope="session")
+def tiny_policy():
+    """The demo's policy; built once per machine."""
+    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
+
+
+@pytest.fixture
+def tune(tiny_policy, tmp_path):
+    """Start `tune run`; returns the process and the run's folder. Checks that nothing is left."""
+    before, mark = temporary_files(), uuid.uuid4().hex
+    running = []
+
+    def start(*overrides, recipe=RECIPE, config="tiny_async_grpo", cwd=tmp_path):
+        output_dir = tmp_path / f"run{len(running)}"
+        command = [str(TUNE), "run", recipe, "--config", config, f"output_dir={output_dir}"]
+        process = subprocess.Popen(
+            [*command, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "GRPO_TEST": mark},
+        )
+        running.append(process)
+        return process, output_dir
+
+    yield start
+    for process in running:
+        if process.poll() is None:  # the test failed: let the run clean up
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+    assert processes_of(mark) == []
+    assert temporary_files() - before == set()
+
+
+def processes_of(mark):
+    """Command lines of the processes that a run started, at any depth."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("GRPO_TEST") == mark:
+                found.append(process.cmdline())
+    return found
+
+
+def temporary_files():
+    return {*Path("/tmp").glob("grpo-*"), *Path("/dev/shm").glob("sem.grpo-*")}
+
+
+def finish(process, timeout_s=500):
+    output, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, output
+
+
+def succeed(tune, *overrides, **kwargs):
+    process, output_dir = tune(*overrides, **kwargs)
+    code, output = finish(process)
+    assert code == 0, output
+    return output, output_dir
+
+
+def records(path):
+    return [json.loads(line) for line in path.open()]
+
+
+def metrics(output_dir):
+    return records(output_dir / "logs" / "metrics.jsonl")
+
+
+def without_times(record):
+    return {key: value for key, value in record.items() if not key.startswith(TIMES)}
+
+
+@pytest.mark.slow
+def test_the_main_job_learns(tune):
+    """What `make demo` runs, as it is."""
+    output, output_dir = succeed(tune)
+    steps = metrics(output_dir)
+    assert steps[0]["step"] == 0
+    assert [record["step"] for record in steps] == list(range(len(steps)))
+    assert 0.25 <= steps[0]["eval/success_rate"] <= 0.5
+    assert steps[-1]["eval/success_rate"] >= 0.9
+    assert max(record["staleness/max"] for record in steps[1:]) <= 2
+    assert all(record.keys() >= KEYS for record in steps[1:])
+    assert any(record["staleness/max"] > 0 for record in steps[1:]), "nothing was asynchronous"
+    assert all(record["policy_version"] == record["step"] for record in steps)
+    for words in ("held-out success", "staleness", "tokens per second", "checkpoint", "try next"):
+        assert words in output, words
+
+
+KEYS = {
+    "step",
+    "attempt",
+    "policy_version",
+    "rollout/reward_mean",
+    "rollout/success_rate",
+    "rollout/response_tokens_mean",
+    "loss/total",
+    "loss/policy",
+    "loss/kl_reference",
+    "ratio/mean",
+    "ratio/max",
+    "ratio/clip_fraction",
+    "mismatch/generator_kl",
+    "staleness/mean",
+    "staleness/max",
+    "buffer/size",
+    "buffer/dropped_stale",
+    "grad_norm",
+    "lr",
+    "time/step",
+    "time/wait_for_batch",
+    "time/train",
+    "time/push",
+    "throughput/trained_tokens_per_second",
+    "throughput/generated_tokens_per_second",
+}
+
+
+@pytest.mark.slow
+def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
+    output, output_dir = succeed(tune, config="tiny_async_grpo_2x2")
+    steps = metrics(output_dir)
+    for record in steps[1:]:
+        assert record.keys() >= KEYS
+        assert all(record[key] is not None for key in KEYS)
+    assert steps[1]["loss/kl_reference"] == pytest.approx(0, abs=1e-6)  # the policy is the base
+    assert all(record["loss/kl_reference"] > 1e-7 for record in steps[2:])
+    # On the base weights, trainer and generator agree: fp32, < 1e-4 on every token.
+    assert steps[1]["staleness/max"] == 0
+    assert abs(steps[1]["ratio/max"] - 1) < 1e-4
+    roles = {record["role"] for record in records(output_dir / "logs" / "roles.jsonl")}
+    assert roles == {
+        *("generator_0", "generator_1", "trainer_0", "trainer_1", "reference_0"),
+        *("replay_buffer", "parameter_server"),
+    }
+    saved = sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+    assert saved == ["latest", *sorted(f"step_{n}" for n in range(4, len(steps), 4))]
+    groups = records(output_dir / "logs" / "rollouts.jsonl")
+    assert all(len(group["responses"]) == len(group["advantages"]) for group in groups)
+    assert_checkpoint_loads(output_dir / "checkpoints" / "latest")
+    assert "saved" in output
+
+
+def assert_checkpoint_loads(folder):
+    """transformers and vLLM load a saved folder as it is, and agree on it."""
+    code = f"""
+import os
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1",
+                  TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
+tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})
+ids = tokenizer("Question: Tom has 3 apples and gets 4 more. How many now?\\nAnswer:\\n").input_ids
+model = AutoModelForCausalLM.from_pretrained({str(folder)!r}).float()
+llm = LLM({str(folder)!r}, dtype="float32", enforce_eager=True, max_model_len=128,
+          logprobs_mode="processed_logprobs")
+sampling = SamplingParams(temperature=1.0, seed=0, max_tokens=8, logprobs=0)
+output = llm.generate({{"prompt_token_ids": ids}}, sampling, use_tqdm=False)[0].outputs[0]
+whole = torch.tensor([ids + list(output.token_ids)])
+with torch.no_grad():
+    expected = torch.log_softmax(model(whole).logits[0], -1)
+for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs)):
+    assert abs(entry[token].logprob - expected[len(ids) - 1 + i, token].item()) < 1e-4
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+SHORT = ("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=16")
+
+
+@pytest.mark.slow
+def test_two_synchronous_runs_with_one_seed_are_identical(tune):
+    synchronous = ("max_staleness=0", "pull_every_m_rollouts=1", *SHORT)
+    first, second = (metrics(succeed(tune, *synchronous)[1]) for _ in range(2))
+    assert [without_times(record) for record in first] == [without_times(r) for r in second]
+    assert all(record["staleness/max"] == 0 for record in first[1:])
+    assert all(record["buffer/dropped_stale"] == 0 for record in first[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        (("max_staleness=1", "push_every_n_steps=2", "stale_groups=wait"), 1),
+        (("max_staleness=3", "pull_every_m_rollouts=100", "rollouts_in_flight=3"), 3),
+    ],
+)
+def test_other_settings_of_the_asynchrony_knobs_keep_their_bound(tune, overrides, bound):
+    _, output_dir = succeed(tune, *overrides, *SHORT, "num_steps=8")
+    steps = metrics(output_dir)[1:]
+    assert len(steps) == 8
+    assert all(record["staleness/max"] <= bound for record in steps)
+
+
+@pytest.mark.slow
+def test_a_copied_recipe_with_another_loss_runs(tune, tmp_path):
+    subprocess.run([TUNE, "cp", RECIPE, "my_grpo.py"], cwd=tmp_path, check=True)
+    subprocess.run([TUNE, "cp", "tiny_async_grpo", "my_config.yaml"], cwd=tmp_path, check=True)
+    recipe = tmp_path / "my_grpo.py"
+    source = recipe.read_text()
+    changed = source.replace('loss = build("loss", cfg.loss)', "loss = MarkedLoss(7.25)")
+    changed = changed.replace(
+        "class AsyncGRPO",
+        "class MarkedLoss:\n"
+        "    def __init__(self, mark):\n"
+        "        self.mark = mark\n\n"
+        "    def __call__(self, trainer_logprobs, generator_logprobs, advantages, reference):\n"
+        "        losses = -(trainer_logprobs - generator_logprobs).exp() * advantages\n"
+        "        return losses, {'loss/mark': torch.full_like(advantages, self.mark)}\n\n\n"
+        "class AsyncGRPO",
+        1,
+    )
+    assert changed.count("MarkedLoss") == 2
+    recipe.write_text(changed)
+    _, output_dir = succeed(tune, *SHORT, recipe="my_grpo.py", config="my_config.yaml")
+    assert all(record["loss/mark"] == 7.25 for record in metrics(output_dir)[1:])
+
+
+def wait_for_step(process, step=2):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.match(rf"step +{step}/", line):
+            return
+    raise AssertionError("the run ended early:\n" + "".join(lines))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_ends_and_leaves_nothing(tune, sent, code):
+    process, _ = tune()
+    wait_for_step(process)
+    process.send_signal(sent)
+    returncode, output = finish(process, timeout_s=60)
+    assert returncode == code, output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["generator_0", "trainer_0"])
+def test_a_dead_role_ends_the_run_with_its_name(tune, role):
+    process, output_dir = tune("num_steps=1000")
+    wait_for_step(process)
+    roles = records(output_dir / "logs" / "roles.jsonl")
+    os.kill(next(r["pid"] for r in roles if r["role"] == role), signal.SIGKILL)
+    returncode, output = finish(process, timeout_s=60)
+    assert returncode == 1, output
+    assert f"error: {role} died" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_an_error_inside_a_role_is_the_runs_error(tune, tmp_path):
+    """A reward whose module breaks in the reward process, found through the user's own file."""
+    (tmp_path / "my_rewards.py").write_text(
+        "class Broken:\n"
+        "    def __init__(self):\n"
+        "        import os\n"
+        "        if 'RAY_RAYLET_PID' in os.environ:\n"
+        "            raise RuntimeError('no licence key')\n"
+        "    def __call__(self, *, prompt_text, response_text, answer, finish_reason):\n"
+        "        return 0.0\n"
+    )
+    process, _ = tune(
+        "rewards.correctness._component_=my_rewards.Broken", "~rewards.correctness.answer_format"
+    )
+    returncode, output = finish(process, timeout_s=200)
+    assert returncode == 1, output
+    assert "error: generator_0 failed" in output
+    assert "no licence key" in output

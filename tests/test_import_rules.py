@@ -1,0 +1,205 @@
+"""The direction rules of the house, checked on the source: who imports whom, what stays small."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "grpo_components"
+RECIPE = REPOSITORY / "recipes" / "async_grpo_full_finetune_distributed.py"
+
+ROLES = {
+    "grpo_components.exchange.parameter_server",
+    "grpo_components.exchange.replay_buffer",
+    "grpo_components.rollout.generator",
+    "grpo_components.training.reference",
+    "grpo_components.training.trainer",
+}
+ONLY_IMPORTERS = {
+    "ray": {"grpo_components.running.cluster"},
+    "vllm": {"grpo_components.rollout.vllm_engine"},
+}
+# Imported in a notebook within seconds: the record, the maths, and the rewards that users write.
+RECORD_AND_MATHS = (
+    "grpo_components.trajectory",
+    "grpo_components.objective",
+    "grpo_components.exchange.staleness",
+)
+WITHOUT_TORCH = ("grpo_components.rollout.rewards", "grpo_components.rollout.reward_pool")
+HEAVY = ("ray", "vllm", "torchrl", "torchtune")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {
+    module_name(path): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "_recipes" not in path.parts
+}
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
+RECIPE_TREES = {
+    path.stem: ast.parse(path.read_text(), str(path))
+    for path in (REPOSITORY / "recipes").glob("*.py")
+}
+OWN_CODE = {**TREES, **RECIPE_TREES}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield every imported dotted name, at any depth; `from a import b` yields `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def inside(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+OWN_IMPORTS = {
+    name: {target for target in imports(tree) if target in TREES} for name, tree in TREES.items()
+}
+
+
+@pytest.mark.parametrize("library", ONLY_IMPORTERS)
+def test_one_component_only_imports(library: str):
+    importers = {
+        name for name, tree in TREES.items() if any(inside(i, (library,)) for i in imports(tree))
+    }
+    assert importers == ONLY_IMPORTERS[library]
+
+
+def test_roles_are_wired_by_the_recipe_alone():
+    arrows = {(name, target) for name, targets in OWN_IMPORTS.items() for target in targets & ROLES}
+    assert not arrows
+
+
+def test_roles_take_typed_arguments_and_no_config():
+    assert TREES.keys() >= ROLES
+    for name in ROLES:
+        assert not any(
+            inside(i, ("omegaconf", "torchtune.config")) for i in imports(TREES[name])
+        ), name
+
+
+def test_record_and_maths_know_nothing_of_the_machinery():
+    for name in TREES:
+        if inside(name, RECORD_AND_MATHS):
+            assert not any(inside(i, HEAVY) for i in imports(TREES[name])), name
+            packages = {
+                target for target in OWN_IMPORTS[name] if not inside(target, RECORD_AND_MATHS)
+            }
+            assert packages <= {"grpo_components"}, name
+
+
+def test_imports_form_no_circle():
+    unresolved = {name: set(targets) - {name} for name, targets in OWN_IMPORTS.items()}
+    while leaves := {
+        name for name, targets in unresolved.items() if not targets & unresolved.keys()
+    }:
+        for name in leaves:
+            del unresolved[name]
+    assert not unresolved
+
+
+@pytest.mark.parametrize(
+    ("packages", "absent"), [(RECORD_AND_MATHS, HEAVY), (WITHOUT_TORCH, (*HEAVY, "torch"))]
+)
+def test_light_modules_load_nothing_heavy(packages: tuple[str, ...], absent: tuple[str, ...]):
+    names = [name for name in MODULES if inside(name, packages)]
+    assert names
+    code = (
+        f"import sys\nimport {', '.join(names)}\n"
+        f"print(*sorted({{name.split('.')[0] for name in sys.modules}} & {set(absent)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_recipes_is_no_package_and_nobody_imports_it():
+    assert not (REPOSITORY / "recipes" / "__init__.py").exists()
+    for name, tree in OWN_CODE.items():
+        assert not any(inside(i, ("recipes", "grpo_components._recipes")) for i in imports(tree)), (
+            name
+        )
+
+
+def test_the_recipe_imports_installed_packages_only_so_that_a_copy_runs():
+    installed = {
+        *sys.stdlib_module_names,
+        *importlib.metadata.packages_distributions(),
+        "grpo_components",
+    }
+    for tree in RECIPE_TREES.values():
+        assert {name.split(".")[0] for name in imports(tree)} <= installed
+
+
+def test_importing_the_package_runs_nothing():
+    inits = [path for path in MODULES.values() if path.name == "__init__.py"]
+    assert {path.parent for path in PACKAGE.rglob("*.py")} <= {path.parent for path in inits}
+    assert all(path.read_text() == "" for path in inits)
+
+
+def test_the_recipe_stays_readable():
+    assert len(RECIPE.read_text().splitlines()) <= 400
+    (recipe,) = (
+        node
+        for node in RECIPE_TREES[RECIPE.stem].body
+        if isinstance(node, ast.ClassDef) and "Recipe" in node.name
+    )
+    loops = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for node in recipe.body
+        if isinstance(node, ast.AsyncFunctionDef) and node.name.endswith("_loop")
+    }
+    assert {"rollout_loop", "training_loop"} <= loops.keys()
+    assert sum(loops.values()) <= 90, loops
+
+
+def test_every_module_starts_with_its_charter_in_one_sentence():
+    for name, tree in OWN_CODE.items():
+        if MODULES.get(name, RECIPE).name == "__init__.py":
+            continue
+        docstring = ast.get_docstring(tree)
+        assert docstring, f"{name} has no docstring"
+        charter = docstring.split("\n\n")[0]
+        assert charter.endswith("."), f"{name}: {charter}"
+        assert not re.search(r"\.\s+[A-Z]", charter), f"{name}: more than one sentence: {charter}"
+
+
+def test_no_class_inherits_from_our_own():
+    classes = {
+        node.name
+        for tree in OWN_CODE.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    for module, tree in OWN_CODE.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+                assert not bases & classes, f"{module}.{node.name}"
+
+
+def test_no_prints_no_sleeping_no_bare_except():
+    found = []
+    for module, tree in OWN_CODE.items():
+        for node in ast.walk(tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            bare = isinstance(node, ast.ExceptHandler) and node.type is None
+            slept = isinstance(node, ast.ImportFrom) and "time.sleep" in imports(node)
+            if called in {"print", "time.sleep"} or bare or slept:
+                found.append(f"{module}, line {getattr(node, 'lineno', 0)}")
+    assert not found
