@@ -62,10 +62,12 @@ def cluster(output_dir):
     path = os.environ.get("PYTHONPATH")
     # The role class of this test lies beside it, and importlib mode puts no folder on the path.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), path]))
+    # Other tests of this process leave children of theirs, e.g. multiprocessing's resource tracker.
+    not_ours = set(psutil.Process().children(recursive=True))
     cluster = Cluster(output_dir, "WARNING", attempt=0)
     cluster.start()
     yield cluster
-    children = psutil.Process().children(recursive=True)
+    children = set(psutil.Process().children(recursive=True)) - not_ours
     cluster.stop()
     if path is not None:
         os.environ["PYTHONPATH"] = path
