@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,6 +29,7 @@ _SCALAR: dict[str, type[np.generic]] = {
     "epoch": np.int64,
     "group_id": np.int64,
     "attempt": np.int64,
+    "temperature": np.float64,
     "reward": np.float64,
     "success": np.bool_,
     "advantage": np.float32,
@@ -60,6 +63,8 @@ class Trajectory:
     attempt: int
     """Which life of the run (0 until it is resumed)."""
     finish_reason: FinishReason
+    temperature: float = 1.0
+    """Of sampling: logits were divided by it."""
     reward: float = float("nan")
     """Weighted sum of the reward terms; NaN until scored and where `finish_reason` is error."""
     reward_terms: dict[str, float] = field(default_factory=dict)
@@ -156,6 +161,34 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     return pack([trajectory for group in groups for trajectory in unpack(group)])
 
 
+def batch_hash(packed: PackedTrajectories) -> str:
+    """A fingerprint of a batch: equal for equal trajectories in the same order, and only for them.
+
+    Args:
+        packed: what `pack` or `concatenate` returned.
+
+    Returns:
+        xxh3 (128 bits, hexadecimal) over every field but `attempt`, which a resumed run counts up,
+        and `error`, whose text may name a process and is not learned from.
+    """
+    digest = xxhash.xxh3_128()
+
+    def update(value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype}{value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, tuple):  # (flat, lengths)
+            for part in value:
+                update(part)
+        else:
+            digest.update(json.dumps(value, sort_keys=True, default=float).encode())
+
+    for name in sorted(packed.keys() - {"attempt", "error"}):
+        digest.update(name.encode())
+        update(packed[name])
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class GroupSummary:
     """What the driver needs to know of a group without its tokens."""
@@ -169,8 +202,6 @@ class GroupSummary:
     """[G] sampled tokens of each response."""
     oldest_version: int
     newest_version: int
-    version_sum: int
-    """Sum of the token versions over the group's sampled tokens, for the mean staleness."""
     finish_reasons: list[str]
     errors: list[str]
     """The messages of the failed samples."""
@@ -192,7 +223,6 @@ def summarize(group: Sequence[Trajectory]) -> GroupSummary:
         response_tokens=[int(t.response_mask.sum()) for t in group],
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),
-        version_sum=int(versions.sum()),
         finish_reasons=[t.finish_reason for t in group],
         errors=[t.error for t in group if t.error is not None],
     )

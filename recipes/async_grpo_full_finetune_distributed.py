@@ -12,11 +12,9 @@ put your own there, or into this file, and run the copy.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,17 @@ from torchtune import config
 
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.rollout.reward_pool import reward_specs
+from grpo_components.exchange.weights import snapshot_checksum
+from grpo_components.objective.dynamic_sampling import DynamicSampling
+from grpo_components.objective.reward_shaping import RewardShaping
+from grpo_components.objective.schedules import as_schedule
 from grpo_components.running import preflight
 from grpo_components.running.building import build, check_components
-from grpo_components.running.cluster import Cluster, Role, engine_environment
+from grpo_components.running.cluster import Cluster, Role
 from grpo_components.running.output_folder import prepare_output_folder
 from grpo_components.running.quiet import quiet_libraries, without_prints
+from grpo_components.running.receipts import Receipts
+from grpo_components.running.role_arguments import RoleArguments, role_arguments
 from grpo_components.running.run_log import RunLog
 from grpo_components.running.step_metrics import evaluation_metrics, rollout_metrics
 from grpo_components.running.supervision import exit_code, undisturbed
@@ -83,22 +86,30 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run_log.summary(self.ledger.dropped_groups)
 
     async def rollout_loop(self, generator: GeneratorState) -> None:
-        """Admit a group, generate it (rewards included), add reference logprobs, buffer; repeat."""
+        """Admit a group, generate it (rewards included), filter, add reference logprobs, buffer."""
         role, timeouts = generator.role, self.timeouts
         while entry := await self.ledger.admit(f"{role.name}'s rollout", timeouts.train_step_s):
             await self.pull_if_due(generator, entry)
+            identity = (entry.prompt, entry.epoch, entry.group_id, 0)
+            temperature = self.temperature(entry.target_step)
             group, summary, entry.text = role.submit(
-                "generate_group", entry.prompt, entry.epoch, entry.group_id, 0, num_returns=3
+                "generate_group", *identity, temperature, num_returns=3
             )
             learned = await role.result(summary, "generate_group", timeouts.rollout_s)
+            await self.ledger.generated(entry.group_id, learned.response_tokens)
             if len(learned.errors) == len(learned.rewards):
                 self.run_log.note(f"group {entry.group_id} is dropped: {learned.errors[0]}")
                 await self.ledger.failed(entry.group_id, learned.errors[0])
                 continue
             self.run_log.generated(sum(learned.response_tokens))
+            filtering = self.dynamic_sampling
+            if filtering and not filtering.keeps(learned.rewards, learned.successes):
+                await self.ledger.dropped([entry.group_id], "filtered")
+                continue
             if self.references:
                 reference = self.references[entry.group_id % len(self.references)]
-                group = reference.submit("add_logprobs", group)
+                group, kl = reference.submit("add_logprobs", group, num_returns=2)
+                entry.reference_kl = await reference.result(kl, "add_logprobs", timeouts.rollout_s)
             await self.buffer.call("add", group, summary, timeout_s=timeouts.batch_s + GRACE_S)
             await self.ledger.buffered(entry.group_id)
 
@@ -107,18 +118,21 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.evaluate(step=0)
         while not self.ledger.finished:
             started = time.perf_counter()
-            batch, groups, metrics = await self.take_batch()
-            entries = await self.ledger.taken(group.group_id for group in groups)
-            rewards = np.array([group.rewards for group in groups])
-            advantages = self.advantages(rewards)
-            trained = (await self.on_trainers("train_step", batch, advantages.ravel()))[0]
-            metrics |= rollout_metrics(groups, self.ledger.policy_version) | trained
-            step, version = self.ledger.steps_done + 1, trained["policy_version"]
+            batch, taken, metrics = await self.take_batch()
+            entries = await self.ledger.taken(group.group_id for group in taken.groups)
+            done, start_version = self.ledger.steps_done, self.ledger.policy_version
+            advantages = self.advantages(self.shaped_rewards(taken.groups, entries))
+            trained = (await self.on_trainers("train_step", batch, advantages.ravel(), done))[0]
+            token_versions = trained.pop("token_versions")
+            metrics |= rollout_metrics(taken.groups, start_version, token_versions) | trained
+            step, version = done + 1, trained["policy_version"]
             evaluating = step % self.eval_every_n_steps == 0 or step == self.num_steps
             push_due = 1 if evaluating else self.push_every_n_steps
             if version - self.ledger.published_version >= push_due:
                 metrics["time/push"] = await self.push()
             await self.ledger.stepped(version)
+            correction_mass = metrics["off_policy/correction_mass"]
+            self.receipts.step(step, version, token_versions, correction_mass, taken.batch_hash)
             metrics["time/step"] = time.perf_counter() - started
             if evaluating:
                 metrics |= await self.evaluate(step)
@@ -149,10 +163,13 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         role, timeout_s = generator.role, self.timeouts.weights_s
         generator.rollouts_since_pull = 0
         if generator.version < self.ledger.published_version:
-            version, buckets = await self.server.call("newest", timeout_s=timeout_s)
+            version, buckets, manifests = await self.server.call("newest", timeout_s=timeout_s)
             loading = role.submit("load_weights", version, *buckets)
-            generator.version = await role.result(loading, "load_weights", timeout_s)
+            generator.version, loaded = await role.result(loading, "load_weights", timeout_s)
             await self.server.call("acknowledge", role.name, version, timeout_s=timeout_s)
+            exports = zip(self.trainers, manifests, strict=True)
+            pushed = [await t.result(part, "export_weights", timeout_s) for t, part in exports]
+            self.receipts.acknowledged(role.name, version, loaded, snapshot_checksum(pushed))
 
     async def push(self) -> float:
         """Trainer -> server: publish the weights; packing them overlaps the next step.
@@ -162,21 +179,25 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         """
         started = time.perf_counter()
         version = (await self.on_trainers("gather_weights"))[0]
-        buckets = [t.submit("export_weights", version, lane="export") for t in self.trainers]
-        await self.server.call("push", version, buckets, timeout_s=self.timeouts.weights_s)
+        exports = [
+            trainer.submit("export_weights", version, num_returns=2, lane="export")
+            for trainer in self.trainers
+        ]
+        buckets, manifests = zip(*exports, strict=True)
+        timeout_s = self.timeouts.weights_s
+        await self.server.call("push", version, buckets, manifests, timeout_s=timeout_s)
         await self.ledger.published(version)
         return time.perf_counter() - started
 
-    async def take_batch(self) -> tuple[Any, list[Any], dict[str, float]]:
+    async def take_batch(self) -> tuple[Any, Any, dict[str, float]]:
         """Consume one batch of whole, fresh groups; stale ones are dropped and issued again.
 
         Returns:
-            A reference of the packed batch, its group summaries in the order of group ids, and
-            what was measured.
+            A reference of the packed batch, its `BatchSummary`, and what was measured.
         """
         started, timeout_s, dropped = time.perf_counter(), self.timeouts.batch_s, 0
-        groups: list[Any] = []
-        while not groups:  # a take that only found stale groups comes back without a batch
+        taken = None
+        while not (taken and taken.groups):  # a take that only found stale groups has no batch
             if self.wait_for_stale_groups:
                 await self.ledger.until_none_is_doomed(timeout_s)
             batch, summary = self.buffer.submit(
@@ -185,14 +206,22 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             taken = await self.buffer.result(summary, "take", timeout_s + GRACE_S)
             stale = [group.group_id for group in taken.dropped]
             await self.ledger.dropped(stale, "stale", reissue=True)
-            groups, dropped = taken.groups, dropped + len(stale)
+            dropped += len(stale)
         metrics = {
             "time/wait_for_batch": time.perf_counter() - started,
             "time/push": 0.0,
             "buffer/size": taken.buffered,
             "buffer/dropped_stale": dropped,
+            "buffer/filtered": self.ledger.dropped_groups["filtered"],  # since the start
         }
-        return batch, groups, metrics
+        return batch, taken, metrics
+
+    def shaped_rewards(self, groups: list[Any], entries: list[LedgerEntry]) -> Any:
+        """The batch's rewards [B, G], less KL and overlong penalties where the config has them."""
+        rewards = np.array([group.rewards for group in groups])
+        lengths = np.array([group.response_tokens for group in groups])
+        kl = np.array([entry.reference_kl for entry in entries]) if self.references else None
+        return self.reward_shaping(rewards, lengths, kl, self.ledger.steps_done)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Held-out success of the published weights, through the generators; rollouts go on."""
@@ -204,7 +233,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 await self.pull(generator)
                 batches = 1 + len(prompts) // (self.group_size * self.rollouts_in_flight)
                 timeout_s = self.timeouts.rollout_s * (1 + batches)
-                return await generator.role.call("evaluate", prompts, timeout_s=timeout_s)
+                temperature = self.temperature(step)
+                return await generator.role.call(
+                    "evaluate", prompts, temperature, timeout_s=timeout_s
+                )
 
         shares = [evaluate_share(i, g) for i, g in enumerate(self.generators)]
         results = await asyncio.gather(*shares)
@@ -245,10 +277,23 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         tokenizer = build("tokenizer", cfg.tokenizer)
         dataset = build("dataset", cfg.dataset, tokenizer)
         self.held_out = build("eval_dataset", cfg.eval_dataset, tokenizer)
-        # EDIT ME: the objective per token. It travels to the trainer by value.
+        # EDIT ME: the objective per token, the weight of each token's loss in the batch's, and the
+        # correction for what lies between generator and trainer; by value to the trainer.
         loss = build("loss", cfg.loss)
+        aggregation = build("aggregation", cfg.aggregation)
+        off_policy = build("off_policy", cfg.off_policy)
         # EDIT ME: rewards [groups, group_size] -> advantages of the same shape.
         self.advantages = build("advantages", cfg.advantages)
+        shaping = cfg.reward_shaping
+        self.reward_shaping = RewardShaping(
+            kl_coeff=shaping.kl_coeff,
+            max_response_tokens=cfg.generator.max_response_tokens,
+            overlong_tokens=shaping.overlong_tokens,
+            overlong_penalty=shaping.overlong_penalty,
+        )
+        limit = cfg.dynamic_sampling.max_discarded
+        self.dynamic_sampling = DynamicSampling(limit) if cfg.dynamic_sampling.enabled else None
+        self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
 
         self.timeouts = cfg.timeouts
         self.num_steps, self.groups_per_step = cfg.num_steps, cfg.groups_per_step
@@ -278,96 +323,47 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         )
         if moved_to:
             self.run_log.note(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
+        self.receipts = Receipts(
+            self.output_dir / "receipts.jsonl",
+            self.ledger,
+            attempt=0,
+            max_staleness=cfg.max_staleness,
+            groups_per_step=cfg.groups_per_step,
+            group_size=cfg.group_size,
+            generators=[f"generator_{number}" for number in range(cfg.num_generators)],
+        )
         self.run_log.phase("starting Ray and the roles")
         self.cluster = Cluster(self.output_dir, cfg.log_level, attempt=0)
         self.cluster.start()
-        longest_prompt = max(dataset.max_prompt_length, self.held_out.max_prompt_length)
-        self.spawn_roles(cfg, tokenizer.stop_tokens, longest_prompt, contract, loss)
-
-    def spawn_roles(
-        self,
-        cfg: DictConfig,
-        stop_tokens: list[int],
-        longest_prompt: int,
-        contract: StalenessContract,
-        loss: Any,
-    ) -> None:
-        """Hand each role its typed arguments; the processes start side by side."""
-        spawn, on_gpu = self.cluster.spawn, cfg.device == "cuda"
-        num_references = cfg.num_references if cfg.loss.get("kl_coeff") else 0
-        num_roles = cfg.num_generators + cfg.num_trainers + num_references
-        shared: dict[str, Any] = {
-            "cpu_threads": max(1, len(os.sched_getaffinity(0)) // num_roles),
-            "device": cfg.device,
-            "dtype": cfg.dtype,
-        }
-        policy = {
-            **shared,
-            "build_model": partial(config.instantiate, cfg.model),
-            "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
-            "temperature": cfg.generator.temperature,
-            "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
-            "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
-        }
-        self.server = spawn("parameter_server", PARAMETER_SERVER)
-        self.buffer = spawn(
-            "replay_buffer",
-            REPLAY_BUFFER,
-            capacity=(cfg.max_staleness + 1) * cfg.groups_per_step,
+        compared = (loss, self.reward_shaping)
+        needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
+        num_references = cfg.num_references if needs_reference else 0
+        arguments = role_arguments(
+            cfg,
             contract=contract,
-            timeout_s=cfg.timeouts.batch_s,
+            objective={"loss": loss, "aggregation": aggregation, "off_policy": off_policy},
+            num_references=num_references,
+            stop_tokens=tokenizer.stop_tokens,
+            longest_prompt=max(dataset.max_prompt_length, self.held_out.max_prompt_length),
+            rendezvous=str(self.cluster.temp_dir / "trainers"),
         )
-        trainer_arguments = {
-            **policy,
-            "num_ranks": cfg.num_trainers,
-            "rendezvous": str(self.cluster.temp_dir / "trainers"),
-            "seed": cfg.seed,
-            "build_optimizer": partial(config.instantiate, cfg.optimizer),
-            "build_lr_scheduler": cfg.lr_scheduler
-            and partial(config.instantiate, cfg.lr_scheduler, num_training_steps=cfg.num_steps),
-            "loss": loss,
-            "model_type": cfg.checkpointer.model_type,
-            "base_model_path": cfg.base_model_path,
-            "ppo_epochs": cfg.ppo_epochs,
-            "updates_per_batch": cfg.updates_per_batch,
-            "clip_grad_norm": cfg.clip_grad_norm,
-            "enable_activation_checkpointing": cfg.enable_activation_checkpointing,
-            "compile_model": cfg.compile,
-            "log_peak_memory_stats": cfg.log_peak_memory_stats,
-            "collective_timeout_s": cfg.timeouts.collective_s,
-            "num_gpus": cfg.gpus_per_trainer if on_gpu else 0,
-        }
+        self.spawn_roles(cfg, arguments, num_references)
+
+    def spawn_roles(self, cfg: DictConfig, arguments: RoleArguments, num_references: int) -> None:
+        """Start a process per role, side by side; `run` waits until they are ready."""
+        spawn = self.cluster.spawn
+        self.server = spawn("parameter_server", PARAMETER_SERVER)
+        self.buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
         self.trainers = [
-            spawn(f"trainer_{rank}", TRAINER, rank=rank, **trainer_arguments)
+            spawn(f"trainer_{rank}", TRAINER, rank=rank, **arguments.trainer)
             for rank in range(cfg.num_trainers)
         ]
-        policy["num_gpus"] = cfg.gpus_per_reference if on_gpu else 0
         self.references = [
-            spawn(f"reference_{number}", REFERENCE, **policy) for number in range(num_references)
+            spawn(f"reference_{number}", REFERENCE, **arguments.reference)
+            for number in range(num_references)
         ]
-        sampling = dict(cfg.generator)
-        kv_cache_gib = sampling.pop("kv_cache_gib")
-        sampling["stop_token_ids"] = list(sampling["stop_token_ids"] or stop_tokens)
-        longest = longest_prompt + sampling["max_response_tokens"]
-        sampling["max_model_len"] = sampling["max_model_len"] or longest
-        generator_arguments = {
-            **shared,
-            **sampling,
-            "model_path": cfg.base_model_path,
-            "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
-            "build_environment": partial(config.instantiate, cfg.environment),
-            "rewards": reward_specs(cfg.rewards),
-            "reward_workers": cfg.reward_workers,
-            "reward_timeout_s": cfg.timeouts.reward_s,
-            "group_size": cfg.group_size,
-            "rollouts_in_flight": cfg.rollouts_in_flight,
-            "seed": cfg.seed,
-            "recompute_kv_after_pull": cfg.recompute_kv_after_pull,
-            "num_gpus": cfg.gpus_per_generator if on_gpu else 0,
-            "env": engine_environment(cfg.device, cfg.log_level, kv_cache_gib),
-        }
         self.generators = [
-            GeneratorState(spawn(f"generator_{number}", GENERATOR, **generator_arguments))
+            GeneratorState(spawn(f"generator_{number}", GENERATOR, **arguments.generator))
             for number in range(cfg.num_generators)
         ]
 
@@ -376,8 +372,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         with undisturbed():
             if hasattr(self, "cluster"):
                 self.cluster.stop()
-            if hasattr(self, "run_log"):
-                self.run_log.close()
+            for log in ("receipts", "run_log"):
+                if hasattr(self, log):
+                    getattr(self, log).close()
 
 
 @config.parse

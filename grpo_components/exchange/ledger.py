@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,22 @@ from grpo_components.exchange.staleness import StalenessContract
 
 State = Literal["in_flight", "buffered", "in_training"]
 Prompt = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GroupEvent:
+    """One thing that happened to a group."""
+
+    kind: Literal["issued", "generated", "dropped", "trained"]
+    group_id: int
+    prompt_index: int
+    epoch: int
+    response_tokens: float | None = None
+    """Sampled tokens per response, in the mean; None before they are known."""
+    reason: str | None = None
+    """Why it was dropped: stale, failed or filtered."""
+    reissue: bool = False
+    """Whether the prompt of a dropped group will be issued again."""
 
 
 @dataclass
@@ -26,9 +42,20 @@ class LedgerEntry:
     """The oldest policy version that it may be generated with."""
     start_version: int
     """Version of its generator when it started; never below `needed_version`."""
+    target_step: int
+    """Training step that it is admitted for, from 0: the turn of its place in the queue."""
     state: State = "in_flight"
+    reference_kl: list[float] | None = None
+    """[G] estimated KL to the reference of each response, in nats; None without a reference."""
     text: Any = None
     """Reference of the group as a person would read it, for the rollout log."""
+    response_tokens: float | None = None
+    """Sampled tokens per response, in the mean; None until it is generated."""
+
+    @property
+    def prompt_index(self) -> int:
+        """Row of the data set."""
+        return self.prompt["prompt_index"]
 
 
 class Ledger:
@@ -48,6 +75,7 @@ class Ledger:
         num_steps: int,
         prompts: Iterator[tuple[Prompt, int]],
     ) -> None:
+        self.num_steps = num_steps
         self.policy_version = 0
         """The trainer's, as its last step reported it."""
         self.published_version = 0
@@ -57,15 +85,30 @@ class Ledger:
         self.trained_groups = 0
         self.dropped_groups: Counter[str] = Counter()
         self._failed_in_a_row = 0
-        self._contract, self._num_steps, self._prompts = contract, num_steps, prompts
+        self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
+        self._events: list[GroupEvent] = []
         self._changed = asyncio.Condition()
 
     @property
     def finished(self) -> bool:
         """Whether every step of the run is done."""
-        return self.steps_done >= self._num_steps
+        return self.steps_done >= self.num_steps
+
+    @property
+    def waiting_prompts(self) -> list[tuple[Prompt, int]]:
+        """(prompt, epoch) pairs that were handed back and will be issued before any new one."""
+        return list(self._reissued)
+
+    def living(self) -> list[LedgerEntry]:
+        """The groups that were issued and neither trained nor dropped, in that order."""
+        return list(self._living.values())
+
+    def drain_events(self) -> list[GroupEvent]:
+        """What happened to groups since the last call, in the order in which it happened."""
+        events, self._events = self._events, []
+        return events
 
     def in_state(self, state: State) -> list[LedgerEntry]:
         """The living groups in one state, in the order of admission."""
@@ -94,9 +137,18 @@ class Ledger:
             return None
         prompt, epoch = self._reissued.popleft() if self._reissued else next(self._prompts)
         needed = self._needed_version()
-        entry = LedgerEntry(self.issued, prompt, epoch, needed, start_version=needed)
+        entry = LedgerEntry(
+            self.issued,
+            prompt,
+            epoch,
+            needed,
+            start_version=needed,
+            # Counted in steps, not versions: after a skipped step the two differ.
+            target_step=self.steps_done + len(self._living) // self._contract.groups_per_step,
+        )
         self._living[entry.group_id] = entry
         self.issued += 1
+        self._record("issued", entry)
         return entry
 
     async def until_none_is_doomed(self, timeout_s: float) -> None:
@@ -122,6 +174,17 @@ class Ledger:
             "the training loop waited for groups in flight that its next step would make stale",
         )
 
+    async def generated(self, group_id: int, response_tokens: Sequence[int]) -> None:
+        """Record that the generation of a group ended.
+
+        Args:
+            group_id: a group in flight.
+            response_tokens: sampled tokens of each of its responses.
+        """
+        entry = self._living[group_id]
+        entry.response_tokens = sum(response_tokens) / len(response_tokens)
+        self._record("generated", entry)
+
     async def buffered(self, group_id: int) -> None:
         """Record that a group lies in the replay buffer, unless it was consumed already."""
         self._failed_in_a_row = 0
@@ -142,6 +205,7 @@ class Ledger:
         groups = self.in_state("in_training")
         for entry in groups:
             del self._living[entry.group_id]
+            self._record("trained", entry)
         self.trained_groups += len(groups)
         self.policy_version = policy_version
         self.steps_done += 1
@@ -157,12 +221,15 @@ class Ledger:
 
         Args:
             group_ids: living groups.
-            reason: for the account.
+            reason: for the account; stale, failed or filtered.
             reissue: hand their prompts out again, before any new one.
         """
+        if reason == "filtered":  # its samples were scored
+            self._failed_in_a_row = 0
         for group_id in group_ids:
             entry = self._living.pop(group_id)
             self.dropped_groups[reason] += 1
+            self._record("dropped", entry, reason, reissue)
             if reissue:
                 self._reissued.append((entry.prompt, entry.epoch))
         await self._wake()
@@ -181,11 +248,30 @@ class Ledger:
                 f"the last one: {error}"
             )
 
+    def _record(
+        self,
+        kind: Literal["issued", "generated", "dropped", "trained"],
+        entry: LedgerEntry,
+        reason: str | None = None,
+        reissue: bool = False,
+    ) -> None:
+        self._events.append(
+            GroupEvent(
+                kind,
+                entry.group_id,
+                entry.prompt_index,
+                entry.epoch,
+                entry.response_tokens,
+                reason,
+                reissue,
+            )
+        )
+
     def _needed_version(self) -> int:
         return self._contract.needed_version(self.policy_version, len(self._living))
 
     def _may_start(self) -> bool:
-        still_needed = (self._num_steps - self.steps_done) * self._contract.groups_per_step
+        still_needed = (self.num_steps - self.steps_done) * self._contract.groups_per_step
         if len(self._living) >= still_needed:
             return False
         return self.published_version >= self._needed_version()

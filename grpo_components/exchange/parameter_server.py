@@ -15,31 +15,34 @@ class VLLMParameterServer:
     def __init__(self) -> None:
         self._version = -1
         self._buckets: list[Any] = []
+        self._manifests: list[Any] = []
         self._acknowledged: dict[str, int] = {}
 
-    def push(self, version: int, buckets: list[Any]) -> None:
+    def push(self, version: int, buckets: list[Any], manifests: list[Any]) -> None:
         """Publish a snapshot.
 
         Args:
             version: policy version of the weights; above the last one.
             buckets: references to each trainer rank's `(manifest, bytes)`.
+            manifests: references to the same manifests alone.
 
         Raises:
             ValueError: if the version is not newer than the published one.
         """
         if version <= self._version:
             raise ValueError(f"push of version {version} after version {self._version}")
-        self._version, self._buckets = version, list(buckets)
+        self._version = version
+        self._buckets, self._manifests = list(buckets), list(manifests)
 
-    def newest(self) -> tuple[int, list[Any]]:
-        """The newest version and the references to its buckets.
+    def newest(self) -> tuple[int, list[Any], list[Any]]:
+        """The newest version and the references to its buckets and manifests.
 
         Raises:
             LookupError: before the first push.
         """
         if self._version < 0:
             raise LookupError("no weights were pushed yet")
-        return self._version, self._buckets
+        return self._version, self._buckets, self._manifests
 
     def acknowledge(self, generator: str, version: int) -> None:
         """Record that a generator has validated and loaded a version.

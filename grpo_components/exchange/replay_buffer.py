@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torchrl.data import ListStorage
@@ -13,7 +13,12 @@ from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers import Sampler, Writer
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.trajectory import GroupSummary, PackedTrajectories, concatenate
+from grpo_components.trajectory import (
+    GroupSummary,
+    PackedTrajectories,
+    batch_hash,
+    concatenate,
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ class BatchSummary:
     """Groups found stale since the last batch; they were never handed out."""
     buffered: int
     """Groups left in the buffer."""
+    batch_hash: str
+    """Of everything in the batch (see `trajectory.batch_hash`); empty where there is none."""
 
 
 class ReplayBuffer:
@@ -124,9 +131,18 @@ class ReplayBuffer:
         capacity: groups.
         contract: which groups may still be trained.
         timeout_s: longest wait, of a producer or the consumer.
+        stale_tokens: drop a group with a token older than the contract allows, or keep it for a
+            trainer that masks such tokens, until its newest token is too old.
     """
 
-    def __init__(self, *, capacity: int, contract: StalenessContract, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        contract: StalenessContract,
+        timeout_s: float,
+        stale_tokens: Literal["mask", "drop"] = "drop",
+    ) -> None:
         self._slots = _Slots(capacity)
         self._sampler = _OldestVersionSampler(self._slots)
         self._buffer = TorchRLReplayBuffer(
@@ -136,6 +152,7 @@ class ReplayBuffer:
             collate_fn=list,
         )
         self._capacity, self._contract, self._timeout_s = capacity, contract, timeout_s
+        self._stale_tokens = stale_tokens
         self._changed = asyncio.Condition()
         self._dropped: list[GroupSummary] = []
 
@@ -171,8 +188,8 @@ class ReplayBuffer:
 
         Args:
             num_groups: groups of the batch.
-            policy_version: version that the training step starts from; older groups than the
-                contract allows are dropped, never returned.
+            policy_version: version that the training step starts from; groups that are too old
+                for it are dropped, never returned.
 
         Returns:
             The batch, packed, sorted by group id, and its summary.
@@ -194,22 +211,25 @@ class ReplayBuffer:
                 ),
             )
             dropped, self._dropped = self._dropped, []
-            if (
-                len(self._slots.live) < num_groups
-            ):  # report drops at once, so that they are replaced
-                summary = BatchSummary([], dropped, len(self._slots.live))
-                return concatenate([]), summary
+            # Too few are left: report the drops at once, so that they are replaced.
+            if len(self._slots.live) < num_groups:
+                return concatenate([]), BatchSummary([], dropped, len(self._slots.live), "")
             items: list[_Item] = self._buffer.sample(num_groups)
             items.sort(key=lambda item: item.summary.group_id)
             self._changed.notify_all()
-            summary = BatchSummary([item.summary for item in items], dropped, len(self._slots.live))
-            return concatenate(item.group for item in items), summary
+            batch = concatenate(item.group for item in items)
+            groups = [item.summary for item in items]
+            return batch, BatchSummary(groups, dropped, len(self._slots.live), batch_hash(batch))
 
     def _drop_stale(self, policy_version: int) -> None:
+        def decisive(summary: GroupSummary) -> int:
+            masks = self._stale_tokens == "mask"
+            return summary.newest_version if masks else summary.oldest_version
+
         stale = [
             slot
             for slot, item in self._slots.live.items()
-            if not self._contract.may_train(item.summary.oldest_version, policy_version)
+            if not self._contract.may_train(decisive(item.summary), policy_version)
         ]
         if stale:
             self._dropped += [self._slots.live[slot].summary for slot in stale]

@@ -164,6 +164,23 @@ def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
     return tensors
 
 
+def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
+    """One checksum of a whole snapshot, the same whatever the number of buckets.
+
+    Args:
+        manifests: of all the snapshot's buckets, in any order.
+
+    Returns:
+        xxh3 (64 bits, hexadecimal) over name, dtype, shape and checksum of every tensor.
+    """
+    tensors = sorted(
+        (entry.name, entry.dtype, entry.shape, entry.checksum)
+        for manifest in manifests
+        for entry in manifest
+    )
+    return xxhash.xxh3_64_hexdigest(json.dumps(tensors).encode())
+
+
 def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, read from the safetensors headers.
 

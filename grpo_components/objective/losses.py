@@ -1,84 +1,390 @@
-"""Policy objectives: one loss per token, from logprobs and advantages; pure torch."""
+"""Policy objectives: one loss per token, from logprobs and advantages, in pure torch.
+
+Every loss is
+
+    weight policy_loss + kl_coeff k(trainer, reference) - entropy_coeff entropy
+
+where policy_loss is what the classes below define, weight is the off-policy correction (1 without
+one) and k an estimator of `kl.py`. The ratio is rho = exp(log pi_trainer - log pi_anchor); the
+anchor is the proximal policy where its logprobs are given, else the generator. A is the advantage,
+sg() stops the gradient. A token with weight 0 is masked wholly: whatever its logprobs, its loss and
+gradient are 0, and in the metrics it counts with loss 0 and ratio 1 (GSPO: its response's ratio).
+
+Each loss has `needs_reference` and `needs_proximal` (which logprobs it asks for) and
+`entropy_coeff` (0: the entropy may come without a gradient, or not at all).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from grpo_components.objective.kl import ESTIMATORS
+from grpo_components.objective.schedules import Schedule, as_schedule
+
 TokenMetrics = dict[str, Tensor]
 """Values [N] by metric key; logged is their mean, or their maximum where a key ends in `max`."""
 
+Scheduled = float | Mapping[str, Any] | Schedule
+"""A number, or what `as_schedule` makes a schedule from."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """N sampled tokens of one micro-batch, laid end to end; no response is split over two."""
+
+    trainer_logprobs: Tensor
+    """[N] float32, of the weights in training; carries the gradient."""
+    generator_logprobs: Tensor
+    """[N] float32, of the distribution sampled from."""
+    advantages: Tensor
+    """[N] float32, each token that of its response."""
+    sequence_ids: Tensor
+    """[N] int64, 0 to S - 1: the token's response; contiguous."""
+    staleness: Tensor
+    """[N] int64, the trainer's version minus the token's."""
+    step: int
+    """Training steps done before this one; schedules follow it."""
+    reference_logprobs: Tensor | None = None
+    """[N] float32."""
+    proximal_logprobs: Tensor | None = None
+    """[N] float32, of the policy at the start of the step; no gradient."""
+    entropy: Tensor | None = None
+    """[N] float32, nats."""
+    correction_weights: Tensor | None = None
+    """[N] float32, no gradient; multiplies the policy loss; 0 masks the token wholly."""
+
 
 class GRPOLoss:
-    """Clipped objective with the true ratio to the generator, plus a k3 penalty to the reference.
+    """Clipped ratio per token: -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
 
-    rho = exp(log pi_trainer - log pi_generator);
-    loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coeff (exp(d) - d - 1),
-    d = log pi_reference - log pi_trainer (DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; separate
-    clip bounds: DAPO, arXiv 2503.14476, eq. 10; k3: Schulman 2020, "Approximating KL divergence").
+    DeepSeekMath, arXiv 2402.03300, eq. 3 (k3 to the reference: eq. 4); separate bounds, "clip
+    higher": DAPO, arXiv 2503.14476, eq. 10. Where the clip binds the token has no gradient.
 
     Args:
-        clip_low: the ratio is clipped below at 1 - clip_low.
-        clip_high: the ratio is clipped above at 1 + clip_high.
-        kl_coeff: weight of the penalty; 0 needs no reference.
+        clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
+        clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
+        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
+        kl_estimator: k1, k2 or k3, see `kl.py`.
+        entropy_coeff: weight of the entropy bonus.
     """
 
     def __init__(
-        self, clip_low: float = 0.2, clip_high: float = 0.2, kl_coeff: float = 0.0
-    ) -> None:
-        if not 0 < clip_low <= 1:
-            raise ValueError(f"loss.clip_low: {clip_low} given; allowed: above 0, at most 1")
-        if not clip_high > 0:
-            raise ValueError(f"loss.clip_high: {clip_high} given; allowed: a number > 0")
-        if not kl_coeff >= 0:
-            raise ValueError(f"loss.kl_coeff: {kl_coeff} given; allowed: 0 or a number > 0")
-        self.clip_low, self.clip_high, self.kl_coeff = clip_low, clip_high, kl_coeff
-
-    def __call__(
         self,
-        trainer_logprobs: Tensor,
-        generator_logprobs: Tensor,
-        advantages: Tensor,
-        reference_logprobs: Tensor | None,
-    ) -> tuple[Tensor, TokenMetrics]:
-        """Loss of every token that the policy sampled (masked tokens are not in the input at all).
+        clip_low: Scheduled = 0.2,
+        clip_high: Scheduled = 0.2,
+        kl_coeff: Scheduled = 0.0,
+        kl_estimator: str = "k3",
+        entropy_coeff: float = 0.0,
+    ) -> None:
+        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
+        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
+        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
 
-        Args:
-            trainer_logprobs: [N] float32, of the weights in training; carries the gradient.
-            generator_logprobs: [N] float32, of the distribution sampled from.
-            advantages: [N] float32, each token that of its response.
-            reference_logprobs: [N] float32; None where kl_coeff is 0.
-
-        Returns:
-            The loss per token [N] and the metrics per token, each [N] and detached.
-        """
-        ratio = torch.exp(trainer_logprobs - generator_logprobs)
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        policy_loss = -torch.minimum(ratio * advantages, clipped * advantages)
-        is_clipped = clipped * advantages < ratio * advantages
-        metrics = {
-            "loss/policy": policy_loss.detach(),
-            "ratio/mean": ratio.detach(),
-            "ratio/max": ratio.detach(),
-            "ratio/clip_fraction": is_clipped.float(),
-        }
-        if reference_logprobs is None:
-            assert self.kl_coeff == 0, "kl_coeff > 0 without reference logprobs"
-            return policy_loss, metrics
-        kl = k3(trainer_logprobs, reference_logprobs)
-        metrics["loss/kl_reference"] = kl.detach()
-        return policy_loss + self.kl_coeff * kl, metrics
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached."""
+        tokens = _with_masked_tokens_neutral(inputs)
+        low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
+        log_ratio = tokens.trainer_logprobs - _anchor(tokens)
+        policy_loss, metrics = _clipped_objective(log_ratio, tokens.advantages, low, high)
+        return self._extras.complete(tokens, policy_loss, metrics)
 
 
-def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(pi || other) at each token sampled from pi; never negative.
+class GSPOLoss:
+    """Clipped ratio per response: s = exp(mean of log rho over its tokens) in place of rho.
+
+    GSPO, arXiv 2507.18071, eq. 5 to 7. Each token's loss is that of its response,
+    -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), and the gradient goes through s to all its
+    tokens, so that SequenceMean gives the paper's objective. Masked tokens are not in the mean.
 
     Args:
-        logprobs: [N] of pi.
-        other_logprobs: [N] of the other distribution, at the same tokens.
-
-    Returns:
-        [N] exp(d) - d - 1 with d = other_logprobs - logprobs.
+        clip_low: s is clipped below at 1 - clip_low; a number or a schedule.
+        clip_high: s is clipped above at 1 + clip_high; a number or a schedule. The defaults are the
+            paper's (section 5.1): a mean over tokens moves far less than one token.
+        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
+        kl_estimator: k1, k2 or k3, see `kl.py`.
+        entropy_coeff: weight of the entropy bonus.
     """
-    difference = other_logprobs - logprobs
-    return torch.expm1(difference) - difference
+
+    def __init__(
+        self,
+        clip_low: Scheduled = 3e-4,
+        clip_high: Scheduled = 4e-4,
+        kl_coeff: Scheduled = 0.0,
+        kl_estimator: str = "k3",
+        entropy_coeff: float = 0.0,
+    ) -> None:
+        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
+        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
+        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached."""
+        tokens = _with_masked_tokens_neutral(inputs)
+        low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
+        log_ratio = tokens.trainer_logprobs - _anchor(tokens)
+        sums = torch.zeros_like(log_ratio).index_add(0, tokens.sequence_ids, log_ratio)
+        kept = _kept(tokens).to(log_ratio.dtype)
+        counts = torch.zeros_like(kept).index_add(0, tokens.sequence_ids, kept).clamp(min=1)
+        mean_log_ratio = (sums / counts)[tokens.sequence_ids]
+        policy_loss, metrics = _clipped_objective(mean_log_ratio, tokens.advantages, low, high)
+        return self._extras.complete(tokens, policy_loss, metrics)
+
+
+class CISPOLoss:
+    """REINFORCE with a clipped weight: -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi.
+
+    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. Only the weight is clipped: every token keeps a
+    gradient. The clip fractions count the tokens whose weight is changed.
+
+    Args:
+        clip_low: the weight is at least 1 - clip_low; 1 is no lower bound (as in the paper's runs);
+            a number or a schedule.
+        clip_high: the weight is at most 1 + clip_high; a number or a schedule.
+        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
+        kl_estimator: k1, k2 or k3, see `kl.py`.
+        entropy_coeff: weight of the entropy bonus.
+    """
+
+    def __init__(
+        self,
+        clip_low: Scheduled = 1.0,
+        clip_high: Scheduled = 4.0,
+        kl_coeff: Scheduled = 0.0,
+        kl_estimator: str = "k3",
+        entropy_coeff: float = 0.0,
+    ) -> None:
+        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
+        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
+        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached."""
+        tokens = _with_masked_tokens_neutral(inputs)
+        low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
+        ratio = (tokens.trainer_logprobs.detach() - _anchor(tokens)).exp()
+        policy_loss = -ratio.clamp(low, high) * tokens.advantages * tokens.trainer_logprobs
+        metrics = _ratio_metrics(ratio, ratio < low, ratio > high)
+        return self._extras.complete(tokens, policy_loss, metrics)
+
+
+class REINFORCELoss:
+    """REINFORCE with an importance weight per token: -sg(min(rho, max_ratio)) A log pi.
+
+    Williams 1992; RLOO, arXiv 2402.14740, is this with LeaveOneOutAdvantages. On-policy the weight
+    is 1. The clip fraction counts the tokens whose weight is cut.
+
+    Args:
+        max_ratio: largest weight; null is the plain importance weight, exact on average for a token
+            given those before it, but without a bound.
+        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
+        kl_estimator: k1, k2 or k3, see `kl.py`.
+        entropy_coeff: weight of the entropy bonus.
+    """
+
+    def __init__(
+        self,
+        max_ratio: float | None = None,
+        kl_coeff: Scheduled = 0.0,
+        kl_estimator: str = "k3",
+        entropy_coeff: float = 0.0,
+    ) -> None:
+        self.max_ratio = _positive_or_none("loss.max_ratio", max_ratio)
+        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
+        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
+        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached."""
+        tokens = _with_masked_tokens_neutral(inputs)
+        ratio = (tokens.trainer_logprobs.detach() - _anchor(tokens)).exp()
+        policy_loss = -_at_most(ratio, self.max_ratio) * tokens.advantages * tokens.trainer_logprobs
+        too_high = ratio > (torch.inf if self.max_ratio is None else self.max_ratio)
+        metrics = _ratio_metrics(ratio, torch.zeros_like(too_high), too_high)
+        return self._extras.complete(tokens, policy_loss, metrics)
+
+
+class DecoupledPPOLoss:
+    """Clips against a proximal policy and corrects for the generator apart from that.
+
+    -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), with rho = pi_trainer / pi_proximal and
+    w = sg(min(pi_proximal / pi_generator, max_weight)): Hilton et al., arXiv 2110.00641; AReaL,
+    arXiv 2505.24298, section 5.2. The proximal policy is the one at the start of the step,
+    `recomputed` by the trainer, or `loglinear`, without that pass (A-3PO, arXiv 2512.06547):
+
+        log pi_proximal = log pi_generator + s / (s + 1) (sg(log pi_trainer) - log pi_generator)
+
+    s is the token's staleness: the proximal policy is s versions after the token's, the trained
+    policy s + 1. w already corrects for the generator, so that an off-policy correction beside it
+    counts twice, except one that only masks.
+
+    Args:
+        clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
+        clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
+        max_weight: largest w, larger ones are cut to it; null is no bound.
+        proximal: recomputed or loglinear.
+        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
+        kl_estimator: k1, k2 or k3, see `kl.py`.
+        entropy_coeff: weight of the entropy bonus.
+    """
+
+    def __init__(
+        self,
+        clip_low: Scheduled = 0.2,
+        clip_high: Scheduled = 0.2,
+        max_weight: float | None = 5.0,
+        proximal: Literal["recomputed", "loglinear"] = "recomputed",
+        kl_coeff: Scheduled = 0.0,
+        kl_estimator: str = "k3",
+        entropy_coeff: float = 0.0,
+    ) -> None:
+        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self.max_weight = _positive_or_none("loss.max_weight", max_weight)
+        if proximal not in ("recomputed", "loglinear"):
+            raise ValueError(f"loss.proximal: {proximal} given; allowed: recomputed, loglinear")
+        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
+        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
+        self.needs_reference = self._extras.needs_reference
+        self.needs_proximal = proximal == "recomputed"
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached."""
+        tokens = _with_masked_tokens_neutral(inputs)
+        if self.needs_proximal:
+            assert tokens.proximal_logprobs is not None, "proximal: recomputed, but none given"
+            proximal_logprobs = tokens.proximal_logprobs
+        else:
+            moved = tokens.trainer_logprobs.detach() - tokens.generator_logprobs
+            staleness = tokens.staleness.to(moved.dtype)
+            proximal_logprobs = tokens.generator_logprobs + staleness / (staleness + 1) * moved
+        low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
+        weight = _at_most((proximal_logprobs - tokens.generator_logprobs).exp(), self.max_weight)
+        policy_loss, metrics = _clipped_objective(
+            tokens.trainer_logprobs - proximal_logprobs, tokens.advantages, low, high
+        )
+        return self._extras.complete(tokens, weight * policy_loss, metrics)
+
+
+class _Extras:
+    """What every loss adds to its policy loss: correction, penalty to the reference, entropy."""
+
+    def __init__(self, kl_coeff: Scheduled, kl_estimator: str, entropy_coeff: float) -> None:
+        self.kl_coeff = as_schedule("loss.kl_coeff", kl_coeff)
+        if not self.kl_coeff.lowest >= 0:
+            raise ValueError(f"loss.kl_coeff: {kl_coeff} given; allowed: 0 or a number > 0")
+        if kl_estimator not in ESTIMATORS:
+            allowed = ", ".join(ESTIMATORS)
+            raise ValueError(f"loss.kl_estimator: {kl_estimator} given; allowed: {allowed}")
+        if not entropy_coeff >= 0:
+            raise ValueError(
+                f"loss.entropy_coeff: {entropy_coeff} given; allowed: 0 or a number > 0"
+            )
+        self.needs_reference = self.kl_coeff.highest > 0
+        self.entropy_coeff = entropy_coeff
+        self._estimate = ESTIMATORS[kl_estimator]
+
+    def complete(
+        self, tokens: LossInputs, policy_loss: Tensor, metrics: TokenMetrics
+    ) -> tuple[Tensor, TokenMetrics]:
+        if tokens.correction_weights is not None:
+            policy_loss = tokens.correction_weights * policy_loss
+        losses, metrics = policy_loss, {"loss/policy": policy_loss.detach(), **metrics}
+        if tokens.reference_logprobs is None:
+            assert not self.needs_reference, "kl_coeff > 0 without reference logprobs"
+        else:
+            kl = self._estimate(tokens.trainer_logprobs, tokens.reference_logprobs)
+            metrics["loss/kl_reference"] = kl.detach()
+            coefficient = self.kl_coeff(tokens.step)
+            if coefficient > 0:  # 0 times the gradient of an overflow would be NaN
+                losses = losses + coefficient * kl
+        if self.entropy_coeff > 0:
+            assert tokens.entropy is not None, "entropy_coeff > 0 without entropy"
+            losses = losses - self.entropy_coeff * tokens.entropy
+        return losses, metrics
+
+
+def _clipped_objective(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, TokenMetrics]:
+    """-min(rho A, clip(rho, low, high) A) and the metrics of the ratio."""
+    ratio = log_ratio.detach().exp()
+    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    # Where the clip binds, the ratio does not enter the graph at all: it may have overflowed, and
+    # the zero gradient of min() times infinity is NaN.
+    effective = torch.where(too_low | too_high, 0.0, log_ratio).exp()
+    effective = torch.where(too_low, low, torch.where(too_high, high, effective))
+    return -effective * advantages, _ratio_metrics(ratio, too_low, too_high)
+
+
+def _ratio_metrics(ratio: Tensor, too_low: Tensor, too_high: Tensor) -> TokenMetrics:
+    return {
+        "ratio/mean": ratio,
+        "ratio/max": ratio,
+        "ratio/clip_fraction": (too_low | too_high).float(),
+        "ratio/clip_fraction_low": too_low.float(),
+        "ratio/clip_fraction_high": too_high.float(),
+    }
+
+
+def _kept(tokens: LossInputs) -> Tensor:
+    if tokens.correction_weights is None:
+        return torch.ones_like(tokens.sequence_ids, dtype=torch.bool)
+    return tokens.correction_weights != 0
+
+
+def _with_masked_tokens_neutral(inputs: LossInputs) -> LossInputs:
+    """The same tokens, with 0 for every number of those masked: their loss comes out as 0."""
+    if inputs.correction_weights is None:
+        return inputs
+    kept = _kept(inputs)
+
+    # Before any arithmetic: an infinity that only a later product masks leaves 0 * inf = NaN.
+    def neutral(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(kept, values, 0.0)
+
+    return replace(
+        inputs,
+        trainer_logprobs=neutral(inputs.trainer_logprobs),
+        generator_logprobs=neutral(inputs.generator_logprobs),
+        advantages=neutral(inputs.advantages),
+        reference_logprobs=neutral(inputs.reference_logprobs),
+        proximal_logprobs=neutral(inputs.proximal_logprobs),
+        entropy=neutral(inputs.entropy),
+    )
+
+
+def _anchor(tokens: LossInputs) -> Tensor:
+    if tokens.proximal_logprobs is None:
+        return tokens.generator_logprobs
+    return tokens.proximal_logprobs
+
+
+def _at_most(values: Tensor, bound: float | None) -> Tensor:
+    return values if bound is None else values.clamp(max=bound)
+
+
+def _clip_low(value: Scheduled) -> Schedule:
+    schedule = as_schedule("loss.clip_low", value)
+    if not (schedule.lowest > 0 and schedule.highest <= 1):
+        raise ValueError(f"loss.clip_low: {value} given; allowed: above 0, at most 1")
+    return schedule
+
+
+def _clip_high(value: Scheduled) -> Schedule:
+    schedule = as_schedule("loss.clip_high", value)
+    if not schedule.lowest > 0:
+        raise ValueError(f"loss.clip_high: {value} given; allowed: a number > 0")
+    return schedule
+
+
+def _positive_or_none(key: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise ValueError(f"{key}: {value} given; allowed: a number > 0, or null")
+    return value

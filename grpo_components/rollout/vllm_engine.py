@@ -115,6 +115,7 @@ class VLLMEngine:
         temperature: float,
         seed: int,
         stop_token_ids: Sequence[int],
+        truncation: Mapping[str, float] | None = None,
     ) -> Future[Completion]:
         """Queue one request; from any thread.
 
@@ -124,18 +125,18 @@ class VLLMEngine:
             temperature: above 0.
             seed: of this request's own sampler.
             stop_token_ids: a response ends with the first of these.
+            truncation: what else bends the distribution, by vLLM's names (top_p, ...).
         """
         sampling = SamplingParams(
             n=1,
             max_tokens=max_tokens,
             temperature=temperature,
-            top_p=1.0,
-            top_k=0,
             seed=seed,
             stop_token_ids=list(stop_token_ids),
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **{"top_p": 1.0, "top_k": 0, **(truncation or {})},
         )
         return self._command("request", (list(prompt_ids), sampling))
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from grpo_components.exchange.weights import (
@@ -18,6 +18,7 @@ from grpo_components.exchange.weights import (
     checkpoint_shapes,
     hf_converter,
 )
+from grpo_components.objective.schedules import Schedule, as_schedule
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +45,14 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"{key}: {node._component_} cannot be built: {what}") from error
 
 
+def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
+    """The optimizer's node with a number for `lr`, and the schedule that stood there, if any."""
+    if OmegaConf.is_dict(node.get("lr")):
+        schedule = as_schedule("optimizer.lr", node.lr)
+        return OmegaConf.create({**node, "lr": schedule(0)}), schedule
+    return node, None
+
+
 def check_components(cfg: DictConfig) -> None:
     """Try what is otherwise built too late: in the trainer's process, or in a folder in use.
 
@@ -55,7 +64,8 @@ def check_components(cfg: DictConfig) -> None:
             that is not the checkpoint's, or of a logger without a login.
     """
     _check_wandb_login(cfg.metric_logger)
-    optimizer = build("optimizer", cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    node, _ = split_learning_rate(cfg.optimizer)
+    optimizer = build("optimizer", node, [torch.nn.Parameter(torch.zeros(1))])
     if cfg.lr_scheduler:
         build("lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=cfg.num_steps)
     with torch.device("meta"):

@@ -9,15 +9,18 @@ from typing import Any
 from grpo_components.trajectory import GroupSummary
 
 
-def rollout_metrics(groups: Sequence[GroupSummary], policy_version: int) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[GroupSummary], policy_version: int, token_versions: Mapping[int, int]
+) -> dict[str, float]:
     """Reward, success, length and staleness of the groups that a step trains.
 
     Args:
         groups: of the batch.
         policy_version: version that the step starts from.
+        token_versions: how many trained tokens each policy version has sampled.
 
     Returns:
-        Means over samples; staleness over sampled tokens, in policy versions.
+        Means over samples; staleness over trained tokens, in policy versions.
     """
     samples = [
         (reward, success)
@@ -26,14 +29,15 @@ def rollout_metrics(groups: Sequence[GroupSummary], policy_version: int) -> dict
     ]
     scored = [(reward, success) for reward, success in samples if not math.isnan(reward)]
     tokens = [n for group in groups for n in group.response_tokens]
-    version_sum = sum(group.version_sum for group in groups)
+    trained = sum(token_versions.values())
+    version_sum = sum(version * count for version, count in token_versions.items())
     return {
         "rollout/reward_mean": mean([reward for reward, _ in scored]),
         "rollout/success_rate": mean([success for _, success in scored]),
         "rollout/response_tokens_mean": mean(tokens),
         "rollout/failed_samples": len(samples) - len(scored),
-        "staleness/mean": policy_version - version_sum / sum(tokens),
-        "staleness/max": policy_version - min(group.oldest_version for group in groups),
+        "staleness/mean": policy_version - version_sum / trained if trained else math.nan,
+        "staleness/max": policy_version - min(token_versions, default=policy_version),
     }
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from grpo_components.objective.dynamic_sampling import StarvedError
+
 
 class RoleFailedError(RuntimeError):
     """A role died, raised, or did not answer in time.
@@ -73,7 +75,7 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         return 143 if terminated else 130
     except Exception as error:  # the end of the run: whatever it was, say it
         cause = root_cause(error)
-        if not isinstance(cause, RoleFailedError | TimeoutError | OSError):
+        if not isinstance(cause, RoleFailedError | StarvedError | TimeoutError | OSError):
             traceback.print_exception(cause)  # a bug, maybe in a forked recipe: show the place
         sys.stderr.write(f"error: {str(cause) or type(cause).__name__}\n")
         return 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,20 +26,27 @@ class TokenBatch:
     """[N] int64, indices into the flattened [B * T]: the hidden state that predicts the target."""
     targets: Tensor
     """[N] int64 token ids."""
+    temperatures: Tensor
+    """[N] float32: what each token's logits are divided by, as the generator's were."""
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on a device."""
         return TokenBatch(
-            self.tokens.to(device), self.positions.to(device), self.targets.to(device)
+            self.tokens.to(device),
+            self.positions.to(device),
+            self.targets.to(device),
+            self.temperatures.to(device),
         )
 
 
-def token_batch(trajectories: list[Trajectory], sampled_only: bool) -> TokenBatch:
+def token_batch(
+    trajectories: Sequence[Trajectory], masks: Sequence[NDArray[np.bool_]] | None = None
+) -> TokenBatch:
     """Lay trajectories out for one forward pass.
 
     Args:
         trajectories: B records.
-        sampled_only: ask for the tokens that the policy sampled; otherwise for all of [R].
+        masks: [R] bool for each: the response tokens wanted; None wants all of them.
 
     Returns:
         The batch; positions run through the trajectories in order.
@@ -45,16 +54,17 @@ def token_batch(trajectories: list[Trajectory], sampled_only: bool) -> TokenBatc
     lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
     width = max(lengths)
     tokens = torch.zeros(len(trajectories), width, dtype=torch.int64)
-    positions, targets = [], []
+    positions, targets, temperatures = [], [], []
     for row, t in enumerate(trajectories):
         prompt, response = torch.tensor(t.prompt_ids), torch.tensor(t.response_ids)
         tokens[row, : lengths[row]] = torch.cat([prompt, response])
         wanted = torch.arange(len(response))
-        if sampled_only:
-            wanted = wanted[torch.tensor(t.response_mask)]
+        if masks is not None:
+            wanted = wanted[torch.tensor(masks[row])]
         positions.append(row * width + len(prompt) - 1 + wanted)
         targets.append(response[wanted])
-    return TokenBatch(tokens, torch.cat(positions), torch.cat(targets))
+        temperatures.append(torch.full((len(wanted),), t.temperature))
+    return TokenBatch(tokens, torch.cat(positions), torch.cat(targets), torch.cat(temperatures))
 
 
 class ResponseLogprobs:
@@ -66,37 +76,49 @@ class ResponseLogprobs:
 
     Args:
         model: a torchtune TransformerDecoder, sharded or not.
-        temperature: logits are divided by it, as the generator's are.
         chunk_tokens: positions projected at a time.
+        entropy_gradient: the entropy carries a gradient, for a bonus in the loss.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, chunk_tokens: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, chunk_tokens: int, entropy_gradient: bool = False
+    ) -> None:
         self._model = model
         self._batch: TokenBatch | None = None
-        self._temperature, self._chunk = temperature, chunk_tokens
+        self._chunk, self._entropy_gradient = chunk_tokens, entropy_gradient
         cast(Any, model).unembed = types.MethodType(
             lambda module, hidden: self._unembed(module, hidden), model
         )
 
-    def __call__(self, batch: TokenBatch) -> Tensor:
-        """Natural-log probabilities [N] float32 of the batch's targets."""
+    def __call__(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs of the batch's targets, and the entropy of what each was drawn from.
+
+        Returns:
+            Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
+        """
         self._batch = batch
         try:
             return self._model(batch.tokens)
         finally:
             self._batch = None
 
-    def _unembed(self, module: Any, hidden: Tensor) -> Tensor:
-        assert self._batch is not None, "the decoder is only called through ResponseLogprobs"
-        hidden = module.norm(hidden).flatten(0, 1).index_select(0, self._batch.positions)
+    def _unembed(self, module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        batch = self._batch
+        assert batch is not None, "the decoder is only called through ResponseLogprobs"
+        hidden = module.norm(hidden).flatten(0, 1).index_select(0, batch.positions)
 
-        def project(chunk: Tensor, targets: Tensor) -> Tensor:
-            logits = module.output(chunk).float() / self._temperature
-            return -F.cross_entropy(logits, targets, reduction="none")
+        def project(chunk: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+            logits = module.output(chunk).float() / temperatures[:, None]
+            logprobs = torch.log_softmax(logits, dim=-1)
+            seen = logprobs if self._entropy_gradient else logprobs.detach()
+            entropy = -(seen.exp() * seen).sum(dim=-1)
+            return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
 
-        def recomputed(chunk: Tensor, targets: Tensor) -> Tensor:
-            return checkpoint(project, chunk, targets, use_reentrant=False)  # pyright: ignore
+        def recomputed(*args: Tensor) -> tuple[Tensor, Tensor]:
+            return checkpoint(project, *args, use_reentrant=False)  # pyright: ignore
 
         run = recomputed if torch.is_grad_enabled() else project
-        chunks = zip(hidden.split(self._chunk), self._batch.targets.split(self._chunk), strict=True)
-        return torch.cat([run(chunk, targets) for chunk, targets in chunks])
+        columns = (hidden, batch.targets, batch.temperatures)
+        chunks = zip(*(column.split(self._chunk) for column in columns), strict=True)
+        logprobs, entropies = zip(*(run(*chunk) for chunk in chunks), strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)

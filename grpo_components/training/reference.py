@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from grpo_components.objective.reward_shaping import sequence_kl
 from grpo_components.training.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.micro_batches import plan_micro_batches
 from grpo_components.training.model import load_whole_model
@@ -22,7 +24,7 @@ class Reference:
         build_checkpointer: makes the torchtune checkpointer of the base model.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
-        temperature: of sampling; logits are divided by it.
+        kl_estimator: k1, k2 or k3, of the divergence that is reported.
         tokens_per_micro_batch: padded tokens in one forward pass.
         logprob_chunk_tokens: positions projected at a time.
     """
@@ -34,34 +36,39 @@ class Reference:
         build_checkpointer: Callable[[], Any],
         device: str,
         dtype: str,
-        temperature: float,
+        kl_estimator: str,
         tokens_per_micro_batch: int,
         logprob_chunk_tokens: int,
     ) -> None:
         self._device = torch.device(device)
         model = load_whole_model(build_model, build_checkpointer, self._device, dtype)
-        self._logprobs = ResponseLogprobs(
-            model, temperature=temperature, chunk_tokens=logprob_chunk_tokens
-        )
-        self._token_budget = tokens_per_micro_batch
+        self._logprobs = ResponseLogprobs(model, chunk_tokens=logprob_chunk_tokens)
+        self._kl_estimator, self._token_budget = kl_estimator, tokens_per_micro_batch
 
     @torch.no_grad()
-    def add_logprobs(self, group: PackedTrajectories) -> PackedTrajectories:
+    def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
         """Fill `reference_logprobs` of every trajectory.
 
         Args:
             group: packed trajectories.
 
         Returns:
-            The same group, packed, with [R] float32 reference logprobs.
+            The same group, packed, with [R] float32 reference logprobs; and for each trajectory the
+            estimated KL(generator || reference), in nats, summed over the tokens sampled.
         """
         trajectories = unpack(group)
         lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
         for indices in plan_micro_batches(lengths, 1, self._token_budget)[0]:
             members = [trajectories[i] for i in indices]
-            batch = token_batch(members, sampled_only=False).to(self._device)
-            flat = self._logprobs(batch).cpu()
+            batch = token_batch(members).to(self._device)
+            flat = self._logprobs(batch)[0].cpu()
             parts = flat.split([len(t.response_ids) for t in members])
             for trajectory, logprobs in zip(members, parts, strict=True):
                 trajectory.reference_logprobs = logprobs.numpy()
-        return pack(trajectories)
+        sampled = np.concatenate([t.response_mask for t in trajectories])
+        generator, reference = (
+            torch.from_numpy(np.concatenate([getattr(t, name) for t in trajectories])[sampled])
+            for name in ("generator_logprobs", "reference_logprobs")
+        )
+        lengths = [int(t.response_mask.sum()) for t in trajectories]
+        return pack(trajectories), sequence_kl(generator, reference, lengths, self._kl_estimator)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -27,14 +29,34 @@ from grpo_components.exchange.weights import (
     layer_groups,
     pack_bucket,
 )
-from grpo_components.objective.losses import TokenMetrics, k3
+from grpo_components.objective.losses import LossInputs
+from grpo_components.objective.off_policy import NoCorrection
+from grpo_components.objective.schedules import Schedule
 from grpo_components.training.checkpoint import save_hf_checkpoint
-from grpo_components.training.logprobs import ResponseLogprobs, TokenBatch, token_batch
+from grpo_components.training.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.micro_batches import plan_micro_batches
 from grpo_components.training.model import DTYPES, load_sharded_model
+from grpo_components.training.token_metrics import TokenMetrics, over_updates
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
 
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, TokenMetrics]]
+Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass
+class _Sample:
+    """One response of the batch, and what the step adds to its record."""
+
+    trajectory: Trajectory
+    mask: NDArray[np.bool_]
+    """[R] the tokens that are trained."""
+    loss_weight: float = 0.0
+    """Of each token's loss, in the update that is being made."""
+    proximal_logprobs: NDArray[np.float32] | None = None
+    """[number of trained tokens] of the policy that the step started from."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.mask.sum())
 
 
 class Trainer:
@@ -54,9 +76,13 @@ class Trainer:
         build_optimizer: makes the optimizer from the parameters.
         build_lr_scheduler: makes the scheduler from the optimizer; None keeps the rate constant.
         loss: the policy objective, per token.
+        aggregation: trained tokens of each response [S] -> weight of each token's loss [S].
+        off_policy: log ratios [N] of trainer to generator, response of each token [N] -> weights.
+        learning_rate: by training step; None leaves it to optimizer and scheduler.
+        max_staleness: tokens older than this many policy versions are masked.
+        mask_overlong: responses that were cut off are not trained.
         model_type: torchtune's name of the family, for the conversion to Hugging Face names.
         base_model_path: folder of the base model.
-        temperature: of sampling; logits are divided by it.
         ppo_epochs: passes over each batch.
         updates_per_batch: optimizer updates in one pass.
         tokens_per_micro_batch: padded tokens in one forward pass.
@@ -82,9 +108,13 @@ class Trainer:
         build_optimizer: Callable[[Any], Optimizer],
         build_lr_scheduler: Callable[[Optimizer], LRScheduler] | None,
         loss: Loss,
+        aggregation: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+        off_policy: Callable[[Tensor, Tensor], Tensor],
+        learning_rate: Schedule | None,
+        max_staleness: int,
+        mask_overlong: bool,
         model_type: str,
         base_model_path: str,
-        temperature: float,
         ppo_epochs: int,
         updates_per_batch: int,
         tokens_per_micro_batch: int,
@@ -114,11 +144,20 @@ class Trainer:
             for layer in self._model.layers:
                 layer.compile()
         self._logprobs = ResponseLogprobs(
-            self._model, temperature=temperature, chunk_tokens=logprob_chunk_tokens
+            self._model,
+            chunk_tokens=logprob_chunk_tokens,
+            entropy_gradient=bool(getattr(loss, "entropy_coeff", 0)),
         )
         self._optimizer = build_optimizer(self._model.parameters())
         self._lr_scheduler = build_lr_scheduler(self._optimizer) if build_lr_scheduler else None
-        self._loss = loss
+        self._loss, self._aggregation, self._off_policy = loss, aggregation, off_policy
+        self._corrects = not isinstance(off_policy, NoCorrection)
+        # Whether the loss's ratio is to the policy at the start of the step, not to the generator.
+        self._from_proximal = getattr(loss, "needs_proximal", False) or getattr(
+            off_policy, "anchors_at_proximal", False
+        )
+        self._learning_rate, self._step = learning_rate, 0
+        self._max_staleness, self._mask_overlong = max_staleness, mask_overlong
         self._base_model_path = Path(base_model_path)
         self._to_hf = hf_converter(model_type, self._base_model_path)
         self._weights_dtype = DTYPES[dtype]
@@ -129,109 +168,160 @@ class Trainer:
         self._max_grad_norm = math.inf if clip_grad_norm is None else clip_grad_norm
 
     def train_step(
-        self, batch: PackedTrajectories, advantages: NDArray[np.float32]
-    ) -> dict[str, float]:
+        self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
+    ) -> dict[str, Any]:
         """Train on one global batch; each rank works on its part.
 
         Args:
             batch: the S = B * G trajectories of the step, in the order of group ids.
             advantages: [S] float32, one per trajectory.
+            step: training steps done before this one, for the schedules.
 
         Returns:
-            The step's metrics over the global batch (the same on every rank) and the new
-            `policy_version`; it stays where no update had a finite gradient.
+            The step's metrics over the global batch (the same on every rank), `token_versions` (how
+            many tokens of which policy version were trained), and the new `policy_version`; it
+            stays where no update had a finite gradient.
         """
         started = time.perf_counter()
-        trajectories = unpack(batch)
-        for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
+        self._step = step
+        if self._learning_rate is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._learning_rate(step)
+        samples = []
+        for trajectory, advantage in zip(unpack(batch), advantages.tolist(), strict=True):
             trajectory.advantage = advantage
-        updates = np.array_split(np.arange(len(trajectories)), self._updates_per_batch)
-        updates_measured: list[dict[str, float]] = []
-        applied = 0
+            samples.append(_Sample(trajectory, self._trained_tokens(trajectory)))
+        parts = [
+            [sample for sample in (samples[i] for i in indices) if sample.mask.any()]
+            for indices in np.array_split(np.arange(len(samples)), self._updates_per_batch)
+        ]
+        several = self._ppo_epochs * self._updates_per_batch > 1
+        start_known = several and (self._corrects or self._from_proximal)
+        if start_known:
+            for part in parts:
+                self._fill_proximal_logprobs(part)
+        updates: list[dict[str, float]] = []
         for epoch in range(self._ppo_epochs):
-            for number, indices in enumerate(updates):
-                part = [trajectories[i] for i in indices]
-                measured = self._update(part, with_mismatch=epoch == number == 0)
-                applied += math.isfinite(measured.get("grad_norm", math.nan))
-                updates_measured.append(measured)
-        if applied:  # a batch whose gradients were all unusable trained nothing
-            self.policy_version += 1
+            for number, part in enumerate(parts):
+                first = epoch == 0 and (number == 0 or start_known)
+                updates.append(self._update(part, with_mismatch=first))
+        versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
+        if any(math.isfinite(update.get("grad_norm", math.nan)) for update in updates):
+            self.policy_version += 1  # a batch whose gradients were all unusable trained nothing
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
-        metrics = _over_updates(updates_measured)
+        metrics: dict[str, Any] = over_updates(updates)
         if self._log_peak_memory_stats:
             metrics["memory/trainer_peak_gib"] = peak_memory_gib(self._device)
         return {
             **metrics,
             "policy_version": self.policy_version,
-            "trained_tokens": float(
-                sum(t.response_mask.sum() for t in trajectories if not t.failed)
-            ),
+            "token_versions": dict(Counter(versions.tolist())),
+            "trained_tokens": float(len(versions)),
             "time/train": time.perf_counter() - started,
         }
 
-    def _update(self, trajectories: list[Trajectory], with_mismatch: bool) -> dict[str, float]:
-        """One optimizer update on the mean loss per sampled token of the given global part."""
-        usable = [t for t in trajectories if not t.failed]
-        total_tokens = int(sum(t.response_mask.sum() for t in usable))
-        if not total_tokens:  # the same on every rank
+    def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
+        """[R] which response tokens are trained: sampled by the policy, and none of the masked."""
+        cut_off = self._mask_overlong and trajectory.finish_reason == "length"
+        fresh = trajectory.token_versions >= self.policy_version - self._max_staleness
+        return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
+
+    def _plan(self, samples: list[_Sample]) -> list[list[int]]:
+        lengths = [len(s.trajectory.prompt_ids) + len(s.trajectory.response_ids) for s in samples]
+        return plan_micro_batches(lengths, self._num_ranks, self._tokens_per_micro_batch)[
+            self._rank
+        ]
+
+    def _forward(self, members: list[_Sample]) -> tuple[Tensor, Tensor]:
+        masks = [sample.mask for sample in members]
+        batch = token_batch([sample.trajectory for sample in members], masks)
+        return self._logprobs(batch.to(self._device))
+
+    @torch.no_grad()
+    def _fill_proximal_logprobs(self, samples: list[_Sample]) -> None:
+        """Logprobs of the policy that the step starts from, where later updates need them."""
+        for indices in self._plan(samples) if samples else []:
+            members = [samples[i] for i in indices] or samples[:1]  # in step with other ranks
+            logprobs = self._forward(members)[0].cpu().split([s.num_tokens for s in members])
+            for sample, values in zip(members, logprobs, strict=True):
+                sample.proximal_logprobs = values.numpy()
+
+    def _update(self, samples: list[_Sample], with_mismatch: bool) -> dict[str, float]:
+        """One optimizer update on the aggregated loss of the given global part of the batch."""
+        if not samples:  # the same on every rank
             return {}
-        lengths = [len(t.prompt_ids) + len(t.response_ids) for t in usable]
-        plan = plan_micro_batches(lengths, self._num_ranks, self._tokens_per_micro_batch)
-        sums = _TokenSums()
+        counts = np.array([sample.num_tokens for sample in samples])
+        total_tokens = int(counts.sum())
+        measured = TokenMetrics()
+        for sample, weight in zip(samples, self._aggregation(counts).tolist(), strict=True):
+            sample.loss_weight = weight
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
-        for indices in plan[self._rank]:
+        for indices in self._plan(samples):
             if not indices:  # another rank has one more: take part in its collectives
-                empty = token_batch(usable[:1], sampled_only=True).to(self._device)
-                (self._logprobs(empty).sum() * 0.0).backward()
+                (self._forward(samples[:1])[0].sum() * 0.0).backward()
                 continue
-            members = [usable[i] for i in indices]
-            batch = token_batch(members, sampled_only=True).to(self._device)
-            loss = self._micro_batch_loss(members, batch, sums, with_mismatch)
-            # FSDP averages over ranks; the mean is over all tokens of all ranks.
-            (loss * (self._num_ranks / total_tokens)).backward()
+            losses = self._weighted_losses([samples[i] for i in indices], measured, with_mismatch)
+            measured.add({"loss/total": losses * total_tokens})
+            # FSDP averages over ranks; the weights are those of all tokens of all ranks.
+            (losses.sum() * self._num_ranks).backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         if torch.isfinite(grad_norm):  # the same number on every rank
             self._optimizer.step()
         return {
-            **sums.over_ranks(self._device, total_tokens),
+            **measured.over_ranks(total_tokens),
             "grad_norm": float(grad_norm),
             "lr": float(learning_rate),
         }
 
-    def _micro_batch_loss(
-        self, members: list[Trajectory], batch: TokenBatch, sums: _TokenSums, with_mismatch: bool
+    def _weighted_losses(
+        self, members: list[_Sample], measured: TokenMetrics, with_mismatch: bool
     ) -> Tensor:
-        """Sum of the token losses of one micro-batch; its metrics go into `sums`."""
-        counts = torch.tensor([int(t.response_mask.sum()) for t in members])
-        advantages = torch.tensor([t.advantage for t in members], dtype=torch.float32)
-        trainer_logprobs = self._logprobs(batch)
-        generator_logprobs = self._sampled(members, "generator_logprobs")
-        reference_logprobs = (
-            None
-            if members[0].reference_logprobs is None
-            else self._sampled(members, "reference_logprobs")
-        )
-        token_losses, token_metrics = self._loss(
-            trainer_logprobs,
-            generator_logprobs,
-            advantages.repeat_interleave(counts).to(self._device),
-            reference_logprobs,
+        """Token losses [N] of one micro-batch, each times its response's weight."""
+        trainer_logprobs, entropy = self._forward(members)
+        counts = torch.tensor([sample.num_tokens for sample in members])
+
+        def per_token(values: list[float]) -> Tensor:
+            each = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+            return each.to(self._device)
+
+        def flat(values: list[NDArray[Any]]) -> Tensor:
+            return torch.from_numpy(np.concatenate(values)).to(self._device)
+
+        def recorded(name: str) -> Tensor:
+            return flat([getattr(sample.trajectory, name)[sample.mask] for sample in members])
+
+        generator_logprobs = recorded("generator_logprobs")
+        sequence_ids = torch.arange(len(members)).repeat_interleave(counts).to(self._device)
+        start = trainer_logprobs.detach()  # of the step, where this is its only update
+        if members[0].proximal_logprobs is not None:
+            start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
+        correction = None
+        if self._corrects:
+            correction = self._off_policy(start - generator_logprobs, sequence_ids)
+        has_reference = members[0].trajectory.reference_logprobs is not None
+        losses, token_metrics = self._loss(
+            LossInputs(
+                trainer_logprobs=trainer_logprobs,
+                generator_logprobs=generator_logprobs,
+                advantages=per_token([sample.trajectory.advantage for sample in members]),
+                sequence_ids=sequence_ids,
+                staleness=self.policy_version - recorded("token_versions").long(),
+                step=self._step,
+                reference_logprobs=recorded("reference_logprobs") if has_reference else None,
+                proximal_logprobs=start if self._from_proximal else None,
+                entropy=entropy,
+                correction_weights=correction,
+            )
         )
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
-        own = {"loss/total": token_losses.detach(), "ratio/mean": ratio, "ratio/max": ratio}
-        sums.add({**own, **token_metrics})
+        measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
         if with_mismatch:
-            mismatch = k3(generator_logprobs, trainer_logprobs.detach())
-            sums.add({"mismatch/generator_kl": mismatch})
-        return token_losses.sum()
-
-    def _sampled(self, members: list[Trajectory], field: str) -> Tensor:
-        values = [getattr(t, field)[t.response_mask] for t in members]
-        return torch.from_numpy(np.concatenate(values)).to(self._device)
+            measured.add_mismatch(start - generator_logprobs, correction)
+        return losses * per_token([sample.loss_weight for sample in members])
 
     def gather_weights(self) -> int:
         """Gather the current weights layer by layer; each rank keeps the layers assigned to it.
@@ -249,16 +339,17 @@ class Trainer:
         self._gathered[self.policy_version] = kept
         return self.policy_version
 
-    def export_weights(self, version: int) -> tuple[Manifest, NDArray[np.uint8]]:
+    def export_weights(self, version: int) -> tuple[tuple[Manifest, NDArray[np.uint8]], Manifest]:
         """Convert and pack what `gather_weights` kept; safe beside the next train step.
 
         Args:
             version: what `gather_weights` returned.
 
         Returns:
-            The manifest and the bytes of this rank's bucket.
+            This rank's bucket (manifest and bytes), and its manifest alone, for the account.
         """
-        return pack_bucket(self._gathered.pop(version))
+        bucket = pack_bucket(self._gathered.pop(version))
+        return bucket, bucket[0]
 
     def _gather_layers(self) -> Iterator[StateDict]:
         state_dict = self._model.state_dict()
@@ -293,58 +384,8 @@ class Trainer:
         dist.destroy_process_group()
 
 
-# What a loss does not measure (no reference, no clipping) is logged as NaN, under the same key.
-_ALWAYS_LOGGED = ("loss/policy", "loss/kl_reference", "ratio/clip_fraction")
-
-
-def _over_updates(measured: list[dict[str, float]]) -> dict[str, float]:
-    """Means over a step's optimizer updates, maxima where a key ends in `max`."""
-    metrics: dict[str, float] = dict.fromkeys(_ALWAYS_LOGGED, math.nan)
-    for key in dict.fromkeys(key for update in measured for key in update):
-        values = [update[key] for update in measured if key in update]
-        metrics[key] = max(values) if key.endswith("max") else sum(values) / len(values)
-    return metrics
-
-
 def peak_memory_gib(device: torch.device) -> float:
     """The largest memory of this process so far: on a GPU its tensors', on a CPU all of it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-class _TokenSums:
-    """Token metrics of one update, added up over micro-batches and then over ranks."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-
-    def add(self, token_metrics: TokenMetrics) -> None:
-        """Add per-token values [N]; keys that end in `max` keep the largest, others the sum."""
-        for key, values in token_metrics.items():
-            values = values.double()
-            if key.endswith("max"):
-                best = values.max()
-                self._maxima[key] = torch.maximum(self._maxima.get(key, best), best)
-            else:
-                self._sums[key] = self._sums.get(key, torch.zeros((), dtype=torch.float64)) + (
-                    values.sum()
-                )
-
-    def over_ranks(self, device: torch.device, total_tokens: int) -> dict[str, float]:
-        """Token means and maxima over all ranks; a rank without data takes part with nothing."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        own = (
-            {key: value.item() for key, value in self._sums.items()},
-            {key: value.item() for key, value in self._maxima.items()},
-        )
-        dist.all_gather_object(gathered, own)
-        sums: dict[str, float] = {}
-        maxima: dict[str, float] = {}
-        for rank_sums, rank_maxima in gathered:
-            for key, value in rank_sums.items():
-                sums[key] = sums.get(key, 0.0) + value
-            for key, value in rank_maxima.items():
-                maxima[key] = max(maxima.get(key, -math.inf), value)
-        return {**{key: value / total_tokens for key, value in sums.items()}, **maxima}

@@ -1,6 +1,8 @@
 """A group survives its travel as flat arrays, and a broken record is noticed."""
 
+import dataclasses
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_components.trajectory import (
     Trajectory,
+    batch_hash,
     concatenate,
     pack,
     summarize,
@@ -81,7 +84,7 @@ def make(versions, mask=None, reward=1.0):
 
 def test_summary_counts_only_tokens_that_the_policy_sampled():
     summary = summarize([make([3, -1, 5], mask=[True, False, True]), make([4])])
-    assert (summary.oldest_version, summary.newest_version, summary.version_sum) == (3, 5, 12)
+    assert (summary.oldest_version, summary.newest_version) == (3, 5)
     assert summary.response_tokens == [2, 1]
     assert make([3, -1, 5], mask=[True, False, True]).oldest_version == 3
 
@@ -108,3 +111,40 @@ def test_check_names_the_broken_field(field, value, message):
     setattr(trajectory, field, value)
     with pytest.raises(AssertionError, match=message):
         trajectory.check()
+
+
+@given(groups(with_reference=False) | groups(with_reference=True))
+def test_the_batch_hash_is_that_of_the_content_alone(group):
+    copies = [dataclasses.replace(t, attempt=t.attempt + 1) for t in deepcopy(group)]
+    assert batch_hash(pack(copies)) == batch_hash(pack(group))
+    assert batch_hash(concatenate([pack(group)])) == batch_hash(pack(group))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_ids", np.array([0, 1, 3])),
+        ("response_ids", np.array([0, 2])),
+        ("response_mask", np.array([True, False])),
+        ("generator_logprobs", np.array([-1, np.nextafter(np.float32(-1), 0)], np.float32)),
+        ("token_versions", np.array([3, 5], np.int32)),
+        ("prompt_index", 8),
+        ("epoch", 1),
+        ("group_id", 5),
+        ("temperature", 0.5),
+        ("reward", 1.5),
+        ("reward_terms", {"format": 1.0}),
+        ("success", True),
+        ("finish_reason", "length"),
+    ],
+)
+def test_any_other_content_has_another_batch_hash(field, value):
+    other = dataclasses.replace(make([3, 4]), **{field: value})
+    same = make([3, 4])
+    assert batch_hash(pack([same, other])) != batch_hash(pack([same, same]))
+
+
+def test_the_batch_hash_knows_where_a_response_ends_and_in_which_order_they_come():
+    batches = [[make([0, 0]), make([0])], [make([0]), make([0, 0])]]
+    assert len({batch_hash(pack(batch)) for batch in batches}) == 2
+    assert batch_hash(pack([])) != batch_hash(pack(batches[0]))

@@ -83,6 +83,13 @@ def records(path):
     return [json.loads(line) for line in path.open()]
 
 
+def audit(output_dir):
+    """Exit code and output of the audit of a run's receipts."""
+    command = [sys.executable, "-m", "grpo_components.audit", str(output_dir)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
 def metrics(output_dir):
     return records(output_dir / "logs" / "metrics.jsonl")
 
@@ -104,6 +111,8 @@ def test_the_main_job_learns(tune):
     assert all(record.keys() >= KEYS for record in steps[1:])
     assert any(record["staleness/max"] > 0 for record in steps[1:]), "nothing was asynchronous"
     assert all(record["policy_version"] == record["step"] for record in steps)
+    code, table = audit(output_dir)
+    assert code == 0, table
     for words in ("held-out success", "staleness", "tokens per second", "checkpoint", "try next"):
         assert words in output, words
 
@@ -121,7 +130,16 @@ KEYS = {
     "ratio/mean",
     "ratio/max",
     "ratio/clip_fraction",
+    "ratio/clip_fraction_low",
+    "ratio/clip_fraction_high",
+    "entropy",
     "mismatch/generator_kl",
+    "mismatch/ratio_p01",
+    "mismatch/ratio_p50",
+    "mismatch/ratio_p99",
+    "mismatch/effective_sample_size",
+    "off_policy/masked_fraction",
+    "off_policy/correction_mass",
     "staleness/mean",
     "staleness/max",
     "buffer/size",
@@ -201,6 +219,65 @@ def test_two_synchronous_runs_with_one_seed_are_identical(tune):
 
 
 @pytest.mark.slow
+def test_every_part_of_the_objective_at_once(tune):
+    """What each of them computes is tested apart; here they meet on the real stack."""
+    linear = "{schedule: linear, start: %s, end: %s, num_steps: 6, warmup_steps: %s}"
+    _, output_dir = succeed(
+        tune,
+        *SHORT,
+        "num_steps=6",
+        f"loss.clip_high={linear % (0.3, 0.2, 0)}",
+        "loss.kl_coeff=0.01",
+        "loss.entropy_coeff=0.001",
+        "aggregation._component_=grpo_components.objective.aggregation.SequenceMean",
+        "off_policy._component_=grpo_components.objective.off_policy.MaskedIS",
+        f"reward_shaping.kl_coeff={linear % (0.02, 0.0, 0)}",
+        "reward_shaping.overlong_tokens=4",
+        "mask_overlong=true",
+        "dynamic_sampling.enabled=true",
+        "stale_tokens=mask",
+        "max_staleness=1",
+        "ppo_epochs=2",
+        "updates_per_batch=2",
+        f"optimizer.lr={linear % (1e-4, 1e-5, 2)}",
+        f"generator.temperature={linear % (1.0, 0.7, 0)}",
+    )
+    steps = metrics(output_dir)[1:]
+    assert [record["lr"] for record in steps[:3]] == pytest.approx([5e-5, 1e-4, 1e-4])
+    assert all(record["staleness/max"] <= 1 for record in steps)
+    assert all(record["loss/kl_reference"] >= 0 for record in steps)
+    # Temperatures differ over the groups of a batch, and the trainer uses each one's own.
+    assert all(record["mismatch/ratio_p50"] == pytest.approx(1, abs=0.05) for record in steps)
+    receipts = [r for r in records(output_dir / "receipts.jsonl") if r["record"] == "step"]
+    assert sum(record["groups"]["filtered"]["count"] for record in receipts) > 0
+    code, table = audit(output_dir)
+    assert code == 0, table
+
+
+@pytest.mark.slow
+def test_a_run_whose_every_group_is_filtered_says_what_it_saw(tune, tmp_path):
+    (tmp_path / "my_rewards.py").write_text(
+        "class Never:\n"
+        "    def __call__(self, *, prompt_text, response_text, answer, finish_reason):\n"
+        "        return 0.0\n"
+    )
+    process, output_dir = tune(
+        *SHORT,
+        "rewards.correctness._component_=my_rewards.Never",
+        "~rewards.correctness.answer_format",
+        "dynamic_sampling.enabled=true",
+        "dynamic_sampling.max_discarded=9",
+    )
+    returncode, output = finish(process, timeout_s=200)
+    assert returncode == 1, output
+    assert "dynamic_sampling.max_discarded: 10 groups in a row were discarded" in output
+    assert "{0: 10}" in output
+    assert "Traceback" not in output
+    code, table = audit(output_dir)
+    assert code == 0, table
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "bound"),
     [
@@ -213,6 +290,8 @@ def test_other_settings_of_the_asynchrony_knobs_keep_their_bound(tune, overrides
     steps = metrics(output_dir)[1:]
     assert len(steps) == 8
     assert all(record["staleness/max"] <= bound for record in steps)
+    code, table = audit(output_dir)
+    assert code == 0, table
 
 
 @pytest.mark.slow
@@ -227,9 +306,10 @@ def test_a_copied_recipe_with_another_loss_runs(tune, tmp_path):
         "class MarkedLoss:\n"
         "    def __init__(self, mark):\n"
         "        self.mark = mark\n\n"
-        "    def __call__(self, trainer_logprobs, generator_logprobs, advantages, reference):\n"
-        "        losses = -(trainer_logprobs - generator_logprobs).exp() * advantages\n"
-        "        return losses, {'loss/mark': torch.full_like(advantages, self.mark)}\n\n\n"
+        "    def __call__(self, inputs):\n"
+        "        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp()\n"
+        "        losses = -ratio * inputs.advantages\n"
+        "        return losses, {'loss/mark': torch.full_like(losses, self.mark)}\n\n\n"
         "class AsyncGRPO",
         1,
     )

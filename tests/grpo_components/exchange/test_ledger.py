@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.ledger import GroupEvent, Ledger
 from grpo_components.exchange.staleness import StalenessContract
 
 
@@ -93,6 +93,59 @@ def test_a_filtered_group_is_replaced_by_another_prompt():
     asyncio.run(run())
 
 
+def test_the_target_step_is_the_turn_of_the_place_in_the_queue():
+    async def run():
+        ledger = make(eta=1, groups_per_step=2, num_steps=4)
+        assert [e.target_step for e in await admit_all(ledger)] == [0, 0, 1, 1]
+        await ledger.taken([0, 1])
+        await ledger.stepped(0)  # skipped: the version stays, the count of steps does not
+        assert [e.target_step for e in await admit_all(ledger)] == [2, 2]
+
+    asyncio.run(run())
+
+
+def test_events_tell_each_groups_life_in_order_and_once():
+    async def run():
+        ledger = make(eta=1, groups_per_step=1, num_steps=5)
+        first, second = await admit_all(ledger)
+        assert (first.prompt_index, first.state) == (0, "in_flight")
+        await ledger.generated(1, [2, 5])
+        assert second.response_tokens == 3.5
+        await ledger.dropped([0], "failed", reissue=True)
+        assert ledger.waiting_prompts == [(first.prompt, 0)]
+        await ledger.taken([1])
+        assert [(e.group_id, e.state) for e in ledger.living()] == [(1, "in_training")]
+        await ledger.stepped(1)
+        await ledger.admit("test", 1)
+        assert ledger.waiting_prompts == []
+        assert ledger.drain_events() == [
+            GroupEvent("issued", 0, 0, 0),
+            GroupEvent("issued", 1, 1, 0),
+            GroupEvent("generated", 1, 1, 0, 3.5),
+            GroupEvent("dropped", 0, 0, 0, None, "failed", reissue=True),
+            GroupEvent("trained", 1, 1, 0, 3.5),
+            GroupEvent("issued", 2, 0, 0),
+        ]
+        assert ledger.drain_events() == []
+
+    asyncio.run(run())
+
+
+def test_a_batch_of_failures_in_a_row_ends_the_run_and_a_filtered_group_is_no_failure():
+    async def run():
+        ledger = make(eta=2, groups_per_step=2, num_steps=5)
+        await admit_all(ledger)
+        await ledger.failed(0, "a")
+        await ledger.dropped([1], "filtered")
+        await ledger.failed(2, "b")
+        with pytest.raises(
+            RuntimeError, match="2 groups in a row could be scored; the last one: c"
+        ):
+            await ledger.failed(3, "c")
+
+    asyncio.run(run())
+
+
 def test_the_wait_for_doomed_groups_ends_when_they_are_buffered():
     async def run():
         ledger = make(eta=0, groups_per_step=1, num_steps=5)
@@ -125,7 +178,8 @@ def test_an_admission_that_is_never_granted_says_what_it_waited_for():
     data=st.data(),
 )
 def test_random_runs_end_within_the_bound_and_lose_nothing(eta, groups_per_step, seed, data):
-    """Generators of random speed, skipped steps, failed groups, pushes every n <= eta + 1 steps."""
+    """Generators of random speed that die, skipped steps, failed and filtered groups, pushes every
+    n <= eta + 1 steps; every choice among what can happen next, so no timing is left out."""
     push_every = data.draw(st.integers(1, eta + 1))
     wait = data.draw(st.booleans())
     num_steps, rng = 6, random.Random(seed)
@@ -159,9 +213,16 @@ def test_random_runs_end_within_the_bound_and_lose_nothing(eta, groups_per_step,
             move = rng.choice(moves)
             if move == "finish":
                 entry = flying.pop(rng.randrange(len(flying)))
-                if rng.random() < 0.1:
-                    await ledger.dropped([entry.group_id], "failed", reissue=False)
+                chance = rng.random()
+                if chance < 0.05:  # its generator died
+                    await ledger.dropped([entry.group_id], "failed", reissue=True)
+                elif chance < 0.1:
+                    await ledger.dropped([entry.group_id], "failed")
+                elif chance < 0.2:
+                    await ledger.generated(entry.group_id, [1])
+                    await ledger.dropped([entry.group_id], "filtered")
                 else:
+                    await ledger.generated(entry.group_id, [1])
                     ready.append(entry)
                     await ledger.buffered(entry.group_id)
             elif move == "sweep":
@@ -182,6 +243,11 @@ def test_random_runs_end_within_the_bound_and_lose_nothing(eta, groups_per_step,
         assert ledger.finished
         assert len({e.group_id for e in trained}) == num_steps * groups_per_step
         accounted = ledger.trained_groups + sum(ledger.dropped_groups.values())
-        assert ledger.issued == accounted + len(flying) + len(ready)
+        assert ledger.issued == accounted
+        assert not (flying or ready or ledger.living() or ledger.waiting_prompts)
+        prompts = [e.prompt_index for e in trained]
+        assert len(set(prompts)) == len(prompts)
+        ended = [e.group_id for e in ledger.drain_events() if e.kind in ("trained", "dropped")]
+        assert sorted(ended) == list(range(ledger.issued))
 
     asyncio.run(run())

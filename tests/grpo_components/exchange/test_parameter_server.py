@@ -9,22 +9,22 @@ def test_the_newest_push_is_what_generators_get():
     server = VLLMParameterServer()
     with pytest.raises(LookupError, match="no weights"):
         server.newest()
-    server.push(1, ["bucket a", "bucket b"])
-    server.push(4, ["bucket c"])
-    assert server.newest() == (4, ["bucket c"])
+    server.push(1, ["bucket a", "bucket b"], ["manifest a", "manifest b"])
+    server.push(4, ["bucket c"], ["manifest c"])
+    assert server.newest() == (4, ["bucket c"], ["manifest c"])
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_push_that_is_not_newer_is_refused(version):
     server = VLLMParameterServer()
-    server.push(3, [])
+    server.push(3, [], [])
     with pytest.raises(ValueError, match=f"version {version} after version 3"):
-        server.push(version, [])
+        server.push(version, [], [])
 
 
 def test_acknowledgements_are_kept_by_generator_and_cannot_be_ahead():
     server = VLLMParameterServer()
-    server.push(2, [])
+    server.push(2, [], [])
     server.acknowledge("generator_0", 2)
     assert server.acknowledged() == {"generator_0": 2}
     with pytest.raises(ValueError, match="generator_1 acknowledges 3, newest is 2"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.trajectory import Trajectory, pack, summarize, unpack
+from grpo_components.trajectory import Trajectory, batch_hash, pack, summarize, unpack
 
 
 def group(group_id, version=0, size=2):
@@ -32,9 +32,16 @@ def group(group_id, version=0, size=2):
     return pack(members), summarize(members)
 
 
-def make(capacity=8, eta=2, groups_per_step=2, timeout_s=5.0):
+def make(capacity=8, eta=2, groups_per_step=2, timeout_s=5.0, **options):
     contract = StalenessContract(eta, groups_per_step)
-    return ReplayBuffer(capacity=capacity, contract=contract, timeout_s=timeout_s)
+    return ReplayBuffer(capacity=capacity, contract=contract, timeout_s=timeout_s, **options)
+
+
+def mixed_group(group_id, oldest, newest):
+    """Its weights were swapped while the second response was sampled."""
+    members = unpack(group(group_id, oldest)[0])
+    members[1].token_versions = np.array([oldest, newest, newest], np.int32)
+    return pack(members), summarize(members)
 
 
 def ids(batch):
@@ -75,6 +82,38 @@ def test_a_stale_group_is_reported_and_never_handed_out():
         assert (summary.groups, ids(batch)) == ([], [])  # told at once, so that it is replaced
         await buffer.add(*group(2, version=2))
         assert ids((await buffer.take(2, 2))[0]) == [1, 1, 2, 2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("stale_tokens", "kept"), [("drop", [2, 3]), ("mask", [1, 2])])
+def test_a_group_is_stale_by_its_oldest_token_or_by_its_newest_where_old_ones_are_masked(
+    stale_tokens, kept
+):
+    async def run():
+        buffer = make(eta=1, stale_tokens=stale_tokens)
+        for number, versions in enumerate([(0, 1), (1, 2), (2, 3), (3, 3)]):
+            await buffer.add(*mixed_group(number, *versions))
+        batch, summary = await buffer.take(2, 3)
+        assert sorted(set(ids(batch))) == kept
+        assert [g.group_id for g in summary.dropped] == list(range(kept[0]))
+
+    asyncio.run(run())
+
+
+def test_a_batch_comes_with_its_hash_and_no_batch_with_none():
+    async def run():
+        hashes = []
+        for version in (0, 0, 1):
+            buffer = make()
+            for group_id in (1, 0):
+                await buffer.add(*group(group_id, version))
+            batch, summary = await buffer.take(2, version)
+            assert summary.batch_hash == batch_hash(batch)
+            hashes.append(summary.batch_hash)
+        assert hashes[0] == hashes[1] != hashes[2]
+        await buffer.add(*group(3, 0))
+        assert (await buffer.take(2, 9))[1].batch_hash == ""
 
     asyncio.run(run())
 

@@ -1,9 +1,22 @@
-"""The arithmetic of the contract, at its edges."""
+"""The contract at its edges, and kept by ledger and buffer over random schedules of whole runs."""
 
-from hypothesis import given
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from grpo_components.audit import audit
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.running.receipts import Receipts
+from grpo_components.trajectory import Trajectory, pack, summarize, unpack
 
 
 def test_synchronous_admits_one_batch_per_version():
@@ -33,3 +46,219 @@ def test_a_step_waits_only_where_those_in_flight_could_not_all_be_trained_later(
     )  # the next step has room for two
     assert contract.must_wait([5, 5], [5, 5, 5], policy_version=5)  # but not for three
     assert not contract.must_wait([5, 5, 5], [], policy_version=5)  # nothing to wait for
+
+
+GROUP_SIZE, NUM_STEPS, TIMEOUT_S = 2, 8, 20.0
+
+
+@dataclass
+class Generator:
+    """As the recipe sees one, with a random speed."""
+
+    name: str
+    turns_per_token: int
+    version: int = 0
+    rollouts_since_pull: int = 0
+    life: int = 0
+    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One random run."""
+
+    max_staleness: int
+    groups_per_step: int
+    push_every: int
+    pull_every: int
+    speeds: list[int]
+    rollouts_in_flight: int
+    wait: bool
+    stale_tokens: str
+    rates: dict[str, float]
+    """Of groups that fail, straggle or are filtered, of generator restarts, of skipped steps."""
+    seed: int
+
+
+@st.composite
+def schedules(draw):
+    eta = draw(st.integers(0, 3))
+    rates = {"failed": 0.1, "filtered": 0.2, "restart": 0.05, "skipped": 0.2, "straggles": 0.1}
+    return Schedule(
+        max_staleness=eta,
+        groups_per_step=draw(st.integers(1, 3)),
+        push_every=draw(st.integers(1, eta + 1)),
+        pull_every=draw(st.integers(1, 9)),
+        speeds=draw(st.lists(st.integers(0, 12), min_size=1, max_size=3)),
+        rollouts_in_flight=draw(st.integers(1, 4)),
+        wait=draw(st.booleans()),
+        stale_tokens=draw(st.sampled_from(["drop", "mask"])),
+        rates={name: draw(st.sampled_from([0, rate])) for name, rate in rates.items()},
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+class Run:
+    """The recipe's two loops around the real ledger, buffer and receipts; the rest is chance."""
+
+    def __init__(self, schedule, path):
+        s = self.schedule = schedule
+        contract = StalenessContract(s.max_staleness, s.groups_per_step)
+        prompts = (({"prompt_index": i}, epoch) for epoch in range(10**6) for i in range(7))
+        self.ledger = Ledger(contract, NUM_STEPS, prompts)
+        self.buffer = ReplayBuffer(
+            capacity=(s.max_staleness + 1) * s.groups_per_step,
+            contract=contract,
+            timeout_s=TIMEOUT_S,
+            stale_tokens=s.stale_tokens,
+        )
+        self.receipts = Receipts(
+            path,
+            self.ledger,
+            0,
+            max_staleness=s.max_staleness,
+            groups_per_step=s.groups_per_step,
+            group_size=GROUP_SIZE,
+        )
+        self.generators = [Generator(f"generator_{i}", v) for i, v in enumerate(s.speeds)]
+        self.random = random.Random(s.seed)
+        self.buffered_at, self.waited, self.trained = {}, {}, []
+
+    async def main(self):
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self.training_loop())
+            for generator in self.generators:
+                for _ in range(self.schedule.rollouts_in_flight):
+                    loops.create_task(self.rollout_loop(generator))
+        self.receipts.close()
+
+    def happens(self, what):
+        return self.random.random() < self.schedule.rates[what]
+
+    async def work(self, turns):
+        for _ in range(self.random.randint(0, turns)):
+            await asyncio.sleep(0)
+
+    async def rollout_loop(self, generator):
+        while entry := await self.ledger.admit(generator.name, TIMEOUT_S):
+            assert self.ledger.steps_done <= entry.target_step < NUM_STEPS
+            life = generator.life
+            await self.pull_if_due(generator, entry)
+            group = [await self.respond(generator, entry) for _ in range(GROUP_SIZE)]
+            if self.happens("restart"):
+                generator.life += 1
+                generator.version, generator.rollouts_since_pull = 0, 10**6
+            if generator.life != life:  # what was in flight went with it
+                await self.ledger.dropped([entry.group_id], "failed", reissue=True)
+                continue
+            summary = summarize(group)
+            await self.ledger.generated(entry.group_id, summary.response_tokens)
+            if self.happens("failed"):
+                await self.ledger.dropped([entry.group_id], "failed")
+            elif self.happens("filtered"):
+                await self.ledger.dropped([entry.group_id], "filtered")
+            else:
+                await self.work(3)
+                await self.buffer.add(pack(group), summary)
+                self.buffered_at[entry.group_id] = self.ledger.policy_version
+                await self.ledger.buffered(entry.group_id)
+
+    async def respond(self, generator, entry):
+        versions, turns = [], generator.turns_per_token
+        if self.happens("straggles"):
+            turns += 200
+        for _ in range(self.random.randint(1, 4)):  # the weights may change between two tokens
+            await self.work(turns)
+            versions.append(generator.version)
+        size = len(versions)
+        return Trajectory(
+            prompt_ids=np.arange(2),
+            response_ids=np.arange(size),
+            response_mask=np.ones(size, bool),
+            generator_logprobs=np.full(size, -1, np.float32),
+            token_versions=np.array(versions, np.int32),
+            prompt_index=entry.prompt_index,
+            epoch=entry.epoch,
+            group_id=entry.group_id,
+            attempt=0,
+            finish_reason="stop",
+        )
+
+    async def pull_if_due(self, generator, entry):
+        async with generator.pulling:
+            newest = self.ledger.published_version
+            by_count = generator.rollouts_since_pull >= self.schedule.pull_every
+            newer = generator.version < newest
+            if (by_count and newer) or generator.version < entry.needed_version:
+                generator.rollouts_since_pull = 0
+                await self.work(3)
+                generator.version = newest
+                weights = f"weights {newest}"
+                self.receipts.acknowledged(generator.name, newest, weights, weights)
+        generator.rollouts_since_pull += 1
+        entry.start_version = generator.version
+
+    async def take_batch(self):
+        version, groups = self.ledger.policy_version, []
+        while not groups:
+            if self.schedule.wait:
+                await self.ledger.until_none_is_doomed(TIMEOUT_S)
+            batch, taken = await self.buffer.take(self.schedule.groups_per_step, version)
+            stale = [group.group_id for group in taken.dropped]
+            await self.ledger.dropped(stale, "stale", reissue=True)
+            self.note_waits(stale)
+            groups = taken.groups
+        return unpack(batch), taken
+
+    async def training_loop(self):
+        ledger, eta = self.ledger, self.schedule.max_staleness
+        while not ledger.finished:
+            batch, taken = await self.take_batch()
+            ids = [group.group_id for group in taken.groups]
+            entries = await ledger.taken(ids)
+            start = ledger.policy_version
+            versions = [v for t in batch for v in t.token_versions.tolist()]
+            fresh = [v for v in versions if v >= start - eta]
+            if self.schedule.stale_tokens == "drop":
+                assert fresh == versions, "a stale token is in a batch"
+            for group in taken.groups:
+                assert group.newest_version >= start - eta, "a wholly stale group is in a batch"
+            await self.work(20)
+            after = start + (not self.happens("skipped"))
+            if after - ledger.published_version >= self.schedule.push_every:
+                await self.work(3)
+                await ledger.published(after)
+            await ledger.stepped(after)
+            self.note_waits(ids)
+            self.trained += [(e.prompt_index, e.epoch) for e in entries]
+            self.receipts.step(ledger.steps_done, after, Counter(fresh), 1.0, taken.batch_hash)
+
+    def note_waits(self, group_ids):
+        for group_id in group_ids:
+            # A group can be trained before the loop that buffered it runs on.
+            buffered_at = self.buffered_at.get(group_id, self.ledger.policy_version)
+            self.waited[group_id] = self.ledger.policy_version - buffered_at
+
+
+@settings(max_examples=400)
+@given(schedules())
+def test_every_schedule_ends_within_the_bound_loses_nothing_and_passes_the_audit(schedule):
+    """A time-out of ledger or buffer would be a deadlock."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "receipts.jsonl"
+        run = Run(schedule, path)
+        asyncio.run(run.main())
+        report, summary = audit(path)
+    assert not report.broken, summary
+    ledger = run.ledger
+    # No prompt is trained twice, and no group or prompt is left behind.
+    assert len(set(run.trained)) == len(run.trained) == NUM_STEPS * schedule.groups_per_step
+    assert not ledger.living()
+    assert not ledger.waiting_prompts
+    assert ledger.issued == ledger.trained_groups + sum(ledger.dropped_groups.values())
+    # No starvation: a buffered group is trained or dropped within max_staleness + 1 versions.
+    assert max(run.waited.values()) <= schedule.max_staleness + 1
+    if schedule.max_staleness == 0 or schedule.wait:
+        assert not ledger.dropped_groups["stale"]
+    for reason in +ledger.dropped_groups:
+        event(f"dropped as {reason}")

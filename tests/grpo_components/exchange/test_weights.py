@@ -14,6 +14,7 @@ from grpo_components.exchange.weights import (
     hf_converter,
     layer_groups,
     pack_bucket,
+    snapshot_checksum,
     unpack_bucket,
 )
 
@@ -104,3 +105,37 @@ def test_an_empty_bucket_is_no_error():
     manifest, bucket = pack_bucket([])
     assert unpack_bucket(manifest, bucket) == {}
     assert bucket.dtype == np.uint8
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_checksum_of_a_snapshot_is_the_same_whatever_the_number_of_ranks(ranks):
+    whole = snapshot_checksum([pack_bucket(tensors())[0]])
+    shares = [pack_bucket(tensors()[rank::ranks])[0] for rank in range(ranks)]
+    assert snapshot_checksum(reversed(shares)) == whole
+    int(whole, 16)
+
+
+def renamed(tensors):
+    return [("other", tensors[0][1]), *tensors[1:]]
+
+
+def reshaped(tensors):
+    return [("a", tensors[0][1].view(5, 3)), *tensors[1:]]
+
+
+def retyped(tensors):
+    return [*tensors[:3], ("d", tensors[3][1].view(torch.float64))]
+
+
+def changed(tensors):
+    return [("a", tensors[0][1] + 1e-6), *tensors[1:]]
+
+
+def fewer(tensors):
+    return tensors[:-1]
+
+
+@pytest.mark.parametrize("change", [renamed, reshaped, retyped, changed, fewer])
+def test_the_checksum_of_other_weights_is_another(change):
+    manifests = [pack_bucket(each)[0] for each in (tensors(), change(tensors()))]
+    assert snapshot_checksum(manifests[:1]) != snapshot_checksum(manifests[1:])

@@ -1,83 +1,305 @@
-"""The GRPO objective against a short independent reference, value and gradient, in float64."""
+"""Every policy objective against a short independent reference, value and gradient, in float64."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.objective.losses import GRPOLoss, k3
+from grpo_components.objective.losses import (
+    CISPOLoss,
+    DecoupledPPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    LossInputs,
+    REINFORCELoss,
+)
 
 T = torch.float64
+INF = math.inf
 
 
-def reference_loss(new, old, advantage, ref, low, high, kl_coeff):
-    """One token, with Python floats: loss and its derivative by the trainer's logprob."""
-    ratio = math.exp(new - old)
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    if ratio * advantage <= clipped * advantage:
-        loss, slope = -ratio * advantage, -ratio * advantage
-    else:
-        loss, slope = -clipped * advantage, 0.0
-    gap = ref - new
-    return (
-        loss + kl_coeff * (math.exp(gap) - gap - 1),
-        slope + kl_coeff * (1 - math.exp(gap)),
+def make(new, generator, advantages, *, ids=(0, 0, 0, 1, 1, 1), staleness=None, step=0, **given):
+    """LossInputs from lists; two responses of three tokens unless `ids` says otherwise."""
+    return LossInputs(
+        trainer_logprobs=torch.tensor(new, dtype=T, requires_grad=True),
+        generator_logprobs=torch.tensor(generator, dtype=T),
+        advantages=torch.tensor(advantages, dtype=T),
+        sequence_ids=torch.tensor(ids),
+        staleness=torch.tensor(staleness or [0] * len(new)),
+        step=step,
+        **{key: torch.tensor(value, dtype=T) for key, value in given.items() if value is not None},
     )
 
 
-LOGPROB = st.floats(-4, 0)
-TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.floats(-3, 3), LOGPROB), min_size=1, max_size=6)
+def gradient(loss, inputs):
+    """Of the sum of the losses, by the trainer's logprobs."""
+    (found,) = torch.autograd.grad(loss(inputs)[0].sum(), inputs.trainer_logprobs)
+    return found
 
 
-@given(TOKENS, st.floats(0.05, 0.9), st.floats(0.05, 2), st.sampled_from([0.0, 0.3]))
-def test_value_and_gradient_of_every_token(tokens, low, high, kl_coeff):
-    tokens = [
-        t for t in tokens if all(abs(math.exp(t[0] - t[1]) - x) > 1e-6 for x in (1 - low, 1 + high))
+def close(found, expected):
+    expected = torch.tensor(expected, dtype=T)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-12)
+
+
+@dataclass(frozen=True)
+class Token:
+    new: float
+    generator: float
+    proximal: float
+    reference: float
+    entropy: float
+    weight: float
+    staleness: int
+
+
+# The references: from one response's kept tokens, their anchor and advantage to each token's policy
+# loss, and to the derivative of the weighted sum by each token's logprob. Plain Python.
+
+
+def clipped(ratio, advantage, low, high):
+    """-min(rho A, clip(rho) A), and its derivative by log rho."""
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    if ratio * advantage <= bounded * advantage:
+        return -ratio * advantage, -ratio * advantage
+    return -bounded * advantage, 0.0
+
+
+def grpo(tokens, anchors, advantage, low, high):
+    ratios = [math.exp(t.new - a) for t, a in zip(tokens, anchors, strict=True)]
+    pairs = [clipped(ratio, advantage, low, high) for ratio in ratios]
+    slopes = [t.weight * pair[1] for t, pair in zip(tokens, pairs, strict=True)]
+    return [pair[0] for pair in pairs], slopes
+
+
+def gspo(tokens, anchors, advantage, low, high):
+    gaps = [t.new - a for t, a in zip(tokens, anchors, strict=True)]
+    value, slope = clipped(math.exp(sum(gaps) / len(gaps)), advantage, low, high)
+    # Each token moves log s by 1 / n, and s stands in the loss of each.
+    moved = sum(t.weight for t in tokens) * slope / len(tokens)
+    return [value] * len(tokens), [moved] * len(tokens)
+
+
+def cispo(tokens, anchors, advantage, low, high):
+    ratios = [math.exp(t.new - a) for t, a in zip(tokens, anchors, strict=True)]
+    factors = [-min(max(ratio, 1 - low), 1 + high) * advantage for ratio in ratios]
+    pairs = list(zip(tokens, factors, strict=True))
+    return [factor * t.new for t, factor in pairs], [t.weight * factor for t, factor in pairs]
+
+
+def reinforce(tokens, anchors, advantage, low, high):
+    return cispo(tokens, anchors, advantage, 1.0, high)
+
+
+def decoupled(tokens, anchors, advantage, low, high):
+    cuts = [min(math.exp(a - t.generator), 1.5) for t, a in zip(tokens, anchors, strict=True)]
+    values, slopes = grpo(tokens, anchors, advantage, low, high)
+    return [c * v for c, v in zip(cuts, values, strict=True)], [
+        c * s for c, s in zip(cuts, slopes, strict=True)
     ]
-    if not tokens:
-        return
-    new, old, advantage, ref = (torch.tensor(x, dtype=T) for x in zip(*tokens, strict=True))
-    new.requires_grad_(True)
-    losses, _ = GRPOLoss(low, high, kl_coeff)(new, old, advantage, ref)
-    losses.sum().backward()
-    for i, token in enumerate(tokens):
-        value, slope = reference_loss(*token, low, high, kl_coeff)
-        assert losses[i].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
-        assert new.grad[i].item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
 
 
-def test_two_sequences_of_three_tokens_by_hand():
-    # ratios 1, 1.5, 0.5 with advantage 1; then the same with advantage -2; clip 0.2.
-    log = torch.log(torch.tensor([1.0, 1.5, 0.5, 1.0, 1.5, 0.5], dtype=T))
-    advantages = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.0, -2.0], dtype=T)
-    losses, metrics = GRPOLoss(0.2, 0.2)(log, torch.zeros(6, dtype=T), advantages, None)
-    torch.testing.assert_close(
-        losses, torch.tensor([-1.0, -1.2, -0.5, 2.0, 3.0, 1.6], dtype=T), rtol=1e-12, atol=0
-    )
-    assert metrics["ratio/clip_fraction"].tolist() == [0, 1, 0, 0, 0, 1]
-    assert metrics["ratio/mean"].mean().item() == pytest.approx(1.0)
-    assert metrics["ratio/max"].max().item() == pytest.approx(1.5)
+def kl(name, policy, other):
+    gap = other - policy
+    return {
+        "k1": (-gap, 1.0),
+        "k2": (gap * gap / 2, -gap),
+        "k3": (math.exp(gap) - gap - 1, 1 - math.exp(gap)),
+    }[name]
 
 
-def test_the_ratio_is_to_the_generator_and_not_to_the_trainer_itself():
-    new = torch.tensor([-1.0], dtype=T, requires_grad=True)
-    _, metrics = GRPOLoss()(new, torch.tensor([-2.0], dtype=T), torch.ones(1, dtype=T), None)
-    assert metrics["ratio/mean"].item() == pytest.approx(math.e)
+def proximal(token):
+    return token.proximal
 
 
-@given(LOGPROB, LOGPROB)
-def test_k3_is_never_negative_and_zero_only_at_equality(a, b):
-    value = k3(torch.tensor(a, dtype=T), torch.tensor(b, dtype=T)).item()
-    assert value >= 0
-    if abs(a - b) > 1e-3:
-        assert value > 0
+def generator(token):
+    return token.generator
 
 
-@pytest.mark.parametrize(
-    "bad", [{"clip_low": 0}, {"clip_low": 1.5}, {"clip_high": 0}, {"kl_coeff": -1}]
+def loglinear(token):
+    return (token.generator + token.staleness * token.new) / (token.staleness + 1)
+
+
+def clipping(kind, **fixed):
+    return lambda low, high, **extras: kind(clip_low=low, clip_high=high, **fixed, **extras)
+
+
+def bounded_above(low, high, **extras):
+    return REINFORCELoss(max_ratio=1 + high, **extras)
+
+
+recomputed = clipping(DecoupledPPOLoss, max_weight=1.5)
+interpolated = clipping(DecoupledPPOLoss, max_weight=1.5, proximal="loglinear")
+
+CASES = {
+    "grpo": (clipping(GRPOLoss), grpo, generator),
+    "grpo, proximal": (clipping(GRPOLoss), grpo, proximal),
+    "gspo": (clipping(GSPOLoss), gspo, generator),
+    "gspo, proximal": (clipping(GSPOLoss), gspo, proximal),
+    "cispo": (clipping(CISPOLoss), cispo, generator),
+    "cispo, proximal": (clipping(CISPOLoss), cispo, proximal),
+    "reinforce": (bounded_above, reinforce, generator),
+    "reinforce, proximal": (bounded_above, reinforce, proximal),
+    "decoupled, recomputed": (recomputed, decoupled, proximal),
+    "decoupled, loglinear": (interpolated, decoupled, loglinear),
+}
+
+LOGPROB = st.floats(-3, 0)
+WEIGHT = st.sampled_from([0.0, 0.5, 1.0, 2.0])
+TOKEN = st.builds(
+    Token, LOGPROB, LOGPROB, LOGPROB, LOGPROB, st.floats(0, 2), WEIGHT, st.integers(0, 4)
 )
-def test_settings_out_of_range_name_their_key(bad):
-    with pytest.raises(ValueError, match=rf"loss\.{next(iter(bad))}"):
-        GRPOLoss(**bad)
+RESPONSES = st.lists(
+    st.tuples(st.floats(-3, 3), st.lists(TOKEN, min_size=1, max_size=4)), min_size=1, max_size=3
+)
+
+
+def batch(responses, **changes):
+    tokens = [t for _, response in responses for t in response]
+    columns = {
+        "new": [t.new for t in tokens],
+        "generator": [t.generator for t in tokens],
+        "proximal_logprobs": [t.proximal for t in tokens],
+        "reference_logprobs": [t.reference for t in tokens],
+        "entropy": [t.entropy for t in tokens],
+        "correction_weights": [t.weight for t in tokens],
+        "staleness": [t.staleness for t in tokens],
+        "advantages": [advantage for advantage, response in responses for _ in response],
+        "ids": [i for i, (_, response) in enumerate(responses) for _ in response],
+    }
+    return make(**{**columns, **changes})
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(
+    responses=RESPONSES,
+    low=st.floats(0.05, 0.9),
+    high=st.floats(0.05, 2),
+    estimator=st.sampled_from(["k1", "k2", "k3"]),
+)
+def test_value_and_gradient_of_every_token(case, responses, low, high, estimator):
+    build, policy_reference, anchor = CASES[case]
+    loss = build(low, high, kl_coeff=0.3, kl_estimator=estimator, entropy_coeff=0.2)
+    inputs = batch(responses, **({} if anchor is proximal else {"proximal_logprobs": None}))
+    inputs.entropy.requires_grad_(True)
+    found, _ = loss(inputs)
+    found.sum().backward()
+
+    expected, slopes, entropy_slopes = [], [], []
+    for advantage, response in responses:
+        kept = [t for t in response if t.weight]
+        anchors = [anchor(t) for t in kept]
+        policy = policy_reference(kept, anchors, advantage, low, high) if kept else ([], [])
+        terms = iter(zip(*policy, strict=True))
+        for t in response:
+            value, slope = next(terms) if t.weight else (0.0, 0.0)
+            penalty, pull = kl(estimator, t.new, t.reference) if t.weight else (0.0, 0.0)
+            bonus = 0.2 * bool(t.weight)
+            expected.append(t.weight * value + 0.3 * penalty - bonus * t.entropy)
+            slopes.append(slope + 0.3 * pull)
+            entropy_slopes.append(-bonus)
+    close(found, expected)
+    close(inputs.trainer_logprobs.grad, slopes)
+    close(inputs.entropy.grad, entropy_slopes)
+
+
+RATIOS = [1.0, 1.5, 0.5, 1.0, 1.5, 0.5]
+LOG_RATIOS = [math.log(ratio) for ratio in RATIOS]
+ADVANTAGES = [1.0, 1.0, 1.0, -2.0, -2.0, -2.0]
+NEW = [-1.0] * 6  # log pi is -1 everywhere, so that -w A log pi = w A
+GENERATOR = [-1.0 - gap for gap in LOG_RATIOS]
+
+
+def test_grpo_on_two_responses_of_three_tokens_by_hand():
+    # A = 1: 1.5 is clipped to 1.2. A = -2: 0.5 is clipped to 0.8. Clipped tokens have no gradient.
+    inputs = make(NEW, GENERATOR, ADVANTAGES)
+    losses, metrics = GRPOLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    close(losses, [-1.0, -1.2, -0.5, 2.0, 3.0, 1.6])
+    close(gradient(GRPOLoss(0.2, 0.2), inputs), [-1.0, 0.0, -0.5, 2.0, 3.0, 0.0])
+    close(metrics["loss/policy"], [-1.0, -1.2, -0.5, 2.0, 3.0, 1.6])
+    close(metrics["ratio/mean"], RATIOS)
+    close(metrics["ratio/max"], RATIOS)
+    assert metrics["ratio/clip_fraction"].tolist() == [0, 1, 0, 0, 0, 1]
+    assert metrics["ratio/clip_fraction_low"].tolist() == [0, 0, 0, 0, 0, 1]
+    assert metrics["ratio/clip_fraction_high"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert not any(values.requires_grad for values in metrics.values())
+
+
+def test_gspo_on_two_responses_of_three_tokens_by_hand():
+    # Ratios 1 2 4 and 1 1/2 1/4: s is 2 in the first response and 1/2 in the second.
+    generator = [-math.log(ratio) for ratio in (1, 2, 4, 1, 0.5, 0.25)]
+    loss = GSPOLoss(clip_low=0.2, clip_high=0.2)
+    # A = -2 and s = 2: 4 for each token. A = 1 and s = 1/2: -1/2. The sum of the three moves by
+    # -s A with each logprob: each moves log s by a third.
+    inputs = make([0.0] * 6, generator, [-2.0] * 3 + [1.0] * 3)
+    close(loss(inputs)[0], [4.0] * 3 + [-0.5] * 3)
+    close(gradient(loss, inputs), [4.0] * 3 + [-0.5] * 3)
+    # The other way round both are clipped: -1.2, and -(0.8 * -2); no token has a gradient.
+    inputs = make([0.0] * 6, generator, [1.0] * 3 + [-2.0] * 3)
+    losses, metrics = loss(inputs)
+    close(losses, [-1.2] * 3 + [1.6] * 3)
+    close(gradient(loss, inputs), [0.0] * 6)
+    close(metrics["ratio/mean"], [2.0] * 3 + [0.5] * 3)
+    assert metrics["ratio/clip_fraction_low"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert metrics["ratio/clip_fraction_high"].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_cispo_on_two_responses_of_three_tokens_by_hand():
+    # Weights 1, 1.2 (cut), 0.8 (raised), times A; every token keeps a gradient.
+    inputs = make(NEW, GENERATOR, ADVANTAGES)
+    losses, metrics = CISPOLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    close(losses, [1.0, 1.2, 0.8, -2.0, -2.4, -1.6])
+    close(gradient(CISPOLoss(0.2, 0.2), inputs), [-1.0, -1.2, -0.8, 2.0, 2.4, 1.6])
+    assert metrics["ratio/clip_fraction_low"].tolist() == [0, 0, 1, 0, 0, 1]
+    assert metrics["ratio/clip_fraction_high"].tolist() == [0, 1, 0, 0, 1, 0]
+
+
+def test_reinforce_on_two_responses_of_three_tokens_by_hand():
+    # Weights 1, 1.2 (cut), 0.5, times A; without a bound 1, 1.5, 0.5.
+    inputs = make(NEW, GENERATOR, ADVANTAGES)
+    losses, metrics = REINFORCELoss(max_ratio=1.2)(inputs)
+    close(losses, [1.0, 1.2, 0.5, -2.0, -2.4, -1.0])
+    close(gradient(REINFORCELoss(max_ratio=1.2), inputs), [-1.0, -1.2, -0.5, 2.0, 2.4, 1.0])
+    close(gradient(REINFORCELoss(), inputs), [-1.0, -1.5, -0.5, 2.0, 3.0, 1.0])
+    assert metrics["ratio/clip_fraction_high"].tolist() == [0, 1, 0, 0, 1, 0]
+    assert metrics["ratio/clip_fraction_low"].tolist() == [0] * 6
+
+
+def test_decoupled_ppo_on_two_responses_of_three_tokens_by_hand():
+    # The ratios of GRPO above are to the proximal policy; proximal / generator is 2 (cut to 1.5),
+    # 1 and 0.5, which multiplies GRPO's losses and gradients.
+    weights = [math.log(w) for w in (2.0, 1.0, 0.5)] * 2
+    generator = [p - w for p, w in zip(GENERATOR, weights, strict=True)]
+    inputs = make(NEW, generator, ADVANTAGES, proximal_logprobs=GENERATOR)
+    loss = DecoupledPPOLoss(clip_low=0.2, clip_high=0.2, max_weight=1.5)
+    close(loss(inputs)[0], [-1.5, -1.2, -0.25, 3.0, 3.0, 0.8])
+    close(gradient(loss, inputs), [-1.5, 0.0, -0.25, 3.0, 3.0, 0.0])
+
+
+def test_the_loglinear_proximal_policy_on_two_responses_of_three_tokens_by_hand():
+    # trainer / generator = 16. Staleness 0, 1, 3: the proximal policy is 0, 1/2, 3/4 of the way, so
+    # proximal / generator is 1, 4 (cut to 3), 8 (cut to 3) and trainer / proximal is 16, 4, 2.
+    inputs = make([0.0] * 6, [-math.log(16)] * 6, ADVANTAGES, staleness=[0, 1, 3] * 2)
+    loss = DecoupledPPOLoss(0.2, 0.2, max_weight=3.0, proximal="loglinear")
+    losses, metrics = loss(inputs)
+    close(metrics["ratio/mean"], [16.0, 4.0, 2.0] * 2)
+    close(losses, [-1.2, -3.6, -3.6, 32.0, 24.0, 12.0])
+    close(gradient(loss, inputs), [0.0, 0.0, 0.0, 32.0, 24.0, 12.0])
+
+
+def test_correction_weights_and_the_penalty_on_two_responses_of_three_tokens_by_hand():
+    # GRPO's losses above times 1, 2, 0 | 0.5, 1, 0, plus 0.1 * k2 with a log ratio of 2: k2 = 2.
+    inputs = make(
+        NEW,
+        GENERATOR,
+        ADVANTAGES,
+        correction_weights=[1.0, 2.0, 0.0, 0.5, 1.0, 0.0],
+        reference_logprobs=[-3.0] * 6,
+    )
+    losses, metrics = GRPOLoss(kl_coeff=0.1, kl_estimator="k2")(inputs)
+    close(losses, [-0.8, -2.2, 0.0, 1.2, 3.2, 0.0])
+    close(metrics["loss/policy"], [-1.0, -2.4, 0.0, 1.0, 3.0, 0.0])
+    close(metrics["loss/kl_reference"], [2.0, 2.0, 0.0, 2.0, 2.0, 0.0])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from grpo_components.exchange.weights import pack_bucket
+from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
 from grpo_components.rollout.environments import SingleTurnEnvironment
 from grpo_components.rollout.reward_pool import Score
 from grpo_components.running.cluster import engine_environment
@@ -162,7 +162,9 @@ def two_turns(module, score=GOOD):
 
 
 def test_what_the_environment_says_between_two_turns_is_kept_but_not_the_policys(module):
-    record = two_turns(module).trajectory(prompt(9), epoch=1, group_id=2, attempt=3)
+    record = two_turns(module).trajectory(
+        prompt(9), epoch=1, group_id=2, attempt=3, temperature=0.7
+    )
     assert record.prompt_ids.tolist() == [5, 6, 7]
     assert record.response_ids.tolist() == [10, 11, 90, 91, 92, 12]
     assert record.response_mask.tolist() == [True, True, False, False, False, True]
@@ -170,11 +172,13 @@ def test_what_the_environment_says_between_two_turns_is_kept_but_not_the_policys
     assert record.token_versions.tolist() == [3, 3, -1, -1, -1, 4]
     assert record.oldest_version == 3
     summary = summarize([record])
-    assert summary.response_tokens == [3] and summary.version_sum == 3 + 3 + 4
+    assert summary.response_tokens == [3] and record.temperature == 0.7
 
 
 def test_a_record_has_the_dtypes_of_the_design(module):
-    record = two_turns(module).trajectory(prompt(9), epoch=0, group_id=0, attempt=0)
+    record = two_turns(module).trajectory(
+        prompt(9), epoch=0, group_id=0, attempt=0, temperature=0.7
+    )
     dtypes = {
         "prompt_ids": np.int64,
         "response_ids": np.int64,
@@ -186,7 +190,9 @@ def test_a_record_has_the_dtypes_of_the_design(module):
 
 
 def test_a_record_knows_its_prompt_and_has_the_last_turns_reason_and_score(module):
-    record = two_turns(module).trajectory(prompt(9), epoch=1, group_id=2, attempt=3)
+    record = two_turns(module).trajectory(
+        prompt(9), epoch=1, group_id=2, attempt=3, temperature=0.7
+    )
     known = (record.prompt_index, record.epoch, record.group_id, record.attempt)
     assert known == (9, 1, 2, 3)
     assert record.finish_reason == "length" and not record.failed and record.error is None
@@ -196,7 +202,7 @@ def test_a_record_knows_its_prompt_and_has_the_last_turns_reason_and_score(modul
 def test_a_sample_whose_score_failed_is_an_error_without_a_reward(module):
     failed = Score(math.nan, {}, False, "correctness: timed out")
     slot = two_turns(module, failed)
-    record = slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0)
+    record = slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
     assert record.failed and record.finish_reason == "error"
     assert math.isnan(record.reward) and not record.success
     assert record.error == "correctness: timed out"
@@ -204,7 +210,9 @@ def test_a_sample_whose_score_failed_is_an_error_without_a_reward(module):
 
 def test_a_slot_without_a_turn_makes_no_record(module):
     with pytest.raises(AssertionError, match="not done"):
-        module.SlotRollout(np.array([1])).trajectory(prompt(0), epoch=0, group_id=0, attempt=0)
+        module.SlotRollout(np.array([1])).trajectory(
+            prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0
+        )
 
 
 # ---- collectors ---------------------------------------------------------------------------------
@@ -308,12 +316,14 @@ def test_slots_of_several_turns_end_one_by_one_and_then_stay_as_they_are(module)
 def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
     engine = FakeEngine(group_size=3)
     policy = module.EnginePolicy(
-        engine, max_response_tokens=9, temperature=0.7, stop_token_ids=[STOP]
+        engine, max_response_tokens=9, stop_token_ids=[STOP], truncation={"top_p": 1.0}
     )
+    policy.temperature = 0.7
     _, made = collector(module, policy, [prompt(i, [i + 1] * (i + 1)) for i in range(3)])
     policy.seeds = [11, 22, 33]
     slots = made.rollout()
-    sampling = {"max_tokens": 9, "temperature": 0.7, "stop_token_ids": [STOP]}
+    sampling = {"max_tokens": 9, "stop_token_ids": [STOP], "truncation": {"top_p": 1.0}}
+    sampling["temperature"] = 0.7
     assert engine.requests == [
         ([1], 11, sampling),
         ([2, 2], 22, sampling),
@@ -361,8 +371,8 @@ def generator(module, monkeypatch):
         rollouts_in_flight=2,
         seed=42,
         max_response_tokens=8,
-        temperature=1.0,
         stop_token_ids=[STOP],
+        truncation={},
         max_model_len=64,
         max_num_seqs=8,
         gpu_memory_utilization=0.5,
@@ -374,7 +384,7 @@ def generator(module, monkeypatch):
 
 
 def group(generator, number, group_id):
-    return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 0))
+    return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 0, 0.9))
 
 
 def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(generator):
@@ -382,7 +392,8 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
     records = unpack(packed)
     assert len(records) == 3
     assert all(t.prompt_ids.tolist() == [4] and t.prompt_index == 4 for t in records)
-    assert all((t.group_id, t.epoch) == (17, 1) for t in records)
+    assert all((t.group_id, t.epoch, t.temperature) == (17, 1, 0.9) for t in records)
+    assert all(sampling["temperature"] == 0.9 for *_, sampling in generator._engine.requests)
     assert summary == summarize(records)
     assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
     assert [r["response_tokens"] for r in text["responses"]] == summary.response_tokens
@@ -405,7 +416,7 @@ def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_c
     prompts = [prompt(i, [i + 1]) for i in range(7)]
     expected = [completion([i + 1], module.sampling_seed(42, 1, i)) for i in range(7)]
     for _ in range(2):
-        results = asyncio.run(generator.evaluate(prompts))
+        results = asyncio.run(generator.evaluate(prompts, 1.0))
         assert [r["success"] for r in results] == [c.finish_reason == "stop" for c in expected]
         assert [r["oldest_version"] for r in results] == [c.token_versions[0] for c in expected]
         assert all(r["oldest_version"] == r["newest_version"] for r in results)
@@ -417,7 +428,9 @@ def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_c
 
 def test_new_weights_from_all_ranks_reach_the_engine_together(generator):
     buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in "ab"]
-    assert asyncio.run(generator.load_weights(5, *buckets)) == generator.version == 5
+    acknowledged = asyncio.run(generator.load_weights(5, *buckets))
+    assert acknowledged == (5, snapshot_checksum(manifest for manifest, _ in buckets))
+    assert generator.version == 5
     [(version, tensors)] = generator._engine.loaded
     assert version == 5 and sorted(tensors) == ["a", "b"]
 

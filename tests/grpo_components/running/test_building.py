@@ -45,7 +45,7 @@ def refusal(key, node, *args, **kwargs):
 
 def test_a_component_gets_its_own_arguments_and_those_of_the_recipe():
     loss = build("loss", component(GRPO, clip_low=0.3), clip_high=0.4)
-    assert (loss.clip_low, loss.clip_high) == (0.3, 0.4)
+    assert (loss.clip_low(0), loss.clip_high(0)) == (0.3, 0.4)
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = build("optimizer", component("torch.optim.SGD", lr=0.5), [parameter])
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -35,9 +35,18 @@ def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
     return cfg
 
 
+DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
+COSINE = "{_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 3}"  # noqa: E501
+TIS = "{_component_: grpo_components.objective.off_policy.TokenTIS}"
+
+
 def changed(cfg: DictConfig, *overrides: str) -> DictConfig:
     """The config with overrides as on the command line."""
-    merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(overrides)))
+    given = OmegaConf.from_dotlist(list(overrides))
+    for key in ("loss", "off_policy"):
+        if isinstance(given.get(key), str):  # torchtune's short form for a component
+            given[key] = {"_component_": given[key]}
+    merged = OmegaConf.merge(cfg, given)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -214,6 +223,20 @@ def test_pushes_must_come_within_the_staleness_bound(cfg, max_staleness):
     ("overrides", "key"),
     [
         (["loss.kl_coeff=0.1", "num_references=0"], "num_references"),
+        ([f"loss.kl_coeff={DECAY}", "num_references=0"], "num_references"),
+        (["reward_shaping.kl_coeff=0.1", "num_references=0"], "num_references"),
+        (["reward_shaping.overlong_tokens=33"], "reward_shaping.overlong_tokens"),
+        ([f"optimizer.lr={DECAY}", f"lr_scheduler={COSINE}"], "lr_scheduler"),
+        (
+            ["loss=grpo_components.objective.losses.DecoupledPPOLoss", f"off_policy={TIS}"],
+            "off_policy",
+        ),
+        (["generator.top_p=0.9"], "generator.top_p"),
+        (["generator.top_k=50"], "generator.top_k"),
+        (["generator.min_p=0.1"], "generator.min_p"),
+        (["generator.presence_penalty=0.5"], "generator.presence_penalty"),
+        (["generator.frequency_penalty=-0.5"], "generator.frequency_penalty"),
+        (["generator.repetition_penalty=1.1"], "generator.repetition_penalty"),
         (["num_trainers=65"], "num_trainers"),
         (["num_trainers=2", "updates_per_batch=33"], "num_trainers"),
         (["tokens_per_micro_batch=95"], "tokens_per_micro_batch"),
@@ -237,10 +260,22 @@ def test_values_that_contradict_each_other_are_refused(cfg, overrides, key):
         ["rewards.correctness.weight=-1"],
         ["generator.stop_token_ids=[1,2]"],
         ["seed=0"],
+        ["reward_shaping.overlong_tokens=32"],
+        [f"loss.kl_coeff={DECAY}"],
+        [f"optimizer.lr={DECAY}"],
+        [f"off_policy={TIS}"],
+        ["generator.top_k=-1", "generator.top_p=1", "generator.repetition_penalty=1.0"],
+        ["generator.top_p=0.9", "generator.top_k=50", "generator.allow_biased_sampling=true"],
     ],
 )
 def test_values_at_the_edge_are_accepted(cfg, overrides):
     preflight.check(changed(cfg, *overrides))
+
+
+def test_a_biased_sampler_is_refused_with_the_reason(cfg):
+    message = refusal(cfg, "generator.top_p=0.9")
+    assert "another distribution than the one the trainer computes" in message
+    assert message.endswith("allowed: 1, or generator.allow_biased_sampling: true")
 
 
 def test_two_rewards_cannot_both_mean_success(cfg):

@@ -21,7 +21,10 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune
 from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.exchange.weights import checkpoint_shapes, unpack_bucket
-from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
+from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, LossInputs
+from grpo_components.objective.off_policy import MaskedIS, NoCorrection, TokenTIS, mismatch_summary
+from grpo_components.objective.schedules import Schedule
 from grpo_components.trajectory import Trajectory, pack
 
 VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
@@ -48,8 +51,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 class SquaredLogprobs:
     """A loss of a user that measures next to nothing."""
 
-    def __call__(self, trainer, generator, advantages, reference):
-        return advantages * (trainer - generator) ** 2, {}
+    def __call__(self, inputs):
+        gap = inputs.trainer_logprobs - inputs.generator_logprobs
+        return inputs.advantages * gap**2, {}
 
 
 def serve(connection):
@@ -113,9 +117,13 @@ class Ranks:
                 "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
                 "build_lr_scheduler": None,
                 "loss": GRPOLoss(kl_coeff=0.1),
+                "aggregation": TokenMean(),
+                "off_policy": NoCorrection(),
+                "learning_rate": None,
+                "max_staleness": 9,
+                "mask_overlong": False,
                 "model_type": "QWEN2",
                 "base_model_path": str(base),
-                "temperature": TEMPERATURE,
                 "ppo_epochs": 1,
                 "updates_per_batch": 1,
                 "tokens_per_micro_batch": WHOLE,
@@ -187,6 +195,7 @@ def make(number, prompt_length, mask, finish_reason="stop"):
         group_id=number // 2,
         attempt=0,
         finish_reason=finish_reason,
+        temperature=TEMPERATURE,
         reference_logprobs=rng.normal(-4.2, 0.5, size).astype(np.float32),
     )
 
@@ -204,37 +213,67 @@ def hf_weights(base):
     return load_file(base / "model.safetensors")
 
 
-def expected_update(base, trajectories, advantages, max_grad_norm=math.inf):
+def expected_update(
+    base,
+    trajectories,
+    advantages,
+    max_grad_norm=math.inf,
+    aggregation=None,
+    off_policy=None,
+    loss=None,
+):
     """Weights and metrics after one step, from whole logits of one sequence at a time."""
+    loss, off_policy = loss or GRPOLoss(kl_coeff=0.1), off_policy or NoCorrection()
     model = build_model()
     to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
     model.load_state_dict(to_tune(hf_weights(base)))
-    parts = []
+    parts, counts = [], [int(t.response_mask.sum()) for t in trajectories]
     for t, advantage in zip(trajectories, advantages.tolist(), strict=True):
         ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
-        logprobs = torch.log_softmax(model(ids[None])[0] / TEMPERATURE, dim=-1)
+        logprobs = torch.log_softmax(model(ids[None])[0] / t.temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)[len(t.prompt_ids) - 1 : -1]
         taken = logprobs[torch.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
         mask = torch.tensor(t.response_mask)
         generator = torch.tensor(t.generator_logprobs)[mask]
         reference = torch.tensor(t.reference_logprobs)[mask]
         own = taken[mask]
-        parts.append((own, generator, torch.full_like(own, advantage), reference))
-    trainer, generator, advantage, reference = (
+        advantage = torch.full_like(own, advantage)
+        parts.append((own, generator, advantage, reference, entropy[mask]))
+    trainer, generator, advantage, reference, entropy = (
         torch.cat(part) for part in zip(*parts, strict=True)
     )
-    losses, measured = GRPOLoss(kl_coeff=0.1)(trainer, generator, advantage, reference)
-    losses.mean().backward()
+    sequence_ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    start = trainer.detach()
+    correction = off_policy(start - generator, sequence_ids)
+    losses, measured = loss(
+        LossInputs(
+            trainer_logprobs=trainer,
+            generator_logprobs=generator,
+            advantages=advantage,
+            sequence_ids=sequence_ids,
+            staleness=torch.zeros_like(sequence_ids),
+            step=0,
+            reference_logprobs=reference,
+            proximal_logprobs=start if off_policy.anchors_at_proximal else None,
+            entropy=entropy,
+            correction_weights=correction,
+        )
+    )
+    weights = (aggregation or TokenMean())(np.array(counts))
+    total = (losses * torch.tensor(np.repeat(weights, counts))).sum()
+    total.backward()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
     metrics = {
         key: (values.max() if key.endswith("max") else values.mean()).item()
         for key, values in measured.items()
     }
-    ratio = generator - trainer.detach()
+    metrics |= mismatch_summary((start - generator).numpy(), correction.numpy())
     metrics |= {
-        "loss/total": losses.mean().item(),
+        "loss/total": total.item(),
+        "entropy": entropy.mean().item(),
         "grad_norm": grad_norm.item(),
-        "mismatch/generator_kl": (torch.exp(-ratio) - 1 + ratio).mean().item(),
+        "token_versions": {0: len(losses)},
         "lr": LEARNING_RATE,
         "policy_version": 1,
         "trained_tokens": float(len(losses)),
@@ -243,8 +282,8 @@ def expected_update(base, trajectories, advantages, max_grad_norm=math.inf):
     return to_hf(model.state_dict()), metrics
 
 
-def step(trajectories, advantages):
-    return ("train_step", pack(trajectories), np.asarray(advantages, np.float32))
+def step(trajectories, advantages, number=0):
+    return ("train_step", pack(trajectories), np.asarray(advantages, np.float32), number)
 
 
 def export(version):
@@ -256,7 +295,9 @@ def exported(results, call):
     """What all ranks together exported in one call; no tensor may come twice."""
     weights = {}
     for rank_results in results:
-        part = unpack_bucket(*rank_results[call])
+        bucket, manifest = rank_results[call]
+        assert bucket[0] == manifest
+        part = unpack_bucket(*bucket)
         assert not weights.keys() & part.keys()
         weights |= part
     return weights
@@ -359,6 +400,111 @@ def test_failed_samples_have_no_influence(ranks, base, num_ranks):
     assert_weights_close(exported(results, 2), weights)
 
 
+# ---- what else the objective is made of ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("aggregation", [SequenceMean(), ConstantLength(length=9)])
+def test_an_aggregation_is_never_diluted_by_ranks_micro_batches_or_padding(
+    ranks, base, num_ranks, aggregation
+):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, aggregation=aggregation)
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(RAGGED, ADVANTAGES), *export(1)],
+        aggregation=aggregation,
+        tokens_per_micro_batch=SMALL,
+    )
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("off_policy", [TokenTIS(cap=1.2), MaskedIS(low=0.8, high=1.25)])
+def test_a_correction_weighs_tokens_by_the_policy_that_the_step_starts_from(
+    ranks, base, num_ranks, off_policy
+):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, off_policy=off_policy)
+    assert 0 < metrics["off_policy/correction_mass"] < 1.2
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(RAGGED, ADVANTAGES), *export(1)],
+        off_policy=off_policy,
+        tokens_per_micro_batch=SMALL,
+    )
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_proximal_logprobs_are_those_of_the_start_of_the_step_in_every_update(
+    ranks, base, num_ranks
+):
+    """A correction that was made anew after an update would weigh by the moved policy."""
+    loss = DecoupledPPOLoss(max_weight=2.0)
+    calls = [step(RAGGED, ADVANTAGES), *export(1)]
+    options = {"loss": loss, "ppo_epochs": 3, "tokens_per_micro_batch": SMALL}
+    slow = partial(torch.optim.SGD, lr=0.05)
+    results = ranks.run(base, num_ranks, calls, build_optimizer=slow, **options)
+    no_learning = partial(torch.optim.SGD, lr=0.0)
+    still = ranks.run(base, num_ranks, calls[:1], build_optimizer=no_learning, **options)
+    moved, unmoved = results[0][0], still[0][0]
+    assert moved["mismatch/generator_kl"] == pytest.approx(unmoved["mismatch/generator_kl"])
+    assert moved["ratio/max"] != pytest.approx(unmoved["ratio/max"])
+    assert_metrics_close(
+        {k: v for k, v in moved.items() if k.startswith(("mismatch", "off_policy"))},
+        {k: v for k, v in unmoved.items() if k.startswith(("mismatch", "off_policy"))},
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base, num_ranks):
+    """The update is that of the batch in which the policy never sampled them."""
+    trained = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    kept = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    for trajectory in trained:
+        trajectory.token_versions[:] = 1  # of a trainer at version 3 with a bound of 2
+    for trajectory, without in zip(trained[:3], kept[:3], strict=True):
+        trajectory.token_versions[0] = 0
+        without.response_mask[0] = False
+    cut_off = make(30, 4, [True] * 6, finish_reason="length")
+    warm_up = [step(RAGGED, np.zeros(len(RAGGED)), number) for number in range(3)]
+    loss = GRPOLoss()
+    calls = [
+        *warm_up,
+        step([*trained, cut_off], [*ADVANTAGES, 5.0], 3),
+        *export(4),
+    ]
+    options = {"loss": loss, "max_staleness": 2, "mask_overlong": True}
+    results = ranks.run(base, num_ranks, calls, **options)
+    fresh = [t for t in kept if t.response_mask.any()]
+    advantages = [a for t, a in zip(kept, ADVANTAGES, strict=True) if t.response_mask.any()]
+    plain = ranks.run(base, num_ranks, [step(fresh, advantages), *export(1)], loss=loss)
+    assert_weights_close(exported(results, 5), exported(plain, 2))
+    assert results[0][3]["token_versions"] == {1: int(sum(t.response_mask.sum() for t in kept))}
+
+
+def test_each_token_has_the_temperature_it_was_sampled_with(ranks, base):
+    hot = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    for number, trajectory in enumerate(hot):
+        trajectory.temperature = 0.5 + 0.2 * number
+    weights, metrics = expected_update(base, hot, ADVANTAGES)
+    results = ranks.run(base, 1, [step(hot, ADVANTAGES), *export(1)], tokens_per_micro_batch=SMALL)
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_entropy_bonus_raises_the_entropy(ranks, base, num_ranks):
+    calls = [step(RAGGED, np.zeros(len(RAGGED)), i) for i in range(2)]
+    loss = GRPOLoss(entropy_coeff=0.1)
+    first, second = ranks.run(base, num_ranks, calls, loss=loss, tokens_per_micro_batch=SMALL)[0]
+    assert first["grad_norm"] > 1e-4
+    assert second["entropy"] > first["entropy"]
+
+
 # ---- steps, versions, rates ---------------------------------------------------------------------
 
 
@@ -387,6 +533,13 @@ def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(
         base, num_ranks, [step(RAGGED, ADVANTAGES), *export(1)], build_optimizer=adam
     )
     assert_weights_equal(exported(results, 5), exported(undisturbed, 2))
+
+
+def test_a_learning_rate_schedule_follows_the_training_step(ranks, base):
+    schedule = Schedule("linear", start=0.4, end=0.1, num_steps=3, warmup_steps=1)
+    steps = [step(RAGGED, ADVANTAGES, number) for number in (0, 1, 2, 7)]
+    results = ranks.run(base, 1, steps, learning_rate=schedule)[0]
+    assert [metrics["lr"] for metrics in results] == pytest.approx([0.4, 0.4, 0.3, 0.1])
 
 
 def test_a_bad_update_leaves_the_good_ones_of_its_batch(ranks, base):
@@ -433,8 +586,14 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
     plain = ranks.run(base, 1, calls, loss="SquaredLogprobs")[0][0]
     full = ranks.run(base, 1, calls)[0][0]
     assert plain.keys() == full.keys()
-    missing = {key for key, value in plain.items() if math.isnan(value)}
-    assert missing == {"loss/policy", "loss/kl_reference", "ratio/clip_fraction"}
+    missing = {k for k, value in plain.items() if k != "token_versions" and math.isnan(value)}
+    assert missing == {
+        "loss/policy",
+        "loss/kl_reference",
+        "ratio/clip_fraction",
+        "ratio/clip_fraction_low",
+        "ratio/clip_fraction_high",
+    }
     assert plain["ratio/max"] == full["ratio/max"] and plain["ratio/mean"] == full["ratio/mean"]
 
 
@@ -453,7 +612,7 @@ def test_the_exports_of_all_ranks_are_the_checkpoint_that_was_loaded_bit_for_bit
 ):
     results = ranks.run(base, num_ranks, export(0))
     assert [version for version, _ in results] == [0] * num_ranks
-    assert all(manifest for _, (manifest, _) in results), "every rank carries a part"
+    assert all(manifest for _, (_, manifest) in results), "every rank carries a part"
     weights = exported(results, 1)
     assert {n: tuple(t.shape) for n, t in weights.items()} == checkpoint_shapes(base)
     assert_weights_equal(weights, hf_weights(base))

@@ -1,0 +1,77 @@
+"""Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced.
+
+DAPO, arXiv 2503.14476, section 3.2: a group whose responses all succeed or all fail has advantages
+0 and dilutes the batch. Here it is discarded as soon as its rewards are known, before the reference
+sees it, and another prompt takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+
+class StarvedError(RuntimeError):
+    """Group after group was discarded; the message has the histogram and what to do about it."""
+
+
+class DynamicSampling:
+    """Tell which groups to keep, and end the run when no group can be kept any more.
+
+    Args:
+        max_discarded: groups that may be discarded in a row.
+
+    Raises:
+        ValueError: max_discarded is not a whole number >= 1.
+    """
+
+    def __init__(self, max_discarded: int) -> None:
+        # bool is an int to Python, yet no count to the reader of a config.
+        if isinstance(max_discarded, bool) or not max_discarded >= 1 or max_discarded % 1:
+            raise ValueError(
+                f"dynamic_sampling.max_discarded: {max_discarded} given; "
+                "allowed: a whole number >= 1"
+            )
+        self.max_discarded = max_discarded
+        self._successes: Counter[int] = Counter()
+        self._too_few_valid = 0
+
+    def keeps(self, rewards: Sequence[float], successes: Sequence[bool]) -> bool:
+        """Decide on one group; to be called once per group, in the order in which they finish.
+
+        Args:
+            rewards: [G] of the group's samples; NaN where the sample failed.
+            successes: [G] whether the sample solved its problem.
+
+        Returns:
+            True where at least two valid samples have different rewards.
+
+        Raises:
+            StarvedError: this group is one more than `max_discarded` in a row.
+        """
+        valid = [not math.isnan(reward) for reward in rewards]
+        distinct = {reward for reward, is_valid in zip(rewards, valid, strict=True) if is_valid}
+        if len(distinct) > 1:
+            self._successes.clear()
+            self._too_few_valid = 0
+            return True
+        solved = sum(bool(s) and is_valid for s, is_valid in zip(successes, valid, strict=True))
+        self._successes[solved] += 1
+        self._too_few_valid += sum(valid) < 2
+        if self._successes.total() > self.max_discarded:
+            raise StarvedError(self._report())
+        return False
+
+    def _report(self) -> str:
+        histogram = ", ".join(f"{k}: {n}" for k, n in sorted(self._successes.items()))
+        failed = ""
+        if self._too_few_valid:
+            failed = f" {self._too_few_valid} of them had fewer than 2 samples that did not fail."
+        return (
+            f"dynamic_sampling.max_discarded: {self._successes.total()} groups in a row were "
+            f"discarded, {self.max_discarded} are allowed: within each all rewards were equal. "
+            f"Successes in group: number of groups = {{{histogram}}}.{failed} Where groups never "
+            "succeed, use easier prompts; where they always do, harder ones; a larger group_size "
+            "makes mixed groups likelier."
+        )

@@ -1,0 +1,64 @@
+"""Estimates of KL(policy || other) from the tokens that the policy sampled.
+
+Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). With
+d = log other - log policy at a sampled token:
+
+    name  value           as an estimate         in the loss: gradient = factor * grad log policy
+    k1    -d              unbiased, noisy        1: zero on average, it pulls nowhere
+    k2    d^2 / 2         biased, >= 0           -d: on average that of KL(policy || other)
+    k3    exp(d) - d - 1  unbiased, >= 0         1 - exp(d): on average that of KL(other || policy)
+
+k1 belongs in the reward, where its policy gradient is on average that of k2 in the loss: the exact
+gradient of KL(policy || other). The averages are over the policy's own samples; for tokens of an
+older policy they hold only as far as the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """The plain log ratio, for the reward: in the loss its gradient is zero on average.
+
+    Args:
+        logprobs: [N] of the policy.
+        other_logprobs: [N] of the other distribution, at the same tokens.
+
+    Returns:
+        [N] logprobs - other_logprobs, in nats.
+    """
+    return logprobs - other_logprobs
+
+
+def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Half the squared log ratio: in the loss, its gradient is that of k1 in the reward.
+
+    Args:
+        logprobs: [N] of the policy.
+        other_logprobs: [N] of the other distribution, at the same tokens.
+
+    Returns:
+        [N] (logprobs - other_logprobs)^2 / 2, in nats.
+    """
+    return 0.5 * (logprobs - other_logprobs) ** 2
+
+
+def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """The unbiased estimate that is never negative; its gradient is that of KL(other || policy).
+
+    Args:
+        logprobs: [N] of the policy.
+        other_logprobs: [N] of the other distribution, at the same tokens.
+
+    Returns:
+        [N] exp(d) - d - 1 with d = other_logprobs - logprobs, in nats.
+    """
+    difference = other_logprobs - logprobs
+    return torch.expm1(difference) - difference
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

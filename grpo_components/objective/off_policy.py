@@ -1,0 +1,244 @@
+"""Correction for tokens that the generator sampled with other probabilities than the trainer's.
+
+Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
+(pi_proximal: the trainer's policy at the start of the training step) into one weight per token,
+which multiplies the token's policy loss and carries no gradient; weight 0 masks the token.
+T is the number of a response's sampled tokens. Log ratios, and their sums and means over a
+response, are clamped to +-20 before the exponential, so that no ratio overflows.
+
+A preset that holds the importance weight itself says `anchors_at_proximal`: the loss's own ratio
+must then be that to the proximal policy, or the way from the generator to the proximal policy would
+be corrected twice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+
+
+class NoCorrection:
+    """w_t = 1: the loss's own ratio to the generator is the only correction."""
+
+    anchors_at_proximal = False
+
+    def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
+        """Weights of a micro-batch's tokens: [N] log ratios and response ids to [N] ones."""
+        return torch.ones_like(log_ratios.detach())
+
+
+class TokenTIS:
+    """Truncated importance sampling of each token: w_t = min(exp(d_t), cap).
+
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the
+    truncation is that of Ionides 2008, "Truncated Importance Sampling". Low variance; the bias left
+    is that of the earlier tokens' ratios, which a token's weight leaves out.
+
+    Args:
+        cap: largest weight; 2 is usual, 1.5 to 5 are in use.
+
+    Raises:
+        ValueError: the cap is below 1.
+    """
+
+    anchors_at_proximal = True
+
+    def __init__(self, cap: float = 2.0) -> None:
+        self.cap = _checked_cap(cap)
+
+    def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
+        """Weights of a micro-batch's tokens.
+
+        Args:
+            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            sequence_ids: [N] int64, 0..S-1: the response of each token.
+
+        Returns:
+            [N] weights in (0, cap], of the log ratios' dtype, without gradient.
+        """
+        return _ratios(log_ratios.detach()).clamp(max=self.cap)
+
+
+class SequenceTIS:
+    """Truncated importance sampling of each response: w = min(exp(sum_t d_t), cap) for its tokens.
+
+    Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+    Training-Inference Mismatch" (sequence-level TIS). Unbiased but for the cap; the variance grows
+    with the length of the responses.
+
+    Args:
+        cap: largest weight; 2 to 10 are in use.
+
+    Raises:
+        ValueError: the cap is below 1.
+    """
+
+    anchors_at_proximal = True
+
+    def __init__(self, cap: float = 2.0) -> None:
+        self.cap = _checked_cap(cap)
+
+    def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
+        """Weights of a micro-batch's tokens, the same for all tokens of a response.
+
+        Args:
+            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            sequence_ids: [N] int64, 0..S-1: the response of each token.
+
+        Returns:
+            [N] weights in (0, cap], of the log ratios' dtype, without gradient.
+        """
+        sums, _ = _sums(log_ratios, sequence_ids)
+        return _ratios(sums).clamp(max=self.cap)[sequence_ids].to(log_ratios.dtype)
+
+
+class MaskedIS:
+    """Masked importance sampling: w = rho where low <= rho <= high, else 0.
+
+    With level token, rho_t = exp(d_t) of each token: IcePop (Ling Team 2025, "Every Step Evolves",
+    arXiv 2510.18855, the function M(k)). With level sequence, rho = exp(sum_t d_t) for all tokens
+    of a response: Liu, Li et al. 2025, "When Speed Kills Stability" (there without lower bound:
+    low 0). Where truncation keeps learning from a suspicious token, a mask forgets it.
+
+    Args:
+        low: smallest ratio that is kept; 0 is no lower bound.
+        high: largest ratio that is kept.
+        level: whose ratio it is, the token's or the response's.
+
+    Raises:
+        ValueError: a setting is out of range; the message names its key.
+    """
+
+    anchors_at_proximal = True
+
+    def __init__(
+        self,
+        low: float = 0.5,
+        high: float = 5.0,
+        level: Literal["token", "sequence"] = "token",
+    ) -> None:
+        self.low, self.high = _checked_band(low, high)
+        if level not in ("token", "sequence"):
+            raise ValueError(f"off_policy.level: {level!r} given; allowed: token, sequence")
+        self.level = level
+
+    def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
+        """Weights of a micro-batch's tokens.
+
+        Args:
+            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            sequence_ids: [N] int64, 0..S-1: the response of each token.
+
+        Returns:
+            [N] weights, 0 or within [low, high], of the log ratios' dtype, without gradient.
+        """
+        if self.level == "token":
+            ratios = _ratios(log_ratios.detach())
+        else:
+            ratios = _ratios(_sums(log_ratios, sequence_ids)[0])[sequence_ids]
+        kept = (ratios >= self.low) & (ratios <= self.high)
+        return torch.where(kept, ratios, 0.0).to(log_ratios.dtype)
+
+
+class GeometricMask:
+    """Whole responses are kept or masked: w = 1 where low <= exp(sum_t d_t / T) <= high, else 0.
+
+    The geometric mean of a response's ratios does not grow with its length, so that long responses
+    are not masked for being long: Liu, Li et al. 2025, "When Speed Kills Stability" (geometric
+    level); the rejection of verl's rollout correction (preset geo_rs) and of SkyRL. It takes no
+    importance weight; combine it with an objective that has the true ratio to the generator.
+
+    Args:
+        low: smallest geometric mean that is kept; 0 is no lower bound.
+        high: largest geometric mean that is kept; 1.001 to 1.01 are in use where only the engines
+            differ, data that is several versions old needs more.
+
+    Raises:
+        ValueError: a bound is out of range; the message names its key.
+    """
+
+    anchors_at_proximal = False
+
+    def __init__(self, low: float = 0.99, high: float = 1.01) -> None:
+        self.low, self.high = _checked_band(low, high)
+
+    def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
+        """Weights of a micro-batch's tokens, the same for all tokens of a response.
+
+        Args:
+            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            sequence_ids: [N] int64, 0..S-1: the response of each token.
+
+        Returns:
+            [N] weights, 0 or 1, of the log ratios' dtype, without gradient.
+        """
+        sums, counts = _sums(log_ratios, sequence_ids)
+        means = _ratios(sums / counts)
+        kept = (means >= self.low) & (means <= self.high)
+        return kept[sequence_ids].to(log_ratios.dtype)
+
+
+def mismatch_summary(
+    log_ratios: NDArray[np.floating], weights: NDArray[np.floating]
+) -> dict[str, float]:
+    """Measure how far a training step's data is from the trainer's policy, before any clip or cap.
+
+    With rho_t = exp(d_t): `mismatch/generator_kl` is the mean of rho - d - 1 (k3, Schulman 2020,
+    "Approximating KL divergence"), an estimate of KL(generator || trainer) in nats per token;
+    `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2), in (0, 1] (Kong 1992).
+
+    Args:
+        log_ratios: [M] d_t in nats of all sampled tokens of the step, of all ranks; M >= 1.
+        weights: [M] what the correction made of them.
+
+    Returns:
+        Metric values by key, computed in float64.
+    """
+    log_ratio = np.clip(log_ratios.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = np.exp(log_ratio)
+    p01, p50, p99 = np.quantile(ratio, [0.01, 0.5, 0.99])
+    return {
+        "mismatch/generator_kl": float(np.mean(np.expm1(log_ratio) - log_ratio)),
+        "mismatch/ratio_p01": float(p01),
+        "mismatch/ratio_p50": float(p50),
+        "mismatch/ratio_p99": float(p99),
+        "mismatch/ratio_max": float(ratio.max()),
+        "mismatch/effective_sample_size": float(
+            ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum())
+        ),
+        "off_policy/masked_fraction": float(np.count_nonzero(weights == 0) / weights.size),
+        "off_policy/correction_mass": float(weights.astype(np.float64).mean()),
+    }
+
+
+def _ratios(log_ratios: Tensor) -> Tensor:
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _sums(log_ratios: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of each response's log ratios and its number of tokens: [S] float64, [S] int64."""
+    # Summed in float64, since thousands of small terms decide on keeping a whole response.
+    counts = torch.bincount(sequence_ids)
+    sums = torch.zeros(len(counts), dtype=torch.float64, device=log_ratios.device)
+    return sums.index_add_(0, sequence_ids, log_ratios.detach().double()), counts
+
+
+def _checked_cap(cap: float) -> float:
+    if not cap >= 1:
+        raise ValueError(f"off_policy.cap: {cap} given; allowed: a number >= 1")
+    return cap
+
+
+def _checked_band(low: float, high: float) -> tuple[float, float]:
+    # Ratio 1 is strictly inside, so that an on-policy token is never masked.
+    if not 0 <= low < 1:
+        raise ValueError(f"off_policy.low: {low} given; allowed: at least 0, below 1")
+    if not high > 1:
+        raise ValueError(f"off_policy.high: {high} given; allowed: a number > 1")
+    return low, high

@@ -1,0 +1,116 @@
+"""What is added to the rewards before the advantages: KL to the reference, length of responses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo_components.objective.kl import ESTIMATORS
+from grpo_components.objective.schedules import Schedule, as_schedule
+
+
+class RewardShaping:
+    """Shaped reward: r' = r - kl_coeff(step) KL - overlong_penalty overlong.
+
+    overlong = clip((T - (L_max - L_cache)) / L_cache, 0, 1).
+
+    KL is the sum over a response's tokens of an estimate of KL(policy || reference) (KL in the
+    reward: Ouyang et al. 2022, arXiv 2203.02155, eq. 2). T is the response's length, L_max =
+    max_response_tokens, L_cache = overlong_tokens (soft overlong punishment: DAPO, arXiv
+    2503.14476, eq. 13, there with penalty 1).
+
+    Args:
+        kl_coeff: reward per nat of KL; a number, or a mapping that gives a schedule; 0 is off.
+        max_response_tokens: the length at which the generator stops a response.
+        overlong_tokens: the last so many of these are punished, more and more; 0 is off.
+        overlong_penalty: what a response of full length loses, in units of reward.
+
+    Raises:
+        ValueError: a setting is out of range; the message names its key.
+    """
+
+    def __init__(
+        self,
+        kl_coeff: float | Mapping[str, Any] | Schedule,
+        max_response_tokens: int,
+        overlong_tokens: int = 0,
+        overlong_penalty: float = 1.0,
+    ) -> None:
+        self.kl_coeff = as_schedule("reward_shaping.kl_coeff", kl_coeff)
+        if self.kl_coeff.lowest < 0:
+            raise ValueError(
+                f"reward_shaping.kl_coeff: {self.kl_coeff.lowest} given; allowed: numbers >= 0"
+            )
+        if not 0 <= overlong_tokens <= max_response_tokens or overlong_tokens % 1:
+            raise ValueError(
+                f"reward_shaping.overlong_tokens: {overlong_tokens} given; allowed: a whole number "
+                f"from 0 to max_response_tokens ({max_response_tokens})"
+            )
+        if not 0 <= overlong_penalty < np.inf:
+            raise ValueError(
+                f"reward_shaping.overlong_penalty: {overlong_penalty} given; "
+                "allowed: a finite number >= 0"
+            )
+        self.max_response_tokens = max_response_tokens
+        self.overlong_tokens, self.overlong_penalty = overlong_tokens, overlong_penalty
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the KL coefficient is above 0 at any step."""
+        return self.kl_coeff.highest > 0
+
+    def __call__(
+        self,
+        rewards: NDArray[np.float64],
+        response_tokens: NDArray[np.integer],
+        reference_kl: NDArray[np.float64] | None,
+        step: int,
+    ) -> NDArray[np.float64]:
+        """Shape the rewards of a batch.
+
+        Args:
+            rewards: [B, G] float64; NaN where the sample failed, and stays so.
+            response_tokens: [B, G] int, length of each response.
+            reference_kl: [B, G] float64, nats per response (`sequence_kl`); None is allowed where
+                no KL is taken.
+            step: training steps done before this one.
+
+        Returns:
+            [B, G] float64, a new array.
+        """
+        shaped = rewards.astype(np.float64)
+        coefficient = self.kl_coeff(step)
+        if coefficient > 0:
+            assert reference_kl is not None, "kl_coeff > 0 without KL to the reference"
+            shaped -= coefficient * reference_kl
+        if self.overlong_tokens > 0:
+            excess = response_tokens - (self.max_response_tokens - self.overlong_tokens)
+            shaped -= self.overlong_penalty * np.clip(excess / self.overlong_tokens, 0.0, 1.0)
+        return shaped
+
+
+def sequence_kl(
+    logprobs: Tensor, reference: Tensor, lengths: list[int], estimator: str
+) -> list[float]:
+    """Estimate KL(policy || reference) of each response: the sum over its tokens.
+
+    Args:
+        logprobs: [N] float, of the policy that sampled; the responses' tokens laid end to end.
+        reference: [N] float, of the reference at the same tokens.
+        lengths: [S] tokens of each response; they sum to N.
+        estimator: k1, k2 or k3 (`grpo_components.objective.kl`).
+
+    Returns:
+        [S] nats, summed in float64.
+    """
+    per_token = ESTIMATORS[estimator](logprobs.detach().double(), reference.detach().double())
+    ends = itertools.accumulate(lengths)
+    return [
+        float(per_token[end - length : end].sum())
+        for length, end in zip(lengths, ends, strict=True)
+    ]

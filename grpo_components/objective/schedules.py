@@ -1,0 +1,122 @@
+"""Numbers that change over training: constant, linear or cosine, each with an optional warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+Shape = Literal["constant", "linear", "cosine"]
+
+CHANGING_KEYS = ("schedule", "start", "end", "num_steps", "warmup_steps")
+KEYS: dict[Shape, tuple[str, ...]] = {
+    "constant": ("schedule", "start", "warmup_steps"),
+    "linear": CHANGING_KEYS,
+    "cosine": CHANGING_KEYS,
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The value of a setting at each training step; made by `as_schedule`, which checks it.
+
+    With w = warmup_steps, n = num_steps and p = min((step - w) / n, 1):
+
+        step < w:  start (step + 1) / w
+        constant:  start
+        linear:    start + (end - start) p
+        cosine:    end + (start - end) (1 + cos(pi p)) / 2
+
+    (cosine: SGDR, arXiv 1608.03983, eq. 5, one cycle).
+
+    Args:
+        schedule: the shape.
+        start: value at the end of the warm-up.
+        end: value from step warmup_steps + num_steps on; equal to start where constant.
+        num_steps: training steps from start to end.
+        warmup_steps: training steps that lead up to start; 0 is none.
+    """
+
+    schedule: Shape
+    start: float
+    end: float
+    num_steps: int = 1
+    warmup_steps: int = 0
+
+    @property
+    def lowest(self) -> float:
+        """The smallest value after the warm-up, which climbs from 0 whatever the setting allows."""
+        return min(self.start, self.end)
+
+    @property
+    def highest(self) -> float:
+        """The largest value after the warm-up."""
+        return max(self.start, self.end)
+
+    def __call__(self, step: int) -> float:
+        """Return the value for the training step that follows `step` finished ones."""
+        if step < self.warmup_steps:
+            return self.start * ((step + 1) / self.warmup_steps)
+        done = step - self.warmup_steps
+        if self.schedule == "constant" or done == 0:
+            return self.start
+        if done >= self.num_steps:
+            return self.end
+        progress = done / self.num_steps
+        if self.schedule == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        value = self.start + (self.end - self.start) * progress
+        # Rounding must not step over a bound that the setting was checked against.
+        return min(max(value, self.lowest), self.highest)
+
+
+def as_schedule(key: str, value: float | Mapping[str, Any] | Schedule) -> Schedule:
+    """Make the schedule that a config gives for one setting.
+
+    Args:
+        key: the setting's config key, for error messages.
+        value: a number (constant), a mapping with the keys `schedule` (constant, linear or cosine),
+            `start`, `end`, `num_steps` and `warmup_steps`, or a schedule, which is returned.
+
+    Raises:
+        ValueError: a key is missing, unknown or out of range; the message names it.
+    """
+    if isinstance(value, Schedule):
+        return value
+    if not hasattr(value, "items"):
+        start = _number(key, value, "a number, or a mapping with schedule, start, ...")
+        return Schedule("constant", start, start)
+    settings = dict(cast("Mapping[str, Any]", value).items())
+    shape = settings.get("schedule")
+    if not (isinstance(shape, str) and shape in KEYS):
+        given = f"{shape!r} given" if "schedule" in settings else "missing"
+        raise ValueError(f"{key}.schedule: {given}; allowed: {', '.join(KEYS)}")
+    for name in settings:
+        if name not in KEYS[shape]:
+            allowed = ", ".join(KEYS[shape])
+            raise ValueError(f"{key}.{name}: unknown with schedule {shape}; allowed: {allowed}")
+    for name in KEYS[shape][:-1]:
+        if name not in settings:
+            allowed = "a whole number >= 1" if name == "num_steps" else "a finite number"
+            raise ValueError(f"{key}.{name}: missing; allowed: {allowed}")
+    start = _number(f"{key}.start", settings["start"])
+    warmup_steps = _count(f"{key}.warmup_steps", settings.get("warmup_steps", 0), at_least=0)
+    if shape == "constant":
+        return Schedule(shape, start, start, warmup_steps=warmup_steps)
+    end = _number(f"{key}.end", settings["end"])
+    num_steps = _count(f"{key}.num_steps", settings["num_steps"], at_least=1)
+    return Schedule(shape, start, end, num_steps, warmup_steps)
+
+
+def _number(key: str, value: object, allowed: str = "a finite number") -> float:
+    # bool is an int to Python, yet no number to the reader of a config.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key}: {value!r} given; allowed: {allowed}")
+    return float(value)
+
+
+def _count(key: str, value: object, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{key}: {value!r} given; allowed: a whole number >= {at_least}")
+    return value

@@ -1,0 +1,174 @@
+"""A torchrl collector whose rollout is one group, sampled by the shared engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torchrl.collectors import Collector
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import step_mdp
+
+from grpo_components.rollout.reward_pool import Score
+from grpo_components.rollout.vllm_engine import VLLMEngine
+from grpo_components.trajectory import Trajectory
+
+Prompt = dict[str, Any]
+
+
+class EnginePolicy:
+    """The policy of a collector: submits every slot's tokens to the shared engine and waits.
+
+    Args:
+        engine: shared by all collectors of the process.
+        max_response_tokens: longest response.
+        stop_token_ids: a response ends with the first of these.
+        truncation: see `VLLMEngine.submit`.
+    """
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        *,
+        max_response_tokens: int,
+        stop_token_ids: Sequence[int],
+        truncation: Mapping[str, float],
+    ) -> None:
+        self._submit = partial(
+            engine.submit,
+            max_tokens=max_response_tokens,
+            stop_token_ids=stop_token_ids,
+            truncation=truncation,
+        )
+        self.seeds: list[int] = []
+        """One per slot, for the next rollout."""
+        self.temperature = 1.0
+        """Of the next rollout."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write `response`, `logprobs`, `versions` and `finish_reason` into every slot."""
+        slots = tensordict.unbind(0)
+        futures = [
+            self._submit(slot["tokens"].tolist(), seed=seed, temperature=self.temperature)
+            for slot, seed in zip(slots, self.seeds, strict=True)
+        ]
+        for slot, future in zip(slots, futures, strict=True):
+            completion = future.result()
+            slot.update(
+                TensorDict(
+                    response=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    versions=completion.token_versions,
+                    finish_reason=NonTensorData(completion.finish_reason),
+                )
+            )
+        return lazy_stack(list(slots), 0)
+
+
+class GroupCollector(Collector):
+    """A torchrl collector whose rollout is one group, run to its end, as unpadded slots.
+
+    Args:
+        env: one slot per response.
+        policy: see `EnginePolicy`.
+    """
+
+    def __init__(self, env: EnvBase, policy: EnginePolicy) -> None:
+        super().__init__(
+            env,
+            policy,
+            frames_per_batch=env.batch_size[0],
+            total_frames=-1,
+            trust_policy=True,
+            use_buffers=False,
+            no_cuda_sync=True,
+            track_traj_ids=False,
+        )
+
+    # The parent resets the environment and calls the policy once while it is built.
+    def _make_carrier(self) -> None:
+        self._carrier = TensorDict(batch_size=self.env.batch_size)
+        self._carrier_has_no_device = True
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        self._use_buffers = False
+
+    def rollout(self) -> list[SlotRollout]:
+        """Reset the environment and step it until every slot is done."""
+        tensordict = self.env.reset()
+        slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
+        while not all(slot.done for slot in slots):
+            tensordict = self.env.step(self.policy(tensordict))
+            for slot, before in zip(slots, tensordict.unbind(0), strict=True):
+                if not slot.done:
+                    slot.extend(before)
+            tensordict = step_mdp(tensordict)
+        return slots
+
+
+class SlotRollout:
+    """The turns of one slot, laid end to end.
+
+    Args:
+        prompt_ids: [P] tokens.
+    """
+
+    def __init__(self, prompt_ids: NDArray[np.int64]) -> None:
+        self.prompt_ids = prompt_ids
+        self.response_ids = np.empty(0, np.int64)
+        self.response_mask = np.empty(0, np.bool_)
+        self.logprobs = np.empty(0, np.float32)
+        self.versions = np.empty(0, np.int32)
+        self.finish_reason = ""
+        self.score: Score | None = None
+        self.done = False
+
+    def extend(self, turn: Any) -> None:
+        """Append one policy turn and what the environment said after it."""
+        after = turn["next"]
+        response = turn["response"].numpy()
+        known = len(self.prompt_ids) + len(self.response_ids) + len(response)
+        said = after["tokens"].numpy()[known:]
+        self.response_ids = np.concatenate([self.response_ids, response, said])
+        self.response_mask = np.concatenate(
+            [self.response_mask, np.ones(len(response), bool), np.zeros(len(said), bool)]
+        )
+        self.logprobs = np.concatenate(
+            [self.logprobs, turn["logprobs"].numpy(), np.zeros(len(said), np.float32)]
+        )
+        self.versions = np.concatenate(
+            [self.versions, turn["versions"].numpy(), np.full(len(said), -1, np.int32)]
+        )
+        self.finish_reason = turn["finish_reason"]
+        self.done = bool(after["done"])
+        if self.done:
+            self.score = after["score"]
+
+    def trajectory(
+        self, prompt: Prompt, *, epoch: int, group_id: int, attempt: int, temperature: float
+    ) -> Trajectory:
+        """The slot as a record; a sample whose reward failed has finish_reason error."""
+        assert self.score is not None, "the slot is not done"
+        trajectory = Trajectory(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            generator_logprobs=self.logprobs,
+            token_versions=self.versions,
+            prompt_index=prompt["prompt_index"],
+            epoch=epoch,
+            group_id=group_id,
+            attempt=attempt,
+            temperature=temperature,
+            finish_reason="error" if self.score.error else self.finish_reason,  # pyright: ignore
+            reward=self.score.reward,
+            reward_terms=self.score.terms,
+            success=self.score.success,
+            error=self.score.error,
+        )
+        trajectory.check()
+        return trajectory

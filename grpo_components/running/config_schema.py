@@ -1,0 +1,233 @@
+"""Which keys a config has and what each may hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from grpo_components.objective.schedules import as_schedule
+
+ABSENT: Any = object()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one key may hold, and what it holds where the config does not say."""
+
+    kind: type
+    low: float = -math.inf
+    above: float = -math.inf
+    high: float = math.inf
+    choices: tuple[Any, ...] = ()
+    null: bool = False
+    schedule: bool = False
+    default: Any = ABSENT
+
+
+Schema = Mapping[str, Any]
+"""Rules by key, in the order of the configs; "*" stands for any name. Where there is `_component_`,
+other keys are its arguments, and the rules are for some of them; a key whose rule has a default is
+no argument but the recipe's own."""
+
+COUNT = Rule(int, low=1)
+FLAG = Rule(bool)
+PATH = Rule(str)
+GPU_SHARE = Rule(float, above=0, high=1, default=1.0)
+COMPONENT: Schema = {"_component_": PATH}
+MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2")
+DATASET: Schema = {
+    "_component_": PATH,
+    "source": PATH,
+    "max_prompt_tokens": Rule(int, low=1, null=True),
+    "num_rows": Rule(int, low=1, null=True),
+}
+TIMEOUTS = {"startup_s": 600.0, "rollout_s": 600.0, "batch_s": 1200.0, "train_step_s": 1800.0}
+TIMEOUTS |= {"weights_s": 300.0, "reward_s": 10.0, "collective_s": 600.0, "shutdown_s": 20.0}
+REWARD_KEYS = {"weight": Rule(float, default=1.0), "is_success": Rule(bool, default=False)}
+LR_SCHEDULER: Schema = {"_component_": PATH, "num_warmup_steps": Rule(int, low=0)}  # may be null
+# Sampler settings by vLLM's names, each with the value that leaves the distribution as it is.
+TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+TRUNCATION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+SCHEMA: Schema = {
+    "output_dir": PATH,
+    "base_model_path": PATH,
+    "seed": Rule(int, low=0, high=2**31 - 1),
+    "device": Rule(str, choices=("cpu", "cuda")),
+    "dtype": Rule(str, choices=("fp32", "bf16")),
+    "log_level": Rule(str, choices=("DEBUG", "INFO", "WARNING", "ERROR")),
+    "model": COMPONENT,
+    "tokenizer": {"_component_": PATH, "path": PATH, "merges_file": PATH},
+    "checkpointer": {"_component_": PATH, "model_type": Rule(str, choices=MODEL_TYPES)},
+    "resume_from_checkpoint": Rule(bool, choices=(False,)),  # resume is not built yet
+    "dataset": DATASET,
+    "eval_dataset": DATASET,
+    "shuffle": FLAG,
+    "environment": COMPONENT,
+    "rewards": {"*": {"_component_": PATH, **REWARD_KEYS}},
+    "num_generators": COUNT,
+    "num_trainers": COUNT,
+    "num_references": Rule(int, low=0),
+    "gpus_per_generator": GPU_SHARE,
+    "gpus_per_trainer": GPU_SHARE,
+    "gpus_per_reference": GPU_SHARE,
+    "rollouts_in_flight": COUNT,
+    "push_every_n_steps": COUNT,
+    "pull_every_m_rollouts": COUNT,
+    "max_staleness": Rule(int, low=0),
+    "stale_groups": Rule(str, choices=("drop", "wait")),
+    "stale_tokens": Rule(str, choices=("drop", "mask"), default="drop"),
+    "recompute_kv_after_pull": FLAG,
+    "num_steps": COUNT,
+    "groups_per_step": COUNT,
+    "group_size": Rule(int, low=2),
+    "ppo_epochs": COUNT,
+    "updates_per_batch": COUNT,
+    "tokens_per_micro_batch": COUNT,
+    "loss": {
+        "_component_": PATH,
+        "clip_low": Rule(float, above=0, high=1, schedule=True),
+        "clip_high": Rule(float, above=0, schedule=True),
+        "kl_coeff": Rule(float, low=0, schedule=True),
+    },
+    "advantages": COMPONENT,
+    "aggregation": COMPONENT,
+    "off_policy": COMPONENT,
+    "reward_shaping": {
+        "kl_coeff": Rule(float, low=0, schedule=True, default=0.0),
+        "kl_estimator": Rule(str, choices=("k1", "k2", "k3"), default="k1"),
+        "overlong_tokens": Rule(int, low=0, default=0),
+        "overlong_penalty": Rule(float, low=0, default=1.0),
+    },
+    "mask_overlong": Rule(bool, default=False),
+    "dynamic_sampling": {
+        "enabled": Rule(bool, default=False),
+        "max_discarded": Rule(int, low=1, default=256),
+    },
+    "optimizer": {"_component_": PATH, "lr": Rule(float, above=0, schedule=True)},
+    "lr_scheduler": LR_SCHEDULER,
+    "clip_grad_norm": Rule(float, above=0, null=True),
+    "enable_activation_checkpointing": FLAG,
+    "compile": FLAG,
+    "generator": {
+        "max_response_tokens": COUNT,
+        "temperature": Rule(float, above=0, schedule=True),
+        "stop_token_ids": Rule(list, null=True, default=None),
+        "max_model_len": Rule(int, low=2, null=True, default=None),
+        "max_num_seqs": Rule(int, low=1, default=256),
+        "gpu_memory_utilization": Rule(float, above=0, high=1, default=0.85),
+        "kv_cache_gib": Rule(int, low=1, default=1),
+        "enforce_eager": Rule(bool, null=True, default=None),  # null: true on cpu, false on cuda
+        **{name: Rule(type(unbent), default=unbent) for name, unbent in TRUNCATION.items()},
+        "allow_biased_sampling": Rule(bool, default=False),
+    },
+    "save_every_n_steps": COUNT,
+    "eval_every_n_steps": COUNT,
+    "metric_logger": COMPONENT,
+    "log_every_n_steps": COUNT,
+    "log_peak_memory_stats": FLAG,
+    "profiler": {"_component_": PATH, "enabled": Rule(bool, choices=(False,))},  # nor is this
+    "reward_workers": Rule(int, low=1, default=1),
+    "rollouts_logged_per_step": Rule(int, low=0, default=1),
+    "logprob_chunk_tokens": Rule(int, low=1, default=1024),
+    "timeouts": {key: Rule(float, above=0, default=TIMEOUTS[key]) for key in TIMEOUTS},
+}
+KIND_WORDS = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
+
+
+def fail(key: str, problem: str, allowed: str) -> NoReturn:
+    """Refuse the config in one line that names the key and what is allowed."""
+    raise ValueError(" ".join(f"{key}: {problem}; allowed: {allowed}".split()))
+
+
+def read_section(schema: Schema, given: Any, key: str) -> Any:
+    """Values of one section with its defaults filled in.
+
+    Args:
+        schema: of the section.
+        given: what the config has there.
+        key: of the section; empty for the whole config.
+
+    Raises:
+        ValueError: for the first value that no rule allows.
+    """
+    is_node, prefix = "_component_" in schema, f"{key}." if key else ""
+    if isinstance(given, dict) and given.get("_component_", "") is None:
+        given = None  # what `lr_scheduler=null` on the command line comes to
+    if given is None and schema is LR_SCHEDULER:
+        return None
+    if "*" in schema:
+        if not isinstance(given, dict) or not given:
+            fail(key, f"{shown(given)} given", "one `_component_` or more, each under a name")
+        nodes = given.items()
+        return {name: read_section(schema["*"], node, f"{key}.{name}") for name, node in nodes}
+    given = {} if given is None and not is_node else given
+    if not isinstance(given, dict) or (is_node and "_component_" not in given):
+        keys = "_component_ and its arguments" if is_node else ", ".join(schema)
+        fail(key, f"{shown(given)} given", f"a mapping with {keys}")
+    for name in given:
+        if name not in schema and not is_node:
+            fail(f"{prefix}{name}", "unknown key", nearest(str(name), schema, prefix))
+    values = {}
+    for name, rule in schema.items():
+        if not isinstance(rule, Rule):
+            values[name] = read_section(rule, given.get(name), f"{prefix}{name}")
+        elif name in given or rule.default is not ABSENT or not is_node:
+            values[name] = _read_value(rule, given.get(name, rule.default), f"{prefix}{name}")
+    return {**given, **values} if is_node else values
+
+
+def _read_value(rule: Rule, given: Any, key: str) -> Any:
+    if rule.schedule and isinstance(given, dict):
+        schedule = as_schedule(key, given)
+        for name, value in (("start", schedule.start), ("end", schedule.end)):
+            if not _fits(rule, value):
+                fail(f"{key}.{name}", f"{shown(value)} given", _allowed(rule))
+        return given
+    if not _fits(rule, given):
+        fail(key, "missing" if given is ABSENT else f"{shown(given)} given", _allowed(rule))
+    return float(given) if rule.kind is float and given is not None else given
+
+
+def _fits(rule: Rule, given: Any) -> bool:
+    if given is None:
+        return rule.null
+    if rule.kind in (int, float):
+        kinds = (int, float) if rule.kind is float else int
+        is_number = isinstance(given, kinds) and not isinstance(given, bool)
+        return is_number and rule.above < given < math.inf and rule.low <= given <= rule.high
+    if rule.kind is list:
+        return isinstance(given, list) and all(type(item) is int for item in given)
+    return isinstance(given, rule.kind) and given in (rule.choices or (given,)) and given != ""
+
+
+def _allowed(rule: Rule) -> str:
+    words = " | ".join(shown(choice).strip("'") for choice in rule.choices)
+    if not rule.choices:
+        limits = (("above", rule.above), ("at least", rule.low), ("at most", rule.high))
+        bounds = [f"{word} {limit:.10g}" for word, limit in limits if math.isfinite(limit)]
+        words = f"{KIND_WORDS.get(rule.kind, 'a list of token ids')} {' and '.join(bounds)}"
+    words += " or null" if rule.null else ""
+    return words + (", or a schedule" if rule.schedule else "")
+
+
+def shown(value: Any) -> str:
+    """A value as the YAML would have it, shortened."""
+    text = (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
+    )
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def nearest(name: str, keys: Mapping[str, Any] | list[str], prefix: str) -> str:
+    """Name the key that was probably meant: of this section, else of any other."""
+    if near := get_close_matches(name, keys, n=1, cutoff=0.75):
+        return f"did you mean {prefix}{near[0]}?"
+    sections = {key: rule for key, rule in SCHEMA.items() if isinstance(rule, Mapping)}
+    anywhere = {leaf: f"{key}.{leaf}" for key, rule in sections.items() for leaf in rule}
+    anywhere |= {key: key for key in SCHEMA}
+    if near := get_close_matches(name, anywhere, n=1, cutoff=0.8):
+        return f"did you mean {anywhere[near[0]]}?"
+    return ", ".join(keys) or "none" if prefix else "the keys that `tune cat tiny_async_grpo` shows"

@@ -1,0 +1,102 @@
+"""What a line of receipts.jsonl looks like, field by field; docs/receipts.md says what it means."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_AMOUNT = {"count": int, "response_tokens_mean": (float, None)}
+_GROUPS = {
+    "issued": int,
+    "generated": _AMOUNT,
+    "filtered": _AMOUNT,
+    "dropped": {str: _AMOUNT},
+    "trained": _AMOUNT,
+}
+_EVENT = (
+    {"issued": int, "prompt_index": int, "epoch": int},
+    {"generated": int, "response_tokens": float},
+    {"dropped": int, "reason": str, "reissue": bool},
+    {"trained": int},
+)
+_SHARED = {
+    "record": str,
+    "attempt": int,
+    "step": int,
+    "policy_version": int,
+    "generators": {str: {"version": int, "checksum": (str, None)}},
+    "acknowledged": [{"generator": str, "version": int, "checksum": str, "published": str}],
+    "groups": _GROUPS,
+    "events": [_EVENT],
+}
+_SHAPES = {
+    "start": {
+        "record": str,
+        "format": int,
+        "attempt": int,
+        "steps_done": int,
+        "policy_version": int,
+        "num_steps": int,
+        "max_staleness": int,
+        "groups_per_step": int,
+        "group_size": int,
+    },
+    "step": {
+        **_SHARED,
+        "trained_from": int,
+        "token_versions": {int: int},
+        "max_staleness": (int, None),
+        "correction_mass": (float, None),
+        "batch_hash": str,
+        "trained": [{"prompt_index": int, "epoch": int, "group_id": int}],
+    },
+    "end": {
+        **_SHARED,
+        "finished": bool,
+        "living": [{"group_id": int, "prompt_index": int, "epoch": int, "state": str}],
+        "waiting": [{"prompt_index": int, "epoch": int}],
+    },
+}
+"""Of each record: a type, (alternatives), [items], {type of keys: values}, or all named fields."""
+
+
+def mismatch(record: Any) -> str | None:
+    """How a line's JSON value differs from the record that it says it is.
+
+    Args:
+        record: the value.
+
+    Returns:
+        The first difference; None where there is none.
+    """
+    kind = record.get("record") if isinstance(record, dict) else None
+    if not isinstance(kind, str) or kind not in _SHAPES:
+        return f"a record is one of {', '.join(_SHAPES)}, not {json.dumps(kind)[:40]}"
+    return _mismatch(record, _SHAPES[kind], "record")
+
+
+def _mismatch(value: Any, shape: Any, path: str) -> str | None:
+    """How a JSON value differs from a shape (see `_SHAPES`); None where it does not."""
+    if isinstance(shape, tuple):
+        found = [_mismatch(value, each, path) for each in shape]
+        return None if None in found else found[0]
+    if isinstance(shape, list) and isinstance(value, list):
+        found = (_mismatch(item, shape[0], f"{path}[{i}]") for i, item in enumerate(value))
+        return next((problem for problem in found if problem), None)
+    if isinstance(shape, dict) and isinstance(value, dict):
+        keys = next(iter(shape))
+        if keys is int and not all(key.isdecimal() for key in value):
+            return f"{path} has a key that is no number"
+        if isinstance(keys, type):
+            shape = dict.fromkeys(value, shape[keys])
+        if value.keys() != shape.keys():
+            return f"{path} lacks or has unasked: {', '.join(sorted(value.keys() ^ shape.keys()))}"
+        found = (_mismatch(value[name], shape[name], f"{path}.{name}") for name in shape)
+        return next((problem for problem in found if problem), None)
+    if shape is None and value is None:
+        return None
+    if isinstance(shape, type):
+        kinds = (int, float) if shape is float else (shape,)
+        if type(value) in kinds and (shape is not int or value >= 0):
+            return None
+    return f"{path} is {json.dumps(value)[:40]}"

@@ -1,0 +1,208 @@
+"""Receipts: what every training step was made of, one JSON record per step, for the audit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_components.exchange.ledger import GroupEvent, Ledger
+
+FORMAT = 1
+
+
+class Receipts:
+    """Writes `receipts.jsonl`: a start record, one record per step, an end record.
+
+    The fields are explained in docs/receipts.md; `python -m grpo_components.audit` checks them.
+    The file is appended to and flushed record by record.
+
+    Args:
+        path: of the file; its folder exists.
+        ledger: of the run. Its events are drained here, and by nobody else.
+        attempt: which life of the run.
+        max_staleness: the contract's bound, in policy versions.
+        groups_per_step: groups that one step trains.
+        group_size: responses per group.
+        generators: names of all, so that those that never pulled are listed too.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        ledger: Ledger,
+        attempt: int,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        group_size: int,
+        generators: Iterable[str] = (),
+    ) -> None:
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._ledger, self._attempt = ledger, attempt
+        self._step, self._policy_version = ledger.steps_done, ledger.policy_version
+        self._generators: dict[str, dict[str, Any]] = {
+            name: {"version": 0, "checksum": None} for name in generators
+        }
+        self._acknowledged: list[dict[str, Any]] = []
+        self._write(
+            "start",
+            format=FORMAT,
+            steps_done=self._step,
+            policy_version=self._policy_version,
+            num_steps=ledger.num_steps,
+            max_staleness=max_staleness,
+            groups_per_step=groups_per_step,
+            group_size=group_size,
+        )
+
+    def acknowledged(self, generator: str, version: int, checksum: str, published: str) -> None:
+        """Record that a generator has loaded weights; called at each pull.
+
+        Args:
+            generator: its name.
+            version: policy version that it loaded.
+            checksum: of the snapshot as the generator received it.
+            published: checksum of the snapshot as the trainer pushed it.
+
+        Raises:
+            RuntimeError: if the two are not the same.
+        """
+        if checksum != published:
+            raise RuntimeError(
+                f"{generator} loaded weights of version {version} with checksum {checksum}, "
+                f"the trainer published {published}"
+            )
+        self._generators[generator] = {"version": version, "checksum": checksum}
+        self._acknowledged.append(
+            {
+                "generator": generator,
+                "version": version,
+                "checksum": checksum,
+                "published": published,
+            }
+        )
+
+    def step(
+        self,
+        step: int,
+        policy_version: int,
+        token_versions: Mapping[int, int],
+        correction_mass: float,
+        batch_hash: str,
+    ) -> None:
+        """Write the record of one training step, after `Ledger.stepped`.
+
+        Args:
+            step: from 1.
+            policy_version: that the step left behind; after a skipped step it is the one before.
+            token_versions: how many tokens of which policy version were trained, each token
+                counted once, whatever the number of epochs over the batch.
+            correction_mass: mean off-policy weight of the trained tokens.
+            batch_hash: of the batch.
+        """
+        versions = {version: n for version, n in sorted(token_versions.items()) if n}
+        events = self._ledger.drain_events()
+        self._write(
+            "step",
+            step=step,
+            trained_from=self._policy_version,
+            policy_version=policy_version,
+            token_versions=versions,
+            max_staleness=self._policy_version - min(versions) if versions else None,
+            correction_mass=correction_mass if math.isfinite(correction_mass) else None,
+            batch_hash=batch_hash,
+            generators=self._generators,
+            acknowledged=self._acknowledged,
+            groups=_amounts(events),
+            trained=[
+                {"prompt_index": e.prompt_index, "epoch": e.epoch, "group_id": e.group_id}
+                for e in events
+                if e.kind == "trained"
+            ],
+            events=[_plain(event) for event in events],
+        )
+        self._step, self._policy_version = step, policy_version
+        self._acknowledged = []
+
+    def close(self) -> None:
+        """Write the end record, however the run ended: which groups and prompts are left."""
+        if self._file.closed:
+            return
+        events = self._ledger.drain_events()
+        self._write(
+            "end",
+            finished=self._step == self._ledger.num_steps,
+            step=self._step,
+            policy_version=self._policy_version,
+            generators=self._generators,
+            acknowledged=self._acknowledged,
+            groups=_amounts(events),
+            events=[_plain(event) for event in events],
+            living=[
+                {
+                    "group_id": entry.group_id,
+                    "prompt_index": entry.prompt_index,
+                    "epoch": entry.epoch,
+                    "state": entry.state,
+                }
+                for entry in self._ledger.living()
+            ],
+            waiting=[
+                {"prompt_index": prompt["prompt_index"], "epoch": epoch}
+                for prompt, epoch in self._ledger.waiting_prompts
+            ],
+        )
+        self._file.close()
+
+    def _write(self, record: str, **fields: Any) -> None:
+        line = json.dumps({"record": record, "attempt": self._attempt, **fields}, allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove what a killed attempt wrote of a record that it did not end."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _amounts(events: Iterable[GroupEvent]) -> dict[str, Any]:
+    """How many groups met which end, with the mean of their response lengths."""
+    lengths: dict[str, list[float | None]] = {}
+    reasons = {"stale": None, "failed": None}  # in this order, and whatever else there is
+    for event in events:
+        lengths.setdefault(event.reason or event.kind, []).append(event.response_tokens)
+        if event.reason not in (None, "filtered"):
+            reasons[event.reason] = None
+
+    def amount(what: str) -> dict[str, Any]:
+        known = [tokens for tokens in lengths.get(what, []) if tokens is not None]
+        return {
+            "count": len(lengths.get(what, [])),
+            "response_tokens_mean": sum(known) / len(known) if known else None,
+        }
+
+    return {
+        "issued": len(lengths.get("issued", [])),
+        "generated": amount("generated"),
+        "filtered": amount("filtered"),
+        "dropped": {reason: amount(reason) for reason in reasons},
+        "trained": amount("trained"),
+    }
+
+
+def _plain(event: GroupEvent) -> dict[str, Any]:
+    """An event under its kind, with what only that kind has to say."""
+    said: dict[str, Any] = {event.kind: event.group_id}
+    if event.kind == "issued":
+        said |= {"prompt_index": event.prompt_index, "epoch": event.epoch}
+    elif event.kind == "generated":
+        said["response_tokens"] = event.response_tokens
+    elif event.kind == "dropped":
+        said |= {"reason": event.reason, "reissue": event.reissue}
+    return said

@@ -1,0 +1,83 @@
+"""Sums of one optimizer update's token metrics, over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_components.objective.off_policy import mismatch_summary
+
+# What a loss does not measure (no reference, no clipping) is logged as NaN, under the same key.
+ALWAYS_LOGGED = (
+    "loss/policy",
+    "loss/kl_reference",
+    "ratio/clip_fraction",
+    "ratio/clip_fraction_low",
+    "ratio/clip_fraction_high",
+)
+
+
+class TokenMetrics:
+    """Token metrics of one update on one rank."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}  # on the device: no wait for it at every micro-batch
+        self._maxima: dict[str, Tensor] = {}
+        self._log_ratios: list[np.ndarray] = []
+        self._weights: list[np.ndarray] = []
+
+    def add(self, token_metrics: Mapping[str, Tensor]) -> None:
+        """Add per-token values [N]; keys that end in `max` keep the largest, others the sum."""
+        for key, values in token_metrics.items():
+            values = values.detach().double()
+            if key.endswith("max"):
+                best = values.max()
+                self._maxima[key] = torch.maximum(self._maxima.get(key, best), best)
+            else:
+                self._sums[key] = self._sums.get(key, values.new_zeros(())) + values.sum()
+
+    def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None) -> None:
+        """Keep the log ratios [N] of trainer to generator, and the correction's weights [N]."""
+        self._log_ratios.append(log_ratios.detach().cpu().numpy())
+        ones = torch.ones_like(log_ratios) if weights is None else weights
+        self._weights.append(ones.cpu().numpy())
+
+    def over_ranks(self, total_tokens: int) -> dict[str, float]:
+        """Token means, maxima and mismatch over all ranks; the same on every rank.
+
+        Args:
+            total_tokens: of all ranks.
+        """
+        gathered: list[Any] = [None] * dist.get_world_size()
+        # A rank without data takes part with nothing.
+        empty = [np.empty(0, np.float32)]
+        log_ratios = np.concatenate(self._log_ratios or empty)
+        weights = np.concatenate(self._weights or empty)
+        sums = {key: value.item() for key, value in self._sums.items()}
+        largest = {key: value.item() for key, value in self._maxima.items()}
+        dist.all_gather_object(gathered, (sums, largest, log_ratios, weights))
+        means: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for rank_sums, rank_maxima, _, _ in gathered:
+            for key, value in rank_sums.items():
+                means[key] = means.get(key, 0.0) + value / total_tokens
+            for key, value in rank_maxima.items():
+                maxima[key] = max(maxima.get(key, -math.inf), value)
+        all_ratios, all_weights = (np.concatenate([g[i] for g in gathered]) for i in (2, 3))
+        mismatch = mismatch_summary(all_ratios, all_weights) if len(all_ratios) else {}
+        return {**means, **maxima, **mismatch}
+
+
+def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over a step's optimizer updates, maxima where a key ends in `max`."""
+    metrics: dict[str, float] = dict.fromkeys(ALWAYS_LOGGED, math.nan)
+    for key in dict.fromkeys(key for update in measured for key in update):
+        values = [update[key] for update in measured if key in update]
+        metrics[key] = max(values) if key.endswith("max") else sum(values) / len(values)
+    return metrics

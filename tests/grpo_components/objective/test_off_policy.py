@@ -1,0 +1,243 @@
+"""Off-policy correction: every preset against its formula in plain Python, and by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.objective.off_policy import (
+    GeometricMask,
+    MaskedIS,
+    NoCorrection,
+    SequenceTIS,
+    TokenTIS,
+    mismatch_summary,
+)
+
+T = torch.float64
+RESPONSES = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=5), min_size=1, max_size=5)
+WILD = st.lists(st.lists(st.floats(-500, 500), min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+def flat(responses):
+    log_ratios = [d for response in responses for d in response]
+    ids = [i for i, response in enumerate(responses) for _ in response]
+    return torch.tensor(log_ratios, dtype=T), torch.tensor(ids)
+
+
+def token_tis(response):
+    return [min(math.exp(d), 2.0) for d in response]
+
+
+def sequence_tis(response):
+    return [min(math.prod(math.exp(d) for d in response), 3.0)] * len(response)
+
+
+def token_mask(response):
+    return [math.exp(d) if 0.5 <= math.exp(d) <= 5.0 else 0.0 for d in response]
+
+
+def sequence_mask(response):
+    product = math.prod(math.exp(d) for d in response)
+    return [product if product <= 4.0 else 0.0] * len(response)
+
+
+def geometric_mask(response):
+    mean = math.prod(math.exp(d) for d in response) ** (1 / len(response))
+    return [1.0 if 0.8 <= mean <= 1.2 else 0.0] * len(response)
+
+
+PRESETS = [
+    (NoCorrection(), lambda response: [1.0] * len(response), ()),
+    (TokenTIS(cap=2.0), token_tis, (2.0,)),
+    (SequenceTIS(cap=3.0), sequence_tis, (3.0,)),
+    (MaskedIS(low=0.5, high=5.0), token_mask, (0.5, 5.0)),
+    (MaskedIS(low=0, high=4.0, level="sequence"), sequence_mask, (4.0,)),
+    (GeometricMask(low=0.8, high=1.2), geometric_mask, (0.8, 1.2)),
+]
+EVERY_PRESET = pytest.mark.parametrize(
+    ("correction", "formula", "bounds"),
+    PRESETS,
+    ids=["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"],
+)
+
+
+@EVERY_PRESET
+@given(responses=RESPONSES)
+def test_a_preset_is_its_formula(correction, formula, bounds, responses):
+    for response in responses:
+        total = sum(response)
+        for log_ratio in (*response, total, total / len(response)):
+            # On a bound itself the last bit decides.
+            if any(abs(math.exp(log_ratio) / bound - 1) < 1e-9 for bound in bounds):
+                return
+    weights = correction(*flat(responses))
+    expected = [w for response in responses for w in formula(response)]
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=T), rtol=1e-10, atol=0)
+
+
+@EVERY_PRESET
+@given(responses=WILD)
+def test_weights_are_finite_and_not_negative_whatever_the_ratios(
+    correction, formula, bounds, responses
+):
+    log_ratios, ids = flat(responses)
+    for dtype in (torch.float32, T):
+        weights = correction(log_ratios.to(dtype), ids)
+        assert weights.dtype == dtype and weights.shape == log_ratios.shape
+        assert torch.isfinite(weights).all() and (weights >= 0).all()
+        assert (weights <= max(bounds, default=1.0)).all()
+
+
+@EVERY_PRESET
+@given(responses=RESPONSES)
+def test_weights_carry_no_gradient(correction, formula, bounds, responses):
+    log_ratios, ids = flat(responses)
+    assert not correction(log_ratios.requires_grad_(True), ids).requires_grad
+
+
+@EVERY_PRESET
+@given(responses=RESPONSES)
+def test_equal_policies_have_weight_one(correction, formula, bounds, responses):
+    log_ratios, ids = flat(responses)
+    weights = correction(torch.zeros_like(log_ratios), ids)
+    assert (weights == 1).all()
+
+
+@EVERY_PRESET
+@given(responses=RESPONSES)
+def test_a_response_does_not_depend_on_the_others_of_its_micro_batch(
+    correction, formula, bounds, responses
+):
+    together = correction(*flat(responses))
+    alone = torch.cat([correction(*flat([response])) for response in responses])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("correction", [SequenceTIS(), MaskedIS(level="sequence"), GeometricMask()])
+@given(responses=WILD)
+def test_a_response_has_one_weight_where_the_preset_is_of_the_sequence(correction, responses):
+    log_ratios, ids = flat(responses)
+    weights = correction(log_ratios, ids)
+    for i in range(len(responses)):
+        assert len(set(weights[ids == i].tolist())) == 1
+
+
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
+def test_an_infinite_log_ratio_is_masked_with_weight_exactly_zero(infinity):
+    log_ratios, ids = torch.tensor([0.0, infinity, 0.0]), torch.tensor([0, 0, 1])
+    assert MaskedIS()(log_ratios, ids).tolist() == [1, 0, 1]
+    assert MaskedIS(level="sequence")(log_ratios, ids).tolist() == [0, 0, 1]
+    assert GeometricMask()(log_ratios, ids).tolist() == [0, 0, 1]
+    assert torch.isfinite(TokenTIS()(log_ratios, ids)).all()
+    assert torch.isfinite(SequenceTIS()(log_ratios, ids)).all()
+
+
+def test_ratios_are_bounded_so_that_none_overflows_and_only_masks_give_zero():
+    log_ratios, ids = torch.tensor([-500.0, 500.0]), torch.tensor([0, 1])
+    bounds = [math.exp(-20), math.exp(20)]
+    for correction in (TokenTIS(cap=1e30), SequenceTIS(cap=1e30), MaskedIS(low=0, high=1e30)):
+        assert correction(log_ratios, ids).tolist() == pytest.approx(bounds, rel=1e-6)
+
+
+def test_long_responses_are_not_masked_for_being_long():
+    log_ratios = torch.full((4000,), 0.005)
+    ids = torch.zeros(4000, dtype=torch.int64)
+    assert (GeometricMask(0.99, 1.01)(log_ratios, ids) == 1).all()
+    assert (MaskedIS(0.5, 5.0, level="sequence")(log_ratios, ids) == 0).all()
+
+
+def test_two_responses_of_three_tokens_by_hand():
+    # Ratios 1, 4, 1/2 (product 2, geometric mean 2^(1/3) = 1.26) and 1/2, 1/2, 1 (1/4, 0.63).
+    log_ratios = torch.log(torch.tensor([1.0, 4.0, 0.5, 0.5, 0.5, 1.0], dtype=T))
+    ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    by_hand = [
+        (NoCorrection(), [1, 1, 1, 1, 1, 1]),
+        (TokenTIS(cap=2), [1, 2, 0.5, 0.5, 0.5, 1]),
+        (SequenceTIS(cap=1.5), [1.5, 1.5, 1.5, 0.25, 0.25, 0.25]),
+        (MaskedIS(low=0.6, high=5), [1, 4, 0, 0, 0, 1]),
+        (MaskedIS(low=0.3, high=5, level="sequence"), [2, 2, 2, 0, 0, 0]),
+        (GeometricMask(low=0.9, high=1.3), [1, 1, 1, 0, 0, 0]),
+    ]
+    for correction, expected in by_hand:
+        weights = correction(log_ratios, ids)
+        torch.testing.assert_close(
+            weights, torch.tensor(expected, dtype=T), rtol=1e-12, atol=0, msg=str(correction)
+        )
+
+
+def test_presets_that_hold_the_importance_weight_say_so():
+    assert all(preset.anchors_at_proximal for preset in (TokenTIS, SequenceTIS, MaskedIS))
+    assert not any(preset.anchors_at_proximal for preset in (NoCorrection, GeometricMask))
+
+
+@pytest.mark.parametrize(
+    ("key", "make"),
+    [
+        ("cap", lambda: TokenTIS(cap=0.5)),
+        ("cap", lambda: TokenTIS(cap=math.nan)),
+        ("cap", lambda: SequenceTIS(cap=0)),
+        ("low", lambda: MaskedIS(low=-0.1)),
+        ("low", lambda: MaskedIS(low=1)),
+        ("high", lambda: MaskedIS(high=1)),
+        ("level", lambda: MaskedIS(level="group")),
+        ("low", lambda: GeometricMask(low=1.001)),
+        ("high", lambda: GeometricMask(high=math.nan)),
+    ],
+)
+def test_settings_out_of_range_name_their_key(key, make):
+    with pytest.raises(ValueError, match=rf"^off_policy\.{key}: .* given; allowed: "):
+        make()
+
+
+LOG_RATIOS = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
+
+
+@given(LOG_RATIOS)
+def test_the_summary_is_of_the_raw_ratios(log_ratios):
+    ratios = [math.exp(d) for d in log_ratios]
+    summary = mismatch_summary(np.array(log_ratios), np.minimum(ratios, 2.0))
+    k3 = sum(r - 1 - d for r, d in zip(ratios, log_ratios, strict=True)) / len(ratios)
+    size = sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios)
+    assert summary["mismatch/generator_kl"] == pytest.approx(k3, abs=1e-9)
+    assert summary["mismatch/effective_sample_size"] == pytest.approx(size)
+    assert summary["mismatch/ratio_max"] == pytest.approx(max(ratios))
+    for name, percent in [("p01", 1), ("p50", 50), ("p99", 99)]:
+        quantile = np.percentile(ratios, percent)
+        assert summary[f"mismatch/ratio_{name}"] == pytest.approx(quantile)
+    mass = sum(min(r, 2.0) for r in ratios) / len(ratios)
+    assert summary["off_policy/correction_mass"] == pytest.approx(mass)
+    assert summary["off_policy/masked_fraction"] == 0
+
+
+@given(LOG_RATIOS, st.floats(-5, 5))
+def test_the_effective_sample_size_is_one_only_for_equal_ratios(log_ratios, shift):
+    def size(values):
+        values = np.array(values)
+        return mismatch_summary(values, values)["mismatch/effective_sample_size"]
+
+    assert 1 / len(log_ratios) - 1e-12 <= size(log_ratios) <= 1 + 1e-12
+    assert size([shift] * len(log_ratios)) == pytest.approx(1)
+    if max(log_ratios) - min(log_ratios) > 0.1:
+        assert size(log_ratios) < 1
+
+
+def test_the_summary_by_hand_counts_exactly_zero_as_masked():
+    log_ratios = np.log([1.0, 2.0, 0.5, 4.0]).astype(np.float32)
+    weights = np.array([1.0, 2.0, 0.0, 0.0], dtype=np.float32)
+    summary = mismatch_summary(log_ratios, weights)
+    assert summary["off_policy/masked_fraction"] == 0.5
+    assert summary["off_policy/correction_mass"] == 0.75
+    # Sum 7.5, squares 1 + 4 + 1/4 + 16; mean of rho - 1 is 3.5 / 4, of d is ln(4) / 4.
+    assert summary["mismatch/effective_sample_size"] == pytest.approx(7.5**2 / (4 * 21.25))
+    assert summary["mismatch/generator_kl"] == pytest.approx((3.5 - math.log(4)) / 4, rel=1e-6)
+    assert summary["mismatch/ratio_p50"] == pytest.approx(1.5)
+    assert all(type(value) is float for value in summary.values())
+
+
+def test_the_summary_stays_finite_at_any_ratio():
+    summary = mismatch_summary(np.array([1e4, -1e4, np.inf, -np.inf]), np.ones(4))
+    assert all(math.isfinite(value) for value in summary.values())

@@ -1,0 +1,136 @@
+"""Reward shaping: KL and length against their formulas in plain Python, and by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from grpo_components.objective.kl import ESTIMATORS
+from grpo_components.objective.reward_shaping import RewardShaping, sequence_kl
+
+SHAPE = (2, 3)
+REWARDS = hnp.arrays(np.float64, SHAPE, elements=st.one_of(st.floats(-5, 5), st.just(math.nan)))
+TOKENS = hnp.arrays(np.int64, SHAPE, elements=st.integers(0, 100))
+KL = hnp.arrays(np.float64, SHAPE, elements=st.floats(-5, 50))
+NO_TOKENS = np.zeros(SHAPE, dtype=np.int64)
+
+
+def overlong(tokens, longest, cache):
+    """DAPO, eq. 13, case by case."""
+    if cache == 0 or tokens <= longest - cache:
+        return 0.0
+    if tokens <= longest:
+        return ((longest - cache) - tokens) / cache
+    return -1.0
+
+
+@given(REWARDS, TOKENS, KL, st.floats(0, 2), st.integers(0, 80), st.floats(0, 3))
+def test_every_reward_is_its_formula_and_a_failed_sample_stays_failed(
+    rewards, tokens, kl, kl_coeff, cache, penalty
+):
+    shaped = RewardShaping(kl_coeff, 80, cache, penalty)(rewards, tokens, kl, step=0)
+    assert shaped.dtype == np.float64
+    for index in np.ndindex(SHAPE):
+        expected = rewards[index] - kl_coeff * kl[index]
+        expected += penalty * overlong(int(tokens[index]), 80, cache)
+        assert shaped[index] == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+@given(REWARDS, TOKENS)
+def test_off_changes_nothing_and_needs_no_reference(rewards, tokens):
+    shaping = RewardShaping(kl_coeff=0.0, max_response_tokens=64)
+    assert not shaping.needs_reference
+    np.testing.assert_array_equal(shaping(rewards, tokens, None, step=3), rewards)
+
+
+@given(REWARDS, TOKENS, KL)
+def test_the_given_rewards_are_left_as_they_are(rewards, tokens, kl):
+    before = rewards.copy()
+    RewardShaping(0.5, 80, 40, 1.0)(rewards, tokens, kl, step=0)
+    np.testing.assert_array_equal(rewards, before)
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.floats(0.1, 3))
+def test_a_longer_response_never_loses_less_and_a_full_one_loses_the_whole_penalty(
+    cache, more, penalty
+):
+    longest = cache + more
+    lengths = np.arange(longest + 3, dtype=np.int64)[None]
+    shaping = RewardShaping(0.0, longest, cache, penalty)
+    shaped = shaping(np.zeros(lengths.shape), lengths, None, step=0)[0]
+    assert (np.diff(shaped) <= 0).all()
+    assert (shaped[: longest - cache + 1] == 0).all()
+    assert (shaped[longest:] == -penalty).all()
+
+
+def test_two_groups_of_three_by_hand():
+    # L_max 10, L_cache 4: 6 tokens are free, 8 lose half, 10 lose all of the penalty 0.5.
+    rewards = np.array([[1.0, 1.0, 1.0], [0.0, math.nan, 2.0]])
+    tokens = np.array([[6, 8, 10], [10, 10, 7]])
+    kl = np.array([[0.0, 1.0, 2.0], [-1.0, 5.0, 4.0]])
+    shaped = RewardShaping(0.1, 10, overlong_tokens=4, overlong_penalty=0.5)(rewards, tokens, kl, 0)
+    expected = [[1.0, 0.65, 0.3], [-0.4, math.nan, 1.475]]
+    np.testing.assert_allclose(shaped, expected, rtol=1e-12)
+
+
+def test_the_kl_coefficient_follows_its_schedule():
+    kl_coeff = {"schedule": "linear", "start": 0.2, "end": 0.0, "num_steps": 2}
+    shaping = RewardShaping(kl_coeff, 64)
+    assert shaping.needs_reference
+    rewards, kl = np.zeros(SHAPE), np.ones(SHAPE)
+    losses = [-shaping(rewards, NO_TOKENS, kl, step)[0, 0] for step in range(4)]
+    assert losses == pytest.approx([0.2, 0.1, 0.0, 0.0])
+
+
+def test_a_coefficient_that_rises_from_nothing_needs_the_reference():
+    kl_coeff = {"schedule": "linear", "start": 0.0, "end": 0.1, "num_steps": 5}
+    assert RewardShaping(kl_coeff, 64).needs_reference
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("kl_coeff", -0.1),
+        ("kl_coeff", {"schedule": "linear", "start": 0.1, "end": -0.1, "num_steps": 3}),
+        ("kl_coeff", {"schedule": "linear", "start": 0.1}),
+        ("overlong_tokens", -1),
+        ("overlong_tokens", 65),
+        ("overlong_tokens", 2.5),
+        ("overlong_penalty", -1.0),
+        ("overlong_penalty", math.inf),
+        ("overlong_penalty", math.nan),
+    ],
+)
+def test_settings_out_of_range_name_their_key(key, bad):
+    settings = {"kl_coeff": 0.0, "max_response_tokens": 64} | {key: bad}
+    with pytest.raises(ValueError, match=rf"^reward_shaping\.{key}[.:]"):
+        RewardShaping(**settings)
+
+
+LOGPROBS = st.tuples(st.floats(-4, 0), st.floats(-4, 0))
+RESPONSES = st.lists(st.lists(LOGPROBS, max_size=5), min_size=1, max_size=5)
+FORMULAS = {
+    "k1": lambda own, other: own - other,
+    "k2": lambda own, other: (other - own) ** 2 / 2,
+    "k3": lambda own, other: math.exp(other - own) - (other - own) - 1,
+}
+
+
+@pytest.mark.parametrize("estimator", sorted(FORMULAS))
+@given(responses=RESPONSES)
+def test_kl_of_a_response_is_the_sum_over_its_own_tokens(estimator, responses):
+    tokens = [pair for response in responses for pair in response]
+    own = torch.tensor([pair[0] for pair in tokens], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([pair[1] for pair in tokens], dtype=torch.float64)
+    lengths = [len(response) for response in responses]
+    kl = sequence_kl(own, other, lengths, estimator)
+    expected = [sum(FORMULAS[estimator](*pair) for pair in response) for response in responses]
+    assert kl == pytest.approx(expected, abs=1e-9)
+
+
+def test_every_estimator_can_be_summed():
+    assert set(FORMULAS) == set(ESTIMATORS)
