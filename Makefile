@@ -13,7 +13,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install install-dev tiny-policy demo test lint typecheck format clean
+.PHONY: help install install-dev tiny-policy demo equivalence test lint typecheck format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ help:  ## List the targets
 demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from nothing (about 8 minutes)
 	@echo '$$ tune run async_grpo_full_finetune_distributed --config tiny_async_grpo'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tune run async_grpo_full_finetune_distributed --config tiny_async_grpo
+
+equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
+	@$(BIN)/python -m grpo_components.equivalence
 
 test: lint typecheck  ## Check style and types, run all tests (at most 25 minutes)
 	$(BIN)/pytest

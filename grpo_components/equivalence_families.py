@@ -1,0 +1,104 @@
+"""Small random Hugging Face models of every family that goes to torchtune and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.models.gemma import gemma
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3 import llama3
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.mistral import mistral
+from torchtune.models.phi3 import phi3
+from torchtune.models.qwen2 import qwen2
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_SIZES = {
+    "vocab_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "embed_dim": 128,
+    "intermediate_dim": 192,
+    "max_seq_len": 256,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One way in which a family's weights are laid out."""
+
+    model_type: str
+    """torchtune's name."""
+    hf_model_type: str
+    """Hugging Face's name."""
+    build_model: Callable[[], nn.Module]
+    hf_options: dict[str, Any]
+
+
+def _family(
+    model_type: str,
+    hf_model_type: str,
+    builder: Callable[..., nn.Module],
+    num_kv_heads: int = 2,
+    **hf_options: Any,
+) -> Family:
+    hf_options |= {"num_key_value_heads": num_kv_heads}
+    build_model = partial(builder, **_SIZES, num_kv_heads=num_kv_heads)
+    return Family(model_type, hf_model_type, build_model, hf_options)
+
+
+FAMILIES = {
+    "LLAMA2": _family("LLAMA2", "llama", llama2),
+    "LLAMA3": _family("LLAMA3", "llama", llama3),
+    "LLAMA3_2": _family("LLAMA3_2", "llama", llama3_2, tie_word_embeddings=True),
+    "MISTRAL": _family("MISTRAL", "mistral", mistral),
+    "GEMMA": _family(
+        "GEMMA", "gemma", partial(gemma, head_dim=64), tie_word_embeddings=True, head_dim=64
+    ),
+    "PHI3_MINI": _family("PHI3_MINI", "phi3", phi3, num_kv_heads=4),
+    "PHI4": _family("PHI4", "phi3", phi3),
+    "QWEN2 (tied)": _family(
+        "QWEN2", "qwen2", partial(qwen2, tie_word_embeddings=True), tie_word_embeddings=True
+    ),
+    "QWEN2 (untied)": _family("QWEN2", "qwen2", qwen2),
+}
+"""By a name that says which layout; every family that `hf_converter` knows."""
+
+
+def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
+    """Save a model of random weights as Hugging Face's own class writes it.
+
+    Args:
+        family: decides the class and its config.
+        folder: empty.
+        seed: decides the weights.
+
+    Returns:
+        The folder.
+    """
+    options: dict[str, Any] = {
+        "vocab_size": _SIZES["vocab_size"],
+        "num_hidden_layers": _SIZES["num_layers"],
+        "num_attention_heads": _SIZES["num_heads"],
+        "hidden_size": _SIZES["embed_dim"],
+        "intermediate_size": _SIZES["intermediate_dim"],
+        "max_position_embeddings": _SIZES["max_seq_len"],
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    hf_config = AutoConfig.for_model(family.hf_model_type, **options | family.hf_options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf_config)
+        for parameter in model.parameters():  # norms and biases, too: else two could be swapped
+            nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
