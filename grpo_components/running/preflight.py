@@ -86,10 +86,11 @@ def _check_values_together(v: dict[str, Any]) -> None:
     if v["reward_shaping"]["overlong_tokens"] > v["generator"]["max_response_tokens"]:
         problem = f"{v['reward_shaping']['overlong_tokens']} given"
         fail("reward_shaping.overlong_tokens", problem, "at most generator.max_response_tokens")
-    corrected = not v["off_policy"]["_component_"].endswith(".NoCorrection")
-    if corrected and v["loss"]["_component_"].endswith(".DecoupledPPOLoss"):
+    correction = v["off_policy"]["_component_"].rpartition(".")[2]
+    weighs = correction in ("TokenTIS", "SequenceTIS", "MaskedIS")
+    if weighs and v["loss"]["_component_"].endswith(".DecoupledPPOLoss"):
         problem = f"{v['off_policy']['_component_']} given, and DecoupledPPOLoss weighs by itself"
-        fail("off_policy", problem, "grpo_components.objective.off_policy.NoCorrection")
+        fail("off_policy", problem, "NoCorrection or GeometricMask")
     _check_sampler(v["generator"])
     samples = v["groups_per_step"] * v["group_size"]
     if v["num_trainers"] * v["updates_per_batch"] > samples:
