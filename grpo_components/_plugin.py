@@ -22,7 +22,7 @@ def install() -> None:
         _register_or_warn(sys.modules[_REGISTRY])
     else:
         sys.meta_path.insert(0, _RegistryFinder())
-    if Path(*sys.argv[:1]).name in ("tune", "tiny_policy.py"):
+    if Path(*sys.argv[:1]).name in ("tune", "tiny_policy.py", "equivalence.py"):
         # torchtune needs a torchao older than torch; its kernels, which are then left out, are not
         # used, and these programs would say so at every start.
         logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.msg)
