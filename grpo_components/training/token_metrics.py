@@ -13,13 +13,23 @@ from torch import Tensor
 
 from grpo_components.objective.off_policy import mismatch_summary
 
-# What a loss does not measure (no reference, no clipping) is logged as NaN, under the same key.
+# What is not measured (no reference, no clipping, no token to train) is NaN under the same key.
 ALWAYS_LOGGED = (
+    "loss/total",
     "loss/policy",
     "loss/kl_reference",
+    "ratio/mean",
+    "ratio/max",
     "ratio/clip_fraction",
     "ratio/clip_fraction_low",
     "ratio/clip_fraction_high",
+    "entropy",
+    "grad_norm",
+    "lr",
+    *(f"mismatch/{name}" for name in ("generator_kl", "ratio_p01", "ratio_p50", "ratio_p99")),
+    *(f"mismatch/{name}" for name in ("ratio_max", "effective_sample_size")),
+    "off_policy/masked_fraction",
+    "off_policy/correction_mass",
 )
 
 

@@ -497,6 +497,17 @@ def test_each_token_has_the_temperature_it_was_sampled_with(ranks, base):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_without_a_token_to_train_is_a_skipped_step_with_every_key(ranks, base, num_ranks):
+    cut_off = [make(i, 4, [True] * 6, finish_reason="length") for i in range(4)]
+    calls = [step(cut_off, np.ones(4)), step(RAGGED, ADVANTAGES, 1)]
+    skipped, trained = ranks.run(base, num_ranks, calls, mask_overlong=True)[0]
+    assert skipped.keys() == trained.keys()
+    assert (skipped["policy_version"], skipped["token_versions"]) == (0, {})
+    assert math.isnan(skipped["off_policy/correction_mass"])
+    assert trained["policy_version"] == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_entropy_bonus_raises_the_entropy(ranks, base, num_ranks):
     calls = [step(RAGGED, np.zeros(len(RAGGED)), i) for i in range(2)]
     loss = GRPOLoss(entropy_coeff=0.1)
