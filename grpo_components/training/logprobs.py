@@ -37,8 +37,12 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on a device."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TokenBatch(**{k: v if v is None else v.to(device) for k, v in columns.items()})
+        on_device = {
+            field.name: column.to(device)
+            for field in fields(self)
+            if (column := getattr(self, field.name)) is not None
+        }
+        return TokenBatch(**on_device)
 
 
 def token_batch(
