@@ -13,7 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_components import equivalence_family_rungs as family_rungs
 from grpo_components import equivalence_rungs as rungs
+from grpo_components.equivalence_families import FAMILIES
 from grpo_components.equivalence_rungs import Bench
 from grpo_components.running.quiet import quiet_libraries
 
@@ -97,10 +99,17 @@ RUNGS = (
     ),
     Rung(
         "Hugging Face export, reloaded = what was exported",
-        "every tensor of " + ", ".join(rungs.FAMILIES) + ": Hugging Face's own checkpoint, the "
+        "every tensor of " + ", ".join(FAMILIES) + ": Hugging Face's own checkpoint, the "
         "trainer's copy of it, and the export of a trainer that loaded the copy",
         0.0,
-        rungs.reloaded_is_exported,
+        family_rungs.reloaded_is_exported,
+    ),
+    Rung(
+        "generator logprobs = trainer logprobs, every family",
+        "nats, every sampled token, float32; a random model of each family of the rung above is "
+        "trained for a step and exported, an engine pulls that and samples from it",
+        1e-4,
+        family_rungs.every_family_samples_from_what_it_trained,
     ),
 )
 """The ladder, in the order of the table."""

@@ -13,6 +13,7 @@ from torch import nn
 from torchtune.models.gemma import gemma
 from torchtune.models.llama2 import llama2
 from torchtune.models.llama3 import llama3
+from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.mistral import mistral
 from torchtune.models.phi3 import phi3
@@ -46,27 +47,55 @@ def _family(
     hf_model_type: str,
     builder: Callable[..., nn.Module],
     num_kv_heads: int = 2,
+    rope_theta: float = 10_000.0,
     **hf_options: Any,
 ) -> Family:
-    hf_options |= {"num_key_value_heads": num_kv_heads}
+    # torchtune's builders have these by default, Hugging Face has others.
+    rope = {"rope_type": "default", "rope_theta": rope_theta}
+    defaults = {"rms_norm_eps": 1e-5, "rope_parameters": rope, "num_key_value_heads": num_kv_heads}
     build_model = partial(builder, **_SIZES, num_kv_heads=num_kv_heads)
-    return Family(model_type, hf_model_type, build_model, hf_options)
+    return Family(model_type, hf_model_type, build_model, defaults | hf_options)
+
+
+def _scaled_rope(factor: float) -> dict[str, Any]:
+    """What Llama 3.1 and later have, of which torchtune's builders know the factor."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return {"rope_parameters": rope, "max_position_embeddings": 16384}
 
 
 FAMILIES = {
     "LLAMA2": _family("LLAMA2", "llama", llama2),
-    "LLAMA3": _family("LLAMA3", "llama", llama3),
-    "LLAMA3_2": _family("LLAMA3_2", "llama", llama3_2, tie_word_embeddings=True),
+    "LLAMA3": _family("LLAMA3", "llama", llama3, rope_theta=500_000.0),
+    "LLAMA3 (3.1)": _family("LLAMA3", "llama", llama3_1, **_scaled_rope(8.0)),
+    "LLAMA3_2": _family(
+        "LLAMA3_2", "llama", llama3_2, tie_word_embeddings=True, **_scaled_rope(32.0)
+    ),
     "MISTRAL": _family("MISTRAL", "mistral", mistral),
     "GEMMA": _family(
-        "GEMMA", "gemma", partial(gemma, head_dim=64), tie_word_embeddings=True, head_dim=64
+        "GEMMA",
+        "gemma",
+        partial(gemma, head_dim=64),
+        tie_word_embeddings=True,
+        head_dim=64,
+        rms_norm_eps=1e-6,
     ),
     "PHI3_MINI": _family("PHI3_MINI", "phi3", phi3, num_kv_heads=4),
     "PHI4": _family("PHI4", "phi3", phi3),
     "QWEN2 (tied)": _family(
-        "QWEN2", "qwen2", partial(qwen2, tie_word_embeddings=True), tie_word_embeddings=True
+        "QWEN2",
+        "qwen2",
+        partial(qwen2, tie_word_embeddings=True),
+        tie_word_embeddings=True,
+        rope_theta=1e6,
     ),
-    "QWEN2 (untied)": _family("QWEN2", "qwen2", qwen2),
+    "QWEN2 (untied)": _family("QWEN2", "qwen2", qwen2, rope_theta=1e6),
 }
 """By a name that says which layout; every family that `hf_converter` knows."""
 

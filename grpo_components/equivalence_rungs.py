@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.equivalence_families import FAMILIES, random_checkpoint
 from grpo_components.equivalence_plain_loop import plain_loop
@@ -353,35 +352,4 @@ def pulled_engine_is_fresh_engine(bench: Bench) -> float:
                 if not np.array_equal(a.token_ids, b.token_ids):
                     return math.inf
                 worst = max(worst, float(np.abs(a.logprobs - b.logprobs).max()))
-    return worst
-
-
-def reloaded_is_exported(bench: Bench) -> float:
-    """A Hugging Face model, as a trainer saves it, and as another exports that again."""
-    worst = 0.0
-    for family in FAMILIES.values():
-        base = random_checkpoint(family, bench.folder(), seed=0)
-
-        def arguments(folder: Path, family: Any = family) -> dict[str, Any]:
-            return {
-                "build_model": family.build_model,
-                "build_checkpointer": partial(
-                    FullModelHFCheckpointer,
-                    checkpoint_dir=str(folder),
-                    checkpoint_files=["model.safetensors"],
-                    model_type=family.model_type,
-                    output_dir=str(bench.scratch / "unused"),
-                ),
-                "model_type": family.model_type,
-                "base_model_path": str(folder),
-            }
-
-        save = ("save_checkpoint", str(bench.folder()), 0)
-        ((folder,),) = bench.train([save], **arguments(base))
-        again = [("gather_weights",), ("export_weights", 0)]
-        for weights in (
-            saved_weights(Path(folder)),
-            exported(bench.train(again, **arguments(Path(folder)))),
-        ):
-            worst = max(worst, largest_difference(saved_weights(base), weights))
     return worst

@@ -40,6 +40,7 @@ from grpo_components.running.role_arguments import RoleArguments, role_arguments
 from grpo_components.running.run_log import RunLog
 from grpo_components.running.step_metrics import evaluation_metrics, rollout_metrics
 from grpo_components.running.supervision import exit_code, undisturbed
+from grpo_components.training.skipped_steps import SkippedSteps
 
 # Dotted paths: each role's module is imported in the role's own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -137,6 +138,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             if evaluating:
                 metrics |= await self.evaluate(step)
             await self.log(step, metrics, entries, advantages)
+            self.skips.stepped(step, trained=version > start_version)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
                 folder = str(self.output_dir / "checkpoints")
                 self.run_log.checkpoint(
@@ -321,6 +323,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run_log = RunLog(
             self.output_dir, metric_logger, cfg.log_every_n_steps, cfg.num_steps, attempt=0
         )
+        self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         if moved_to:
             self.run_log.note(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
         self.receipts = Receipts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -24,6 +24,8 @@ class Rule:
     choices: tuple[Any, ...] = ()
     null: bool = False
     schedule: bool = False
+    refused: Mapping[Any, str] = field(default_factory=dict)
+    """Why, of values that one might expect among the choices."""
     default: Any = ABSENT
 
 
@@ -38,6 +40,15 @@ PATH = Rule(str)
 GPU_SHARE = Rule(float, above=0, high=1, default=1.0)
 COMPONENT: Schema = {"_component_": PATH}
 MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2")
+REFUSED_MODEL_TYPES = {
+    "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state in place of its "
+    "logits, so that trainer and generator would be two policies",
+    "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",
+    "CLIP_TEXT": "it is an encoder, and generates no text",
+    "T5_ENCODER": "it is an encoder, and generates no text",
+    "REWARD": "it gives scores, and generates no text",
+}
+MODEL_TYPE = Rule(str, choices=MODEL_TYPES, refused=REFUSED_MODEL_TYPES)
 DATASET: Schema = {
     "_component_": PATH,
     "source": PATH,
@@ -60,7 +71,7 @@ SCHEMA: Schema = {
     "log_level": Rule(str, choices=("DEBUG", "INFO", "WARNING", "ERROR")),
     "model": COMPONENT,
     "tokenizer": {"_component_": PATH, "path": PATH, "merges_file": PATH},
-    "checkpointer": {"_component_": PATH, "model_type": Rule(str, choices=MODEL_TYPES)},
+    "checkpointer": {"_component_": PATH, "model_type": MODEL_TYPE},
     "resume_from_checkpoint": Rule(bool, choices=(False,)),  # resume is not built yet
     "dataset": DATASET,
     "eval_dataset": DATASET,
@@ -128,7 +139,16 @@ SCHEMA: Schema = {
     "metric_logger": COMPONENT,
     "log_every_n_steps": COUNT,
     "log_peak_memory_stats": FLAG,
-    "profiler": {"_component_": PATH, "enabled": Rule(bool, choices=(False,))},  # nor is this
+    "profiler": {
+        "_component_": PATH,
+        "enabled": FLAG,
+        "wait_steps": Rule(int, low=0, null=True),
+        "warmup_steps": Rule(int, low=0, null=True),
+        "active_steps": Rule(int, low=1, null=True),
+        "num_cycles": Rule(int, low=0, null=True),
+    },
+    "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
+    "packing": Rule(bool, default=False),
     "reward_workers": Rule(int, low=1, default=1),
     "rollouts_logged_per_step": Rule(int, low=0, default=1),
     "logprob_chunk_tokens": Rule(int, low=1, default=1024),
@@ -187,7 +207,9 @@ def _read_value(rule: Rule, given: Any, key: str) -> Any:
                 fail(f"{key}.{name}", f"{shown(value)} given", _allowed(rule))
         return given
     if not _fits(rule, given):
-        fail(key, "missing" if given is ABSENT else f"{shown(given)} given", _allowed(rule))
+        problem = "missing" if given is ABSENT else f"{shown(given)} given"
+        why = rule.refused.get(given) if isinstance(given, str) else None
+        fail(key, f"{problem}, but {why}" if why else problem, _allowed(rule))
     return float(given) if rule.kind is float and given is not None else given
 
 

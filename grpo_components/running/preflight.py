@@ -21,6 +21,8 @@ from torchtune.training import FormattedCheckpointFiles
 
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.running.config_schema import (
+    MODEL_TYPES,
+    REFUSED_MODEL_TYPES,
     REWARD_KEYS,
     SCHEMA,
     TRUNCATION,
@@ -63,6 +65,10 @@ def check(cfg: DictConfig) -> DictConfig:
     values = read_section(SCHEMA, given, "")
     if values["generator"]["enforce_eager"] is None:
         values["generator"]["enforce_eager"] = values["device"] == "cpu"
+    if values["profiler"]["enabled"]:
+        own = {"output_dir": f"{values['output_dir']}/profile", "xpu": False}
+        own["cuda"] = values["device"] == "cuda"
+        values["profiler"] = own | values["profiler"]
     _check_values_together(values)
     if values["device"] == "cuda":
         _check_gpus(values)
@@ -92,6 +98,9 @@ def _check_values_together(v: dict[str, Any]) -> None:
         problem = f"{v['off_policy']['_component_']} given, and DecoupledPPOLoss weighs by itself"
         fail("off_policy", problem, "NoCorrection or GeometricMask")
     _check_sampler(v["generator"])
+    if v["packing"] and v["device"] == "cpu":
+        problem = "true given with device: cpu, where flex attention has no backward"
+        fail("packing", problem, "false, or device: cuda")
     samples = v["groups_per_step"] * v["group_size"]
     if v["num_trainers"] * v["updates_per_batch"] > samples:
         problem = f"{v['num_trainers']} given, and a step has {samples} samples"
@@ -183,7 +192,17 @@ def _check_files(v: dict[str, Any]) -> None:
     for key, file in files:
         if not file.is_file():
             fail(key, f"no file {file}", "an existing file")
-    known = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
+    hf_config = json.loads((base / "config.json").read_text())
+    kind = {"gemma2": "GEMMA2"}.get(hf_config.get("model_type"))
+    if "vision_config" in hf_config or "audio_config" in hf_config:
+        kind = "LLAMA3_VISION"  # or another multimodal one, for the same reason
+    if kind is not None:
+        problem = f"{base} is a {hf_config.get('model_type')} model; {REFUSED_MODEL_TYPES[kind]}"
+        fail("base_model_path", problem, f"a model of {', '.join(MODEL_TYPES)}")
+    known = hf_config.get("max_position_embeddings")
+    if known is not None and v["packing"] and v["tokens_per_micro_batch"] > known // 128 * 128:
+        problem = f"{v['tokens_per_micro_batch']} given with packing: true, for rows of that many"
+        fail("tokens_per_micro_batch", problem, f"at most the model's {known // 128 * 128}")
     prompt = v["dataset"].get("max_prompt_tokens") or 1
     response = v["generator"]["max_response_tokens"]
     if known is not None and prompt + response > known:

@@ -16,6 +16,7 @@ from grpo_components.rollout.reward_pool import reward_specs
 from grpo_components.running.building import split_learning_rate
 from grpo_components.running.cluster import engine_environment
 from grpo_components.running.config_schema import TRUNCATION
+from grpo_components.training.skipped_steps import skipped_folder
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def role_arguments(
         "build_model": partial(config.instantiate, cfg.model),
         "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+        "packing": cfg.packing,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
     }
 
@@ -93,6 +95,10 @@ def role_arguments(
         "enable_activation_checkpointing": cfg.enable_activation_checkpointing,
         "compile_model": cfg.compile,
         "log_peak_memory_stats": cfg.log_peak_memory_stats,
+        "build_profiler": partial(config.instantiate, cfg.profiler)
+        if cfg.profiler.enabled
+        else None,
+        "skipped_folder": str(skipped_folder(cfg.output_dir)),
         "collective_timeout_s": cfg.timeouts.collective_s,
         "num_gpus": gpus("trainer"),
     }

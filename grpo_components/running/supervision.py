@@ -13,6 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grpo_components.objective.dynamic_sampling import StarvedError
+from grpo_components.training.skipped_steps import SkippedStepsError
+
+_TOLD_WITHOUT_TRACEBACK = (StarvedError, SkippedStepsError, TimeoutError, OSError)
+"""Ends of a run that are no bug, besides a role's failure."""
 
 
 class RoleFailedError(RuntimeError):
@@ -75,7 +79,7 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         return 143 if terminated else 130
     except Exception as error:  # the end of the run: whatever it was, say it
         cause = root_cause(error)
-        if not isinstance(cause, RoleFailedError | StarvedError | TimeoutError | OSError):
+        if not isinstance(cause, (RoleFailedError, *_TOLD_WITHOUT_TRACEBACK)):
             traceback.print_exception(cause)  # a bug, maybe in a forked recipe: show the place
         sys.stderr.write(f"error: {str(cause) or type(cause).__name__}\n")
         return 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import numpy as np
@@ -13,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_components.training.packing import document_mask, row_layout
 from grpo_components.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Right-padded sequences and the flat positions whose next token is wanted."""
+    """Sequences, right-padded or packed, and the flat positions whose next token is wanted."""
 
     tokens: Tensor
     """[B, T] int64; padding lies to the right, where causal attention cannot see it."""
@@ -28,43 +30,63 @@ class TokenBatch:
     """[N] int64 token ids."""
     temperatures: Tensor
     """[N] float32: what each token's logits are divided by, as the generator's were."""
+    input_pos: Tensor | None = None
+    """[1, T] int64 where B sequences are packed into one row: each token's place in its own."""
+    sequence_numbers: Tensor | None = None
+    """[1, T] int64, there: which sequence each token belongs to."""
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on a device."""
-        return TokenBatch(
-            self.tokens.to(device),
-            self.positions.to(device),
-            self.targets.to(device),
-            self.temperatures.to(device),
-        )
+        on_device = {
+            field.name: column.to(device)
+            for field in fields(self)
+            if (column := getattr(self, field.name)) is not None
+        }
+        return TokenBatch(**on_device)
 
 
 def token_batch(
-    trajectories: Sequence[Trajectory], masks: Sequence[NDArray[np.bool_]] | None = None
+    trajectories: Sequence[Trajectory],
+    masks: Sequence[NDArray[np.bool_]] | None = None,
+    *,
+    packed_width: int | None = None,
 ) -> TokenBatch:
     """Lay trajectories out for one forward pass.
 
     Args:
         trajectories: B records.
         masks: [R] bool for each: the response tokens wanted; None wants all of them.
+        packed_width: packs them into one row of this width, or of their own if that is more; None
+            gives each a row.
 
     Returns:
         The batch; positions run through the trajectories in order.
     """
     lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
-    width = max(lengths)
-    tokens = torch.zeros(len(trajectories), width, dtype=torch.int64)
+    if packed_width is None:
+        shape = (len(trajectories), max(lengths))
+        starts = [number * shape[1] for number in range(len(trajectories))]
+        layout: dict[str, Tensor] = {}
+    else:
+        shape = (1, max(packed_width, sum(lengths)))
+        starts = [0, *itertools.accumulate(lengths)]
+        input_pos, numbers = row_layout(lengths, shape[1])
+        layout = {"input_pos": input_pos, "sequence_numbers": numbers}
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    flat = tokens.view(-1)
     positions, targets, temperatures = [], [], []
-    for row, t in enumerate(trajectories):
+    for number, t in enumerate(trajectories):
         prompt, response = torch.tensor(t.prompt_ids), torch.tensor(t.response_ids)
-        tokens[row, : lengths[row]] = torch.cat([prompt, response])
+        start = starts[number]
+        flat[start : start + lengths[number]] = torch.cat([prompt, response])
         wanted = torch.arange(len(response))
         if masks is not None:
-            wanted = wanted[torch.tensor(masks[row])]
-        positions.append(row * width + len(prompt) - 1 + wanted)
+            wanted = wanted[torch.tensor(masks[number])]
+        positions.append(start + len(prompt) - 1 + wanted)
         targets.append(response[wanted])
         temperatures.append(torch.full((len(wanted),), t.temperature))
-    return TokenBatch(tokens, torch.cat(positions), torch.cat(targets), torch.cat(temperatures))
+    columns = (torch.cat(column) for column in (positions, targets, temperatures))
+    return TokenBatch(tokens, *columns, **layout)
 
 
 class ResponseLogprobs:
@@ -97,8 +119,12 @@ class ResponseLogprobs:
             Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
         """
         self._batch = batch
+        attention: dict[str, Any] = {}
+        if batch.sequence_numbers is not None:
+            mask = document_mask(batch.sequence_numbers)
+            attention = {"mask": mask, "input_pos": batch.input_pos}
         try:
-            return self._model(batch.tokens)
+            return self._model(batch.tokens, **attention)
         finally:
             self._batch = None
 

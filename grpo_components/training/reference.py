@@ -13,6 +13,7 @@ from grpo_components.objective.reward_shaping import sequence_kl
 from grpo_components.training.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.micro_batches import plan_micro_batches
 from grpo_components.training.model import load_whole_model
+from grpo_components.training.packing import row_width
 from grpo_components.trajectory import PackedTrajectories, pack, unpack
 
 
@@ -27,6 +28,7 @@ class Reference:
         kl_estimator: k1, k2 or k3, of the divergence that is reported.
         tokens_per_micro_batch: padded tokens in one forward pass.
         logprob_chunk_tokens: positions projected at a time.
+        packing: sequences of a micro-batch share one row, for flex attention.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class Reference:
         kl_estimator: str,
         tokens_per_micro_batch: int,
         logprob_chunk_tokens: int,
+        packing: bool,
     ) -> None:
         self._device = torch.device(device)
         model = load_whole_model(build_model, build_checkpointer, self._device, dtype)
         self._logprobs = ResponseLogprobs(model, chunk_tokens=logprob_chunk_tokens)
         self._kl_estimator, self._token_budget = kl_estimator, tokens_per_micro_batch
+        self._packed_width = row_width(tokens_per_micro_batch) if packing else None
 
     @torch.no_grad()
     def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
@@ -58,9 +62,11 @@ class Reference:
         """
         trajectories = unpack(group)
         lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
-        for indices in plan_micro_batches(lengths, 1, self._token_budget)[0]:
+        packed = self._packed_width is not None
+        (plan,) = plan_micro_batches(lengths, lengths, 1, self._token_budget, packed=packed)
+        for indices in plan:
             members = [trajectories[i] for i in indices]
-            batch = token_batch(members).to(self._device)
+            batch = token_batch(members, packed_width=self._packed_width).to(self._device)
             flat = self._logprobs(batch)[0].cpu()
             parts = flat.split([len(t.response_ids) for t in members])
             for trajectory, logprobs in zip(members, parts, strict=True):

@@ -91,3 +91,8 @@ def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [update[key] for update in measured if key in update]
         metrics[key] = max(values) if key.endswith("max") else sum(values) / len(values)
     return metrics
+
+
+def is_usable(update: Mapping[str, float]) -> bool:
+    """Whether an update has a finite loss and gradient; one without any token has none."""
+    return all(math.isfinite(update.get(key, math.nan)) for key in ("loss/total", "grad_norm"))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -36,27 +34,15 @@ from grpo_components.training.checkpoint import save_hf_checkpoint
 from grpo_components.training.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.micro_batches import plan_micro_batches
 from grpo_components.training.model import DTYPES, load_sharded_model
-from grpo_components.training.token_metrics import TokenMetrics, over_updates
+from grpo_components.training.packing import row_width
+from grpo_components.training.profiling import StepProfiler
+from grpo_components.training.resource_use import ResourceUse
+from grpo_components.training.sample import Sample
+from grpo_components.training.skipped_steps import dump_batch
+from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
-
-
-@dataclass
-class _Sample:
-    """One response of the batch, and what the step adds to its record."""
-
-    trajectory: Trajectory
-    mask: NDArray[np.bool_]
-    """[R] the tokens that are trained."""
-    loss_weight: float = 0.0
-    """Of each token's loss, in the update that is being made."""
-    proximal_logprobs: NDArray[np.float32] | None = None
-    """[number of trained tokens] of the policy that the step started from."""
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.mask.sum())
 
 
 class Trainer:
@@ -85,12 +71,15 @@ class Trainer:
         base_model_path: folder of the base model.
         ppo_epochs: passes over each batch.
         updates_per_batch: optimizer updates in one pass.
-        tokens_per_micro_batch: padded tokens in one forward pass.
+        tokens_per_micro_batch: tokens in one forward pass, with padding.
+        packing: sequences of a micro-batch share one row, for flex attention.
         logprob_chunk_tokens: positions projected at a time.
         clip_grad_norm: largest norm of the gradient; None does not clip.
         enable_activation_checkpointing: recompute layers in backward.
         compile_model: compile each layer with torch.compile.
         log_peak_memory_stats: measure this process's largest memory so far, in GiB.
+        build_profiler: makes torchtune's profiler and its settings; None profiles nothing.
+        skipped_folder: gets the batches of skipped steps.
         collective_timeout_s: a collective that waits longer raises.
     """
 
@@ -118,11 +107,14 @@ class Trainer:
         ppo_epochs: int,
         updates_per_batch: int,
         tokens_per_micro_batch: int,
+        packing: bool,
         logprob_chunk_tokens: int,
         clip_grad_norm: float | None,
         enable_activation_checkpointing: bool,
         compile_model: bool,
         log_peak_memory_stats: bool,
+        build_profiler: Callable[[], tuple[Any, Any]] | None,
+        skipped_folder: str,
         collective_timeout_s: float,
     ) -> None:
         self.policy_version = 0
@@ -162,9 +154,12 @@ class Trainer:
         self._to_hf = hf_converter(model_type, self._base_model_path)
         self._weights_dtype = DTYPES[dtype]
         self._gathered: dict[int, list[tuple[str, Tensor]]] = {}
-        self._log_peak_memory_stats = log_peak_memory_stats
+        self._use = ResourceUse(self._model, self._device, dtype, num_ranks, log_peak_memory_stats)
+        self._profiler = StepProfiler(build_profiler)
+        self._skipped_folder = Path(skipped_folder)
         self._ppo_epochs, self._updates_per_batch = ppo_epochs, updates_per_batch
         self._tokens_per_micro_batch = tokens_per_micro_batch
+        self._packed_width = row_width(tokens_per_micro_batch) if packing else None
         self._max_grad_norm = math.inf if clip_grad_norm is None else clip_grad_norm
 
     def train_step(
@@ -180,7 +175,7 @@ class Trainer:
         Returns:
             The step's metrics over the global batch (the same on every rank), `token_versions` (how
             many tokens of which policy version were trained), and the new `policy_version`; it
-            stays where no update had a finite gradient.
+            stays where no update had a finite loss and gradient: a skipped step.
         """
         started = time.perf_counter()
         self._step = step
@@ -190,7 +185,7 @@ class Trainer:
         samples = []
         for trajectory, advantage in zip(unpack(batch), advantages.tolist(), strict=True):
             trajectory.advantage = advantage
-            samples.append(_Sample(trajectory, self._trained_tokens(trajectory)))
+            samples.append(Sample(trajectory, self._trained_tokens(trajectory)))
         parts = [
             [sample for sample in (samples[i] for i in indices) if sample.mask.any()]
             for indices in np.array_split(np.arange(len(samples)), self._updates_per_batch)
@@ -206,20 +201,26 @@ class Trainer:
                 first = epoch == 0 and (number == 0 or start_known)
                 updates.append(self._update(part, with_mismatch=first))
         versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
-        if any(math.isfinite(update.get("grad_norm", math.nan)) for update in updates):
-            self.policy_version += 1  # a batch whose gradients were all unusable trained nothing
+        trained = any(is_usable(update) for update in updates)
+        if trained:
+            self.policy_version += 1
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
-        metrics: dict[str, Any] = over_updates(updates)
-        if self._log_peak_memory_stats:
-            metrics["memory/trainer_peak_gib"] = peak_memory_gib(self._device)
-        return {
-            **metrics,
+        seconds = time.perf_counter() - started
+        sequences = [(s.num_all_tokens, s.num_tokens) for part in parts for s in part]
+        metrics: dict[str, Any] = {
+            **over_updates(updates),
+            **self._use.metrics(sequences, self._ppo_epochs, start_known, seconds),
             "policy_version": self.policy_version,
+            "skipped_steps": step + 1 - self.policy_version,  # each of the others made a version
             "token_versions": dict(Counter(versions.tolist())),
             "trained_tokens": float(len(versions)),
-            "time/train": time.perf_counter() - started,
+            "time/train": seconds,
         }
+        if not trained and self._rank == 0:
+            dump_batch(self._skipped_folder, step + 1, batch, advantages, metrics)
+        self._profiler.step()
+        return metrics
 
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
         """[R] which response tokens are trained: sampled by the policy, and none of the masked."""
@@ -227,19 +228,23 @@ class Trainer:
         fresh = trajectory.token_versions >= self.policy_version - self._max_staleness
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
-    def _plan(self, samples: list[_Sample]) -> list[list[int]]:
-        lengths = [len(s.trajectory.prompt_ids) + len(s.trajectory.response_ids) for s in samples]
-        return plan_micro_batches(lengths, self._num_ranks, self._tokens_per_micro_batch)[
+    def _plan(self, samples: list[Sample]) -> list[list[int]]:
+        lengths = [sample.num_all_tokens for sample in samples]
+        costs = [self._use.flops.forward(length) for length in lengths]
+        packed = self._packed_width is not None
+        budget = self._tokens_per_micro_batch
+        return plan_micro_batches(lengths, costs, self._num_ranks, budget, packed=packed)[
             self._rank
         ]
 
-    def _forward(self, members: list[_Sample]) -> tuple[Tensor, Tensor]:
+    def _forward(self, members: list[Sample]) -> tuple[Tensor, Tensor]:
         masks = [sample.mask for sample in members]
-        batch = token_batch([sample.trajectory for sample in members], masks)
+        trajectories = [sample.trajectory for sample in members]
+        batch = token_batch(trajectories, masks, packed_width=self._packed_width)
         return self._logprobs(batch.to(self._device))
 
     @torch.no_grad()
-    def _fill_proximal_logprobs(self, samples: list[_Sample]) -> None:
+    def _fill_proximal_logprobs(self, samples: list[Sample]) -> None:
         """Logprobs of the policy that the step starts from, where later updates need them."""
         for indices in self._plan(samples) if samples else []:
             members = [samples[i] for i in indices] or samples[:1]  # in step with other ranks
@@ -247,7 +252,7 @@ class Trainer:
             for sample, values in zip(members, logprobs, strict=True):
                 sample.proximal_logprobs = values.numpy()
 
-    def _update(self, samples: list[_Sample], with_mismatch: bool) -> dict[str, float]:
+    def _update(self, samples: list[Sample], with_mismatch: bool) -> dict[str, float]:
         """One optimizer update on the aggregated loss of the given global part of the batch."""
         if not samples:  # the same on every rank
             return {}
@@ -269,16 +274,13 @@ class Trainer:
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        if torch.isfinite(grad_norm):  # the same number on every rank
+        metrics = {**measured.over_ranks(total_tokens), "grad_norm": float(grad_norm)}
+        if is_usable(metrics):  # the same numbers on every rank
             self._optimizer.step()
-        return {
-            **measured.over_ranks(total_tokens),
-            "grad_norm": float(grad_norm),
-            "lr": float(learning_rate),
-        }
+        return {**metrics, "lr": float(learning_rate)}
 
     def _weighted_losses(
-        self, members: list[_Sample], measured: TokenMetrics, with_mismatch: bool
+        self, members: list[Sample], measured: TokenMetrics, with_mismatch: bool
     ) -> Tensor:
         """Token losses [N] of one micro-batch, each times its response's weight."""
         trainer_logprobs, entropy = self._forward(members)
@@ -380,12 +382,6 @@ class Trainer:
         return str(save_hf_checkpoint(state_dict, self._base_model_path, Path(checkpoints), step))
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Write the traces of an unfinished profile, and leave the process group."""
+        self._profiler.close()
         dist.destroy_process_group()
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The largest memory of this process so far: on a GPU its tensors', on a CPU all of it."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

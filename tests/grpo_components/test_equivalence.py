@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_components import equivalence, equivalence_rungs
+from grpo_components import equivalence, equivalence_family_rungs, equivalence_rungs
 from grpo_components.equivalence import RUNGS, Result, Rung
-from grpo_components.equivalence_rungs import FAMILIES, Bench, largest_difference, ragged_batch
+from grpo_components.equivalence_families import FAMILIES
+from grpo_components.equivalence_rungs import Bench, largest_difference, ragged_batch
 from grpo_components.running.config_schema import MODEL_TYPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
@@ -19,6 +20,7 @@ SLOW = {  # they start Ray or vLLM
     equivalence_rungs.synchronous_runs_are_identical,
     equivalence_rungs.generator_is_trainer,
     equivalence_rungs.pulled_engine_is_fresh_engine,
+    equivalence_family_rungs.every_family_samples_from_what_it_trained,
 }
 
 

@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_components.training.skipped_steps import load_batch
+from grpo_components.trajectory import batch_hash
+
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "async_grpo_full_finetune_distributed"
 
@@ -242,6 +245,38 @@ def test_every_part_of_the_objective_at_once(tune):
     assert all(record["mismatch/ratio_p50"] == pytest.approx(1, abs=0.05) for record in steps)
     receipts = [r for r in records(output_dir / "receipts.jsonl") if r["record"] == "step"]
     assert sum(record["groups"]["filtered"]["count"] for record in receipts) > 0
+    code, table = audit(output_dir)
+    assert code == 0, table
+
+
+@pytest.mark.slow
+def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_path):
+    """And its profiler has traced the one step that it was told to."""
+    (tmp_path / "my_losses.py").write_text(
+        "class Nothing:\n"
+        "    def __call__(self, inputs):\n"
+        "        return inputs.trainer_logprobs * float('nan'), {}\n"
+    )
+    process, output_dir = tune(
+        *SHORT,
+        *("loss._component_=my_losses.Nothing", "~loss.clip_low", "~loss.clip_high"),
+        *("~loss.kl_coeff", "max_skipped_steps=2", "profiler.enabled=true"),
+        *(f"profiler.{key}={n}" for key, n in (("wait_steps", 0), ("warmup_steps", 0))),
+        *(f"profiler.{key}=1" for key in ("active_steps", "num_cycles")),
+    )
+    returncode, output = finish(process, timeout_s=200)
+    assert returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith("error: max_skipped_steps: 2 given, and the 2 steps 1 to 2 in a row")
+    assert last.endswith(str(output_dir / "skipped")) and "Traceback" not in output
+    steps = metrics(output_dir)[1:]
+    assert [record["skipped_steps"] for record in steps] == [1, 2]
+    assert [record["policy_version"] for record in steps] == [0, 0]
+    hashes = [r["batch_hash"] for r in records(output_dir / "receipts.jsonl") if "batch_hash" in r]
+    for number, expected in enumerate(hashes, start=1):
+        batch, advantages, _ = load_batch(output_dir / "skipped" / f"step_{number}")
+        assert batch_hash(batch) == expected and len(advantages) == len(batch["group_id"])
+    assert list((output_dir / "profile").glob("iteration_*/*.pt.trace.json.gz"))
     code, table = audit(output_dir)
     assert code == 0, table
 

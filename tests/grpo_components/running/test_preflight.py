@@ -110,7 +110,10 @@ def test_a_key_that_is_left_out_has_a_default_or_is_named(cfg, key):
         ("shuffle=yes please", "shuffle: 'yes please' given", "true | false"),
         ("output_dir=''", "output_dir: '' given", "text"),
         ("resume_from_checkpoint=true", "resume_from_checkpoint: true given", "false"),
-        ("profiler.enabled=true", "profiler.enabled: true given", "false"),
+        ("profiler.enabled=1", "profiler.enabled: 1 given", "true | false"),
+        ("profiler.active_steps=0", "profiler.active_steps: 0 given", "at least 1"),
+        ("packing=true", "packing: true given with device: cpu", "device: cuda"),
+        ("max_skipped_steps=0", "max_skipped_steps: 0 given", "at least 1"),
         ("optimizer.lr=0", "optimizer.lr: 0 given", "a number above 0"),
         ("optimizer.lr=.nan", "optimizer.lr: nan given", "a number above 0"),
         ("optimizer.lr=.inf", "optimizer.lr: inf given", "a number above 0"),
@@ -124,8 +127,17 @@ def test_a_key_that_is_left_out_has_a_default_or_is_named(cfg, key):
         ("timeouts.reward_s=0", "timeouts.reward_s: 0 given", "a number above 0"),
         ("clip_grad_norm=0", "clip_grad_norm: 0 given", "a number above 0 or null"),
         ("gpus_per_trainer=2", "gpus_per_trainer: 2 given", "above 0 and at most 1"),
-        ("checkpointer.model_type=GEMMA2", "checkpointer.model_type: 'GEMMA2'", "| QWEN2"),
-        ("checkpointer.model_type=LLAMA3_VISION", "checkpointer.model_type: ", "LLAMA2 | LLAMA3"),
+        (
+            "checkpointer.model_type=GEMMA2",
+            "checkpointer.model_type: 'GEMMA2' given, but torchtune 0.6.1 swaps Gemma 2's norms",
+            "| QWEN2",
+        ),
+        (
+            "checkpointer.model_type=LLAMA3_VISION",
+            "checkpointer.model_type: 'LLAMA3_VISION' given, but it is multimodal",
+            "LLAMA2 | LLAMA3",
+        ),
+        ("checkpointer.model_type=QWEN3", "checkpointer.model_type: 'QWEN3' given;", "| QWEN2"),
         ("dataset.num_rows=0", "dataset.num_rows: 0 given", "at least 1 or null"),
         ("rewards=null", "rewards: null given", "one `_component_` or more"),
         ("rewards.correctness.weight=.nan", "rewards.correctness.weight: nan", "a number"),
@@ -504,3 +516,39 @@ def test_checking_imports_neither_ray_nor_vllm(cfg, tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "why"),
+    [
+        ({"model_type": "gemma2"}, "is a gemma2 model; torchtune 0.6.1 swaps Gemma 2's norms"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "is a qwen2_5_vl model; it is multimo"),
+    ],
+)
+def test_a_base_model_that_cannot_be_trained_is_told_by_its_own_config(cfg, hf_config, why):
+    (Path(cfg.base_model_path) / "config.json").write_text(json.dumps(hf_config))
+    message = refusal(cfg)
+    assert message.startswith(f"base_model_path: {cfg.base_model_path} {why}")
+    assert message.endswith("PHI4, QWEN2")
+
+
+def test_an_enabled_profiler_traces_into_the_folder_of_the_run(cfg):
+    assert "output_dir" not in preflight.check(cfg).profiler
+    cfg.profiler.enabled = True
+    checked = preflight.check(cfg).profiler
+    assert checked.output_dir == f"{cfg.output_dir}/profile"
+    assert (checked.cuda, checked.xpu) == (False, False)
+    cfg.profiler.output_dir = "/elsewhere"
+    assert preflight.check(cfg).profiler.output_dir == "/elsewhere"
+    message = refusal(cfg, "profiler.steps=3")
+    assert message.startswith("profiler.steps: unknown argument")
+
+
+def test_packed_rows_must_fit_the_models_positions(cfg, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    packing = ("device=cuda", "packing=true")
+    assert preflight.check(changed(cfg, *packing, "tokens_per_micro_batch=512")).packing
+    message = refusal(cfg, *packing, "tokens_per_micro_batch=513")
+    assert message.startswith("tokens_per_micro_batch: 513 given with packing: true")
+    assert message.endswith("at most the model's 512")

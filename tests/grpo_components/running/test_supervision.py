@@ -13,6 +13,7 @@ from grpo_components.running.supervision import (
     root_cause,
     undisturbed,
 )
+from grpo_components.training.skipped_steps import SkippedStepsError
 
 DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log")
 
@@ -81,6 +82,7 @@ def test_the_line_of_a_wrong_config_has_all_of_the_message(capsys):
         ),
         (TimeoutError("no batch within 600 s"), "error: no batch within 600 s\n"),
         (TimeoutError(), "error: TimeoutError\n"),
+        (SkippedStepsError("max_skipped_steps: 2"), "error: max_skipped_steps: 2\n"),
         (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device\n"),
     ],
 )

@@ -4,6 +4,7 @@ Rank processes stay alive over the tests of this file and build a fresh Trainer 
 Updates are by SGD, whose steps are the gradients: Adam would blow round-off up to whole steps.
 """
 
+import gzip
 import json
 import math
 import multiprocessing
@@ -18,14 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
-from torchtune.training import FullModelHFCheckpointer
+from torchtune.training import FullModelHFCheckpointer, setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes, unpack_bucket
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
 from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, LossInputs
 from grpo_components.objective.off_policy import MaskedIS, NoCorrection, TokenTIS, mismatch_summary
 from grpo_components.objective.schedules import Schedule
-from grpo_components.trajectory import Trajectory, pack
+from grpo_components.training.skipped_steps import load_batch
+from grpo_components.trajectory import Trajectory, batch_hash, pack
 
 VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
@@ -56,6 +58,15 @@ class SquaredLogprobs:
         return inputs.advantages * gap**2, {}
 
 
+class HalfBlind:
+    """A loss whose value is no number in one response, and whose gradient is."""
+
+    def __call__(self, inputs):
+        losses = -inputs.trainer_logprobs * inputs.advantages
+        unknown = torch.where(inputs.advantages == 0.5, math.nan, 0.0)
+        return losses + unknown, {}
+
+
 def serve(connection):
     """One rank: build the Trainer that is described, make the calls, send what they returned."""
     from grpo_components.training.trainer import Trainer
@@ -63,8 +74,8 @@ def serve(connection):
     torch.set_num_threads(1)
     while (job := connection.recv()) is not None:
         arguments, calls = job
-        if arguments["loss"] == "SquaredLogprobs":
-            arguments["loss"] = SquaredLogprobs()
+        if isinstance(arguments["loss"], str):  # the pickle would name this module
+            arguments["loss"] = globals()[arguments["loss"]]()
         trainer = None
         try:
             trainer = Trainer(**arguments)
@@ -127,11 +138,14 @@ class Ranks:
                 "ppo_epochs": 1,
                 "updates_per_batch": 1,
                 "tokens_per_micro_batch": WHOLE,
+                "packing": False,
                 "logprob_chunk_tokens": 7,
                 "clip_grad_norm": None,
                 "enable_activation_checkpointing": False,
                 "compile_model": False,
                 "log_peak_memory_stats": False,
+                "build_profiler": None,
+                "skipped_folder": f"{folder}/skipped",
                 "collective_timeout_s": 60,
             }
             assert not changes.keys() - arguments.keys()
@@ -276,6 +290,7 @@ def expected_update(
         "token_versions": {0: len(losses)},
         "lr": LEARNING_RATE,
         "policy_version": 1,
+        "skipped_steps": 0,
         "trained_tokens": float(len(losses)),
     }
     to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
@@ -352,6 +367,24 @@ def test_a_step_is_the_plain_update_whatever_the_ranks_and_micro_batches(
     for measured, *_ in results:
         assert_metrics_close(measured, metrics)
         assert untimed(measured) == untimed(results[0][0]), "the same on every rank"
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("budget", [200, SMALL])
+def test_packed_rows_make_the_same_update(ranks, base, num_ranks, budget):
+    """On a CPU through a dense mask, which flex attention's is tested to be."""
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    long = partial(build_model, max_seq_len=256)  # a row is one sequence to torchtune
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(RAGGED, ADVANTAGES), *export(1)],
+        tokens_per_micro_batch=budget,
+        packing=True,
+        build_model=long,
+    )
+    assert_metrics_close(results[0][0], metrics)
     assert_weights_close(exported(results, 2), weights)
 
 
@@ -525,7 +558,7 @@ def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(
     ranks, base, num_ranks, bad
 ):
     spoiled = ADVANTAGES.copy()
-    spoiled[-1] = bad  # on the last rank only
+    spoiled[-1] = bad  # on one rank only
     adam = partial(torch.optim.AdamW, lr=1e-2)
     results = ranks.run(
         base,
@@ -544,6 +577,41 @@ def test_a_gradient_that_is_not_finite_trains_nothing_and_spoils_nothing(
         base, num_ranks, [step(RAGGED, ADVANTAGES), *export(1)], build_optimizer=adam
     )
     assert_weights_equal(exported(results, 5), exported(undisturbed, 2))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_skipped_step_is_counted_and_its_batch_is_kept(ranks, base, tmp_path, num_ranks):
+    spoiled = ADVANTAGES.copy()
+    spoiled[2] = math.nan
+    nothing = [make(1, 2, [False] * 3)] * num_ranks  # no token of which can be trained
+    steps = [
+        step(RAGGED, ADVANTAGES, 0),
+        step(RAGGED, spoiled, 1),
+        step(nothing, ADVANTAGES[: len(nothing)], 2),
+        step(RAGGED, ADVANTAGES, 3),
+    ]
+    results = ranks.run(base, num_ranks, steps, skipped_folder=str(tmp_path))
+    for measured in results:
+        assert [metrics["skipped_steps"] for metrics in measured] == [0, 1, 2, 2]
+        assert [metrics["policy_version"] for metrics in measured] == [1, 1, 1, 2]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_2", "step_3"}
+    packed, advantages, metrics = load_batch(tmp_path / "step_2")
+    assert batch_hash(packed) == batch_hash(pack(RAGGED))
+    np.testing.assert_array_equal(advantages, spoiled)
+    assert math.isnan(metrics["grad_norm"]) and metrics["skipped_steps"] == 1
+    assert str(tmp_path / "step_2") in (tmp_path / "step_2" / "README").read_text()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loss_that_is_no_number_trains_nothing_even_if_its_gradient_is_one(
+    ranks, base, num_ranks
+):
+    calls = [step(RAGGED, ADVANTAGES), *export(0)]
+    results = ranks.run(base, num_ranks, calls, loss="HalfBlind")
+    for measured, *_ in results:
+        assert math.isnan(measured["loss/total"]) and math.isfinite(measured["grad_norm"])
+        assert measured["policy_version"] == 0 and measured["skipped_steps"] == 1
+    assert_weights_equal(exported(results, 2), hf_weights(base))
 
 
 def test_a_learning_rate_schedule_follows_the_training_step(ranks, base):
@@ -606,6 +674,31 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
         "ratio/clip_fraction_high",
     }
     assert plain["ratio/max"] == full["ratio/max"] and plain["ratio/mean"] == full["ratio/mean"]
+
+
+def test_the_profiler_steps_with_training_and_leaves_a_trace_per_rank(ranks, base, tmp_path):
+    profiler = partial(
+        setup_torch_profiler,
+        enabled=True,
+        cuda=False,
+        xpu=False,
+        output_dir=str(tmp_path),
+        wait_steps=1,
+        warmup_steps=0,
+        active_steps=1,
+        num_cycles=0,
+    )
+    steps = [step(RAGGED, ADVANTAGES)] * 3  # the third cycle is cut short
+    plain = ranks.run(base, 2, steps)
+    profiled = ranks.run(base, 2, steps, build_profiler=profiler)
+    assert [untimed(m) for m in profiled[0]] == [untimed(m) for m in plain[0]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_2", "iteration_3"]
+    traces = list((tmp_path / "iteration_2").glob("*.pt.trace.json.gz"))
+    assert len(traces) == 2
+    for trace in traces:
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert "aten::mm" in {event["name"] for event in events}
+    assert (tmp_path / "iteration_2" / "rank1_key_averages.txt").is_file()
 
 
 def test_peak_memory_is_logged_when_asked_for(ranks, base):

@@ -1,0 +1,137 @@
+"""Steps that train nothing: their batches are kept for inspection, and too many end the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.trajectory import PackedTrajectories
+
+_README = """\
+Training step {step} was skipped: its loss or gradient was not finite, or no token could be trained.
+Load its batch with:
+  from grpo_components.training.skipped_steps import load_batch
+  packed, advantages, metrics = load_batch("{folder}")
+(grpo_components.trajectory.unpack(packed) makes records of it; nothing here is a pickle.)
+"""
+
+
+class SkippedStepsError(RuntimeError):
+    """Step after step trained nothing; the message has the steps and where their batches lie."""
+
+
+class SkippedSteps:
+    """Tell of skipped steps, and end the run when no step trains any more.
+
+    Args:
+        max_skipped_steps: steps in a row that end the run.
+        output_dir: of the run; the trainer keeps the batches in its folder `skipped`.
+        note: shows a line to the person who watches.
+    """
+
+    def __init__(
+        self, max_skipped_steps: int, output_dir: str, note: Callable[[str], None]
+    ) -> None:
+        self._most, self._note = max_skipped_steps, note
+        self._folder = skipped_folder(output_dir)
+        self._in_a_row = 0
+
+    def stepped(self, step: int, trained: bool) -> None:
+        """To be called after every step.
+
+        Args:
+            step: from 1.
+            trained: whether the step made a new policy version.
+
+        Raises:
+            SkippedStepsError: this is the last skipped step in a row that is allowed.
+        """
+        if trained:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        self._note(f"step {step} is skipped; its batch: {batch_folder(self._folder, step)}")
+        if self._in_a_row >= self._most:
+            raise SkippedStepsError(
+                f"max_skipped_steps: {self._most} given, and the {self._in_a_row} steps "
+                f"{step - self._in_a_row + 1} to {step} in a row trained nothing, because their "
+                "loss or gradient was not finite (or no token could be trained); their batches "
+                f"and metrics are in {self._folder}"
+            )
+
+
+def skipped_folder(output_dir: str) -> Path:
+    """Where a run keeps the batches of its skipped steps."""
+    return Path(output_dir) / "skipped"
+
+
+def batch_folder(folder: Path, step: int) -> Path:
+    """Where the batch of a skipped step lies.
+
+    Args:
+        folder: of all skipped steps.
+        step: from 1.
+    """
+    return folder / f"step_{step}"
+
+
+def dump_batch(
+    folder: Path,
+    step: int,
+    batch: PackedTrajectories,
+    advantages: NDArray[np.float32],
+    metrics: Mapping[str, Any],
+) -> None:
+    """Write down what a skipped step was given and what it measured, readable without pickle.
+
+    Args:
+        folder: of all skipped steps.
+        step: from 1.
+        batch: S trajectories.
+        advantages: [S] float32.
+        metrics: of the step.
+    """
+    target = batch_folder(folder, step)
+    target.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, NDArray[Any]] = {"advantages": advantages}
+    others: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, tuple):
+            arrays[name], arrays[f"{name}.lengths"] = value
+        elif isinstance(value, np.ndarray):
+            arrays[name] = value
+        else:
+            others[name] = value
+    np.savez(target / "trajectories.npz", allow_pickle=False, **arrays)
+    # Python's JSON has NaN and Infinity, which are what one looks for here.
+    (target / "trajectories.json").write_text(json.dumps(others, default=float))
+    (target / "metrics.json").write_text(json.dumps(dict(metrics), indent=1, default=float))
+    (target / "README").write_text(_README.format(step=step, folder=target))
+
+
+def load_batch(
+    folder: str | Path,
+) -> tuple[PackedTrajectories, NDArray[np.float32], dict[str, Any]]:
+    """Read back what `dump_batch` wrote.
+
+    Args:
+        folder: step_N of the run's folder `skipped`.
+
+    Returns:
+        The packed trajectories, their advantages [S] float32, and the step's metrics.
+    """
+    folder = Path(folder)
+    batch: PackedTrajectories = json.loads((folder / "trajectories.json").read_text())
+    with np.load(folder / "trajectories.npz", allow_pickle=False) as arrays:
+        advantages = arrays["advantages"]
+        for name in arrays.files:
+            if name == "advantages" or name.endswith(".lengths"):
+                continue
+            has_lengths = f"{name}.lengths" in arrays.files
+            batch[name] = (arrays[name], arrays[f"{name}.lengths"]) if has_lengths else arrays[name]
+    return batch, advantages, json.loads((folder / "metrics.json").read_text())
