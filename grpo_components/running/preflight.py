@@ -29,6 +29,7 @@ from grpo_components.running.config_schema import (
     read_section,
     shown,
 )
+from grpo_components.running.training_checks import check_heads, check_training
 
 # What the recipe adds to a component's arguments: how many leading ones, and which by name.
 ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -91,10 +92,7 @@ def _check_values_together(v: dict[str, Any]) -> None:
         problem = f"{v['off_policy']['_component_']} given, and DecoupledPPOLoss weighs by itself"
         fail("off_policy", problem, "grpo_components.objective.off_policy.NoCorrection")
     _check_sampler(v["generator"])
-    samples = v["groups_per_step"] * v["group_size"]
-    if v["num_trainers"] * v["updates_per_batch"] > samples:
-        problem = f"{v['num_trainers']} given, and a step has {samples} samples"
-        fail("num_trainers", problem, f"num_trainers x updates_per_batch at most {samples}")
+    check_training(v)
     prompt = v["dataset"].get("max_prompt_tokens") or 1
     longest = prompt + v["generator"]["max_response_tokens"]
     limits = {"tokens_per_micro_batch": v["tokens_per_micro_batch"]}
@@ -182,7 +180,9 @@ def _check_files(v: dict[str, Any]) -> None:
     for key, file in files:
         if not file.is_file():
             fail(key, f"no file {file}", "an existing file")
-    known = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
+    hf_config = json.loads((base / "config.json").read_text())
+    check_heads(v["tensor_parallel_dim"], hf_config)
+    known = hf_config.get("max_position_embeddings")
     prompt = v["dataset"].get("max_prompt_tokens") or 1
     response = v["generator"]["max_response_tokens"]
     if known is not None and prompt + response > known:
