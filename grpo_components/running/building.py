@@ -65,7 +65,10 @@ def check_components(cfg: DictConfig) -> None:
     """
     _check_wandb_login(cfg.metric_logger)
     node, _ = split_learning_rate(cfg.optimizer)
-    optimizer = build("optimizer", node, [torch.nn.Parameter(torch.zeros(1))])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = build("optimizer", node, [parameter])
+    if not node._component_.startswith("torchao."):  # their step would be compiled here
+        _check_step(node._component_, optimizer, parameter)
     if cfg.lr_scheduler:
         build("lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=cfg.num_steps)
     with torch.device("meta"):
@@ -78,6 +81,16 @@ def check_components(cfg: DictConfig) -> None:
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
+
+
+def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:  # whatever an optimizer raises
+        what = f"{name} cannot make the trainer's step, {type(error).__name__}: {error}"
+        allowed = "one that takes dense gradients and no closure"
+        raise ValueError(f"optimizer: {what}; allowed: {allowed}") from error
 
 
 def _check_wandb_login(node: DictConfig) -> None:

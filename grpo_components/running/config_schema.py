@@ -152,6 +152,11 @@ SCHEMA: Schema = {
     "reward_workers": Rule(int, low=1, default=1),
     "rollouts_logged_per_step": Rule(int, low=0, default=1),
     "logprob_chunk_tokens": Rule(int, low=1, default=1024),
+    "data_parallel_replicate_dim": Rule(int, low=1, default=1),
+    "tensor_parallel_dim": Rule(int, low=1, default=1),
+    "reduce_dtype": Rule(str, choices=("fp32", "bf16"), default="fp32"),
+    "enable_activation_offloading": Rule(bool, default=False),
+    "fsdp_cpu_offload": Rule(bool, default=False),
     "timeouts": {key: Rule(float, above=0, default=TIMEOUTS[key]) for key in TIMEOUTS},
 }
 KIND_WORDS = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}

@@ -31,6 +31,7 @@ from grpo_components.running.config_schema import (
     read_section,
     shown,
 )
+from grpo_components.running.training_checks import check_heads, check_training
 
 # What the recipe adds to a component's arguments: how many leading ones, and which by name.
 ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -101,10 +102,7 @@ def _check_values_together(v: dict[str, Any]) -> None:
     if v["packing"] and v["device"] == "cpu":
         problem = "true given with device: cpu, where flex attention has no backward"
         fail("packing", problem, "false, or device: cuda")
-    samples = v["groups_per_step"] * v["group_size"]
-    if v["num_trainers"] * v["updates_per_batch"] > samples:
-        problem = f"{v['num_trainers']} given, and a step has {samples} samples"
-        fail("num_trainers", problem, f"num_trainers x updates_per_batch at most {samples}")
+    check_training(v)
     prompt = v["dataset"].get("max_prompt_tokens") or 1
     longest = prompt + v["generator"]["max_response_tokens"]
     limits = {"tokens_per_micro_batch": v["tokens_per_micro_batch"]}
@@ -199,6 +197,7 @@ def _check_files(v: dict[str, Any]) -> None:
     if kind is not None:
         problem = f"{base} is a {hf_config.get('model_type')} model; {REFUSED_MODEL_TYPES[kind]}"
         fail("base_model_path", problem, f"a model of {', '.join(MODEL_TYPES)}")
+    check_heads(v["tensor_parallel_dim"], hf_config)
     known = hf_config.get("max_position_embeddings")
     if known is not None and v["packing"] and v["tokens_per_micro_batch"] > known // 128 * 128:
         problem = f"{v['tokens_per_micro_batch']} given with packing: true, for rows of that many"

@@ -16,6 +16,7 @@ from grpo_components.rollout.reward_pool import reward_specs
 from grpo_components.running.building import split_learning_rate
 from grpo_components.running.cluster import engine_environment
 from grpo_components.running.config_schema import TRUNCATION
+from grpo_components.training.meshes import Sharding
 from grpo_components.training.skipped_steps import skipped_folder
 
 
@@ -80,6 +81,13 @@ def role_arguments(
         **objective,
         "num_ranks": cfg.num_trainers,
         "rendezvous": rendezvous,
+        "sharding": Sharding(
+            replicate=cfg.data_parallel_replicate_dim,
+            tensor=cfg.tensor_parallel_dim,
+            reduce_dtype=cfg.reduce_dtype,
+            cpu_offload=cfg.fsdp_cpu_offload,
+            offload_activations=cfg.enable_activation_offloading,
+        ),
         "seed": cfg.seed,
         "build_optimizer": partial(config.instantiate, optimizer),
         "build_lr_scheduler": cfg.lr_scheduler

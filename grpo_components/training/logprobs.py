@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -89,6 +89,26 @@ def token_batch(
     return TokenBatch(tokens, *columns, **layout)
 
 
+def logprobs_and_entropies(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets, and entropies of what they were drawn from.
+
+    Args:
+        logits: [N, V] of any floating dtype, before the temperature.
+        targets: [N] int64 token ids.
+        temperatures: [N] float32.
+        entropy_gradient: the entropy carries a gradient.
+
+    Returns:
+        Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+    seen = logprobs if entropy_gradient else logprobs.detach()
+    entropy = -(seen.exp() * seen).sum(dim=-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+
+
 class ResponseLogprobs:
     """A torchtune decoder that returns logprobs of wanted tokens in place of logits.
 
@@ -100,14 +120,26 @@ class ResponseLogprobs:
         model: a torchtune TransformerDecoder, sharded or not.
         chunk_tokens: positions projected at a time.
         entropy_gradient: the entropy carries a gradient, for a bonus in the loss.
+        compile_softmax: compile what follows the projection with torch.compile.
     """
 
     def __init__(
-        self, model: nn.Module, *, chunk_tokens: int, entropy_gradient: bool = False
+        self,
+        model: nn.Module,
+        *,
+        chunk_tokens: int,
+        entropy_gradient: bool = False,
+        compile_softmax: bool = False,
     ) -> None:
         self._model = model
         self._batch: TokenBatch | None = None
         self._chunk, self._entropy_gradient = chunk_tokens, entropy_gradient
+        # One graph for all sizes: with two, recomputation could meet another than forward did.
+        self._softmax: Callable[..., tuple[Tensor, Tensor]] = (
+            torch.compile(logprobs_and_entropies, dynamic=True)
+            if compile_softmax
+            else logprobs_and_entropies
+        )
         cast(Any, model).unembed = types.MethodType(
             lambda module, hidden: self._unembed(module, hidden), model
         )
@@ -134,11 +166,8 @@ class ResponseLogprobs:
         hidden = module.norm(hidden).flatten(0, 1).index_select(0, batch.positions)
 
         def project(chunk: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-            logits = module.output(chunk).float() / temperatures[:, None]
-            logprobs = torch.log_softmax(logits, dim=-1)
-            seen = logprobs if self._entropy_gradient else logprobs.detach()
-            entropy = -(seen.exp() * seen).sum(dim=-1)
-            return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+            logits = module.output(chunk)
+            return self._softmax(logits, targets, temperatures, self._entropy_gradient)
 
         def recomputed(*args: Tensor) -> tuple[Tensor, Tensor]:
             return checkpoint(project, *args, use_reentrant=False)  # pyright: ignore

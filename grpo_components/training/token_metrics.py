@@ -58,11 +58,12 @@ class TokenMetrics:
         ones = torch.ones_like(log_ratios) if weights is None else weights
         self._weights.append(ones.cpu().numpy())
 
-    def over_ranks(self, total_tokens: int) -> dict[str, float]:
+    def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
         """Token means, maxima and mismatch over all ranks; the same on every rank.
 
         Args:
             total_tokens: of all ranks.
+            ranks_per_sample: neighbours that computed the same tokens; the first of them counts.
         """
         gathered: list[Any] = [None] * dist.get_world_size()
         # A rank without data takes part with nothing.
@@ -72,6 +73,7 @@ class TokenMetrics:
         sums = {key: value.item() for key, value in self._sums.items()}
         largest = {key: value.item() for key, value in self._maxima.items()}
         dist.all_gather_object(gathered, (sums, largest, log_ratios, weights))
+        gathered = gathered[::ranks_per_sample]
         means: dict[str, float] = {}
         maxima: dict[str, float] = {}
         for rank_sums, rank_maxima, _, _ in gathered:

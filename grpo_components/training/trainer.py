@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weights import (
     Manifest,
@@ -31,9 +31,12 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.schedules import Schedule
 from grpo_components.training.checkpoint import save_hf_checkpoint
+from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.logprobs import ResponseLogprobs, token_batch
+from grpo_components.training.meshes import Sharding, join_ranks
 from grpo_components.training.micro_batches import plan_micro_batches
 from grpo_components.training.model import DTYPES, load_sharded_model
+from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.packing import row_width
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
@@ -56,6 +59,7 @@ class Trainer:
         rendezvous: file through which the ranks find each other, on a path that all share.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16; master weights are fp32.
+        sharding: layout of the ranks, and where shards and activations are kept.
         seed: the same on every rank.
         build_model: makes the torchtune decoder.
         build_checkpointer: makes the torchtune checkpointer of the base model.
@@ -76,7 +80,7 @@ class Trainer:
         logprob_chunk_tokens: positions projected at a time.
         clip_grad_norm: largest norm of the gradient; None does not clip.
         enable_activation_checkpointing: recompute layers in backward.
-        compile_model: compile each layer with torch.compile.
+        compile_model: compile layers, softmax and loss with torch.compile.
         log_peak_memory_stats: measure this process's largest memory so far, in GiB.
         build_profiler: makes torchtune's profiler and its settings; None profiles nothing.
         skipped_folder: gets the batches of skipped steps.
@@ -91,6 +95,7 @@ class Trainer:
         rendezvous: str,
         device: str,
         dtype: str,
+        sharding: Sharding,
         seed: int,
         build_model: Callable[[], nn.Module],
         build_checkpointer: Callable[[], Any],
@@ -119,30 +124,32 @@ class Trainer:
     ) -> None:
         self.policy_version = 0
         self._rank, self._num_ranks = rank, num_ranks
+        self._num_data_ranks = sharding.num_data_ranks(num_ranks)
         self._device = torch.device(device)
         torch.manual_seed(seed)
-        dist.init_process_group(
-            {"cpu": "gloo", "cuda": "nccl"}[device],
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=collective_timeout_s),
-        )
-        mesh = init_device_mesh(device, (num_ranks,))
+        self._sharding = sharding
+        meshes = join_ranks(rank, num_ranks, rendezvous, device, sharding, collective_timeout_s)
         self._model = load_sharded_model(
-            build_model, build_checkpointer, mesh, dtype, enable_activation_checkpointing
+            build_model,
+            build_checkpointer,
+            meshes,
+            sharding,
+            model_type=model_type,
+            dtype=dtype,
+            enable_activation_checkpointing=enable_activation_checkpointing,
+            compile_layers=compile_model,
         )
-        if compile_model:
-            for layer in self._model.layers:
-                layer.compile()
+        self._activations = OffloadActivations() if sharding.offload_activations else nullcontext()
         self._logprobs = ResponseLogprobs(
             self._model,
             chunk_tokens=logprob_chunk_tokens,
             entropy_gradient=bool(getattr(loss, "entropy_coeff", 0)),
+            compile_softmax=compile_model,
         )
         self._optimizer = build_optimizer(self._model.parameters())
         self._lr_scheduler = build_lr_scheduler(self._optimizer) if build_lr_scheduler else None
-        self._loss, self._aggregation, self._off_policy = loss, aggregation, off_policy
+        self._loss = torch.compile(loss, dynamic=True) if compile_model else loss
+        self._aggregation, self._off_policy = aggregation, off_policy
         self._corrects = not isinstance(off_policy, NoCorrection)
         # Whether the loss's ratio is to the policy at the start of the step, not to the generator.
         self._from_proximal = getattr(loss, "needs_proximal", False) or getattr(
@@ -180,8 +187,7 @@ class Trainer:
         started = time.perf_counter()
         self._step = step
         if self._learning_rate is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate(step)
+            set_learning_rate(self._optimizer, self._learning_rate(step))
         samples = []
         for trajectory, advantage in zip(unpack(batch), advantages.tolist(), strict=True):
             trajectory.advantage = advantage
@@ -232,16 +238,17 @@ class Trainer:
         lengths = [sample.num_all_tokens for sample in samples]
         costs = [self._use.flops.forward(length) for length in lengths]
         packed = self._packed_width is not None
-        budget = self._tokens_per_micro_batch
-        return plan_micro_batches(lengths, costs, self._num_ranks, budget, packed=packed)[
-            self._rank
-        ]
+        plan = plan_micro_batches(
+            lengths, costs, self._num_data_ranks, self._tokens_per_micro_batch, packed=packed
+        )
+        return plan[self._rank // self._sharding.tensor]
 
     def _forward(self, members: list[Sample]) -> tuple[Tensor, Tensor]:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
         batch = token_batch(trajectories, masks, packed_width=self._packed_width)
-        return self._logprobs(batch.to(self._device))
+        with self._activations:
+            return self._logprobs(batch.to(self._device))
 
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[Sample]) -> None:
@@ -270,11 +277,10 @@ class Trainer:
             losses = self._weighted_losses([samples[i] for i in indices], measured, with_mismatch)
             measured.add({"loss/total": losses * total_tokens})
             # FSDP averages over ranks; the weights are those of all tokens of all ranks.
-            (losses.sum() * self._num_ranks).backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
-        metrics = {**measured.over_ranks(total_tokens), "grad_norm": float(grad_norm)}
+            (losses.sum() * self._num_data_ranks).backward()
+        grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
+        metrics = measured.over_ranks(total_tokens, self._sharding.tensor)
+        metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same numbers on every rank
             self._optimizer.step()
         return {**metrics, "lr": float(learning_rate)}
@@ -360,7 +366,8 @@ class Trainer:
             for name in names:
                 value = state_dict[name]
                 assert isinstance(value, DTensor)
-                full[name] = cast(DTensor, value.to(self._weights_dtype)).full_tensor()
+                value = value.to(self._device, self._weights_dtype)  # may be offloaded
+                full[name] = cast(DTensor, value).full_tensor()
             yield self._to_hf(full)
 
     def save_checkpoint(self, checkpoints: str, step: int) -> str | None:

@@ -151,6 +151,8 @@ def test_a_model_of_another_family_is_refused(cfg):
     ("key", "change", "start"),
     [
         ("optimizer", {"lr": -1.0}, "optimizer: Invalid learning rate"),
+        ("optimizer", {"_component_": "torch.optim.LBFGS"}, "optimizer: torch.optim.LBFGS cannot"),
+        ("optimizer", {"_component_": "torch.optim.SparseAdam"}, "optimizer: torch.optim.Sparse"),
         ("optimizer", {"no_such": 1}, "optimizer: torch.optim.AdamW cannot be built: TypeError"),
         ("lr_scheduler", {"no_such": 1}, f"lr_scheduler: {SCHEDULE} cannot be built: TypeError"),
         ("model", {"no_such": 1}, "model: torchtune.models.qwen2.qwen2 cannot be built: TypeError"),

@@ -251,6 +251,7 @@ def test_pushes_must_come_within_the_staleness_bound(cfg, max_staleness):
         (["generator.repetition_penalty=1.1"], "generator.repetition_penalty"),
         (["num_trainers=65"], "num_trainers"),
         (["num_trainers=2", "updates_per_batch=33"], "num_trainers"),
+        (["tensor_parallel_dim=2", "num_trainers=3"], "tensor_parallel_dim"),
         (["tokens_per_micro_batch=95"], "tokens_per_micro_batch"),
         (["generator.max_model_len=95"], "generator.max_model_len"),
         (["generator.max_response_tokens=449"], "generator.max_response_tokens"),
@@ -265,6 +266,7 @@ def test_values_that_contradict_each_other_are_refused(cfg, overrides, key):
     [
         ["loss.kl_coeff=0", "num_references=0"],
         ["num_trainers=2", "updates_per_batch=32"],
+        ["num_trainers=4", "tensor_parallel_dim=2", "data_parallel_replicate_dim=2"],
         ["tokens_per_micro_batch=96"],
         ["generator.max_model_len=96"],
         ["generator.max_response_tokens=448"],
@@ -282,6 +284,14 @@ def test_values_that_contradict_each_other_are_refused(cfg, overrides, key):
 )
 def test_values_at_the_edge_are_accepted(cfg, overrides):
     preflight.check(changed(cfg, *overrides))
+
+
+def test_heads_that_cannot_be_split_are_refused(cfg):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
+    (Path(cfg.base_model_path) / "config.json").write_text(json.dumps(heads))
+    preflight.check(changed(cfg, "num_trainers=2", "tensor_parallel_dim=2"))
+    message = refusal(cfg, "num_trainers=4", "tensor_parallel_dim=4")
+    assert message.startswith("tensor_parallel_dim: 4 given, and the model's num_key_value_heads")
 
 
 def test_a_biased_sampler_is_refused_with_the_reason(cfg):

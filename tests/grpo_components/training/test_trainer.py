@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
@@ -26,6 +27,7 @@ from grpo_components.objective.aggregation import ConstantLength, SequenceMean, 
 from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, LossInputs
 from grpo_components.objective.off_policy import MaskedIS, NoCorrection, TokenTIS, mismatch_summary
 from grpo_components.objective.schedules import Schedule
+from grpo_components.training.meshes import Sharding
 from grpo_components.training.skipped_steps import load_batch
 from grpo_components.trajectory import Trajectory, batch_hash, pack
 
@@ -85,15 +87,17 @@ def serve(connection):
         finally:
             if trainer is not None:
                 trainer.close()
+            elif dist.is_initialized():
+                dist.destroy_process_group()
 
 
 class Ranks:
-    """Calls a Trainer of one or two ranks, each in a process of its own."""
+    """Calls a Trainer of one rank or more, each in a process of its own."""
 
-    def __init__(self):
+    def __init__(self, most=2):
         context = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
-        for _ in range(2):
+        for _ in range(most):
             ours, theirs = context.Pipe()
             # By path: a test module has no name that another process could import.
             process = context.Process(
@@ -116,13 +120,14 @@ class Ranks:
                 "rendezvous": f"{folder}/file",
                 "device": "cpu",
                 "dtype": "fp32",
+                "sharding": Sharding(),
                 "seed": 0,
                 "build_model": build_model,
                 "build_checkpointer": partial(
                     FullModelHFCheckpointer,
                     checkpoint_dir=str(base),
                     checkpoint_files=["model.safetensors"],
-                    model_type="QWEN2",
+                    model_type=changes.get("model_type", "QWEN2"),
                     output_dir=folder,
                 ),
                 "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),

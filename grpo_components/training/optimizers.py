@@ -1,0 +1,20 @@
+"""What differs between optimizers of different packages, for whoever drives them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameters.
+
+    Args:
+        optimizer: torchao's keep the rate in a tensor, and refuse to step with a float.
+        rate: of the next step.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
