@@ -1,4 +1,4 @@
-"""Nested plain values with arrays and tensors in them, as a JSON and an npz file, without pickle."""
+"""Nested plain values, arrays and tensors among them, in a JSON and an npz file: no pickle."""
 
 from __future__ import annotations
 
