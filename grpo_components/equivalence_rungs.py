@@ -102,9 +102,7 @@ class Bench:
         """
         while len(self._runs) <= number:
             output_dir = self.folder() / "run"
-            command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
-            command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
-            _run([*command, f"output_dir={output_dir}", *SYNCHRONOUS])
+            run(synchronous_command(output_dir))
             self._runs.append(output_dir)
         return self._runs[number]
 
@@ -114,7 +112,19 @@ class Bench:
             process.close()
 
 
-def _run(command: list[str]) -> None:
+def synchronous_command(output_dir: Path, *overrides: str) -> list[str]:
+    """The command of a run of the recipe at max_staleness 0."""
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
+    command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
+    return [*command, f"output_dir={output_dir}", *SYNCHRONOUS, *overrides]
+
+
+def run(command: list[str]) -> None:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: with what it said, if it fails.
+    """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -177,9 +187,10 @@ def synchronous_runs_are_identical(bench: Bench) -> float:
 
 
 def batch_hashes(run: Path) -> list[str]:
-    """What the receipts of a run say of its batches, in the order of steps."""
+    """What the receipts of a run say of its batches, in the order of steps; the last attempt's."""
     records = [json.loads(line) for line in (run / "receipts.jsonl").open()]
-    return [record["batch_hash"] for record in records if "batch_hash" in record]
+    hashes = {r["step"]: r["batch_hash"] for r in records if "batch_hash" in r}
+    return [hashes[step] for step in sorted(hashes)]
 
 
 # ---- one update ---------------------------------------------------------------------------------
@@ -376,12 +387,12 @@ def reloaded_is_exported(bench: Bench) -> float:
                 "base_model_path": str(folder),
             }
 
-        save = ("save_checkpoint", str(bench.folder()), 0)
-        ((folder,),) = bench.train([save], **arguments(base))
+        folder = bench.folder()
+        bench.train([("hold_state", False), ("write_state", str(folder))], **arguments(base))
         again = [("gather_weights",), ("export_weights", 0)]
         for weights in (
-            saved_weights(Path(folder)),
-            exported(bench.train(again, **arguments(Path(folder)))),
+            saved_weights(folder),
+            exported(bench.train(again, **arguments(folder))),
         ):
             worst = max(worst, largest_difference(saved_weights(base), weights))
     return worst

@@ -24,6 +24,7 @@ class Rule:
     choices: tuple[Any, ...] = ()
     null: bool = False
     schedule: bool = False
+    or_path: bool = False
     default: Any = ABSENT
 
 
@@ -61,7 +62,7 @@ SCHEMA: Schema = {
     "model": COMPONENT,
     "tokenizer": {"_component_": PATH, "path": PATH, "merges_file": PATH},
     "checkpointer": {"_component_": PATH, "model_type": Rule(str, choices=MODEL_TYPES)},
-    "resume_from_checkpoint": Rule(bool, choices=(False,)),  # resume is not built yet
+    "resume_from_checkpoint": Rule(bool, or_path=True),
     "dataset": DATASET,
     "eval_dataset": DATASET,
     "shuffle": FLAG,
@@ -124,6 +125,9 @@ SCHEMA: Schema = {
         "allow_biased_sampling": Rule(bool, default=False),
     },
     "save_every_n_steps": COUNT,
+    "keep_last_n": Rule(int, low=1, null=True, default=None),
+    "async_checkpoint": Rule(bool, default=False),
+    "checkpoint_failure": Rule(str, choices=("error", "warn"), default="error"),
     "eval_every_n_steps": COUNT,
     "metric_logger": COMPONENT,
     "log_every_n_steps": COUNT,
@@ -194,6 +198,8 @@ def _read_value(rule: Rule, given: Any, key: str) -> Any:
 def _fits(rule: Rule, given: Any) -> bool:
     if given is None:
         return rule.null
+    if rule.or_path and isinstance(given, str):
+        return given != ""
     if rule.kind in (int, float):
         kinds = (int, float) if rule.kind is float else int
         is_number = isinstance(given, kinds) and not isinstance(given, bool)
@@ -209,7 +215,7 @@ def _allowed(rule: Rule) -> str:
         limits = (("above", rule.above), ("at least", rule.low), ("at most", rule.high))
         bounds = [f"{word} {limit:.10g}" for word, limit in limits if math.isfinite(limit)]
         words = f"{KIND_WORDS.get(rule.kind, 'a list of token ids')} {' and '.join(bounds)}"
-    words += " or null" if rule.null else ""
+    words += " or null" if rule.null else " | a path" if rule.or_path else ""
     return words + (", or a schedule" if rule.schedule else "")
 
 

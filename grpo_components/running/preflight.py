@@ -29,6 +29,7 @@ from grpo_components.running.config_schema import (
     read_section,
     shown,
 )
+from grpo_components.running.resume import check_resume
 
 # What the recipe adds to a component's arguments: how many leading ones, and which by name.
 ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -68,6 +69,7 @@ def check(cfg: DictConfig) -> DictConfig:
         _check_gpus(values)
     _check_files(values)
     _check_output_dir(values)
+    check_resume(values, needs_reference)
     _check_components(values)
     return OmegaConf.create(values)
 

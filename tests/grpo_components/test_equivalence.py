@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_components import equivalence, equivalence_rungs
+from grpo_components import equivalence, equivalence_resume, equivalence_rungs
 from grpo_components.equivalence import RUNGS, Result, Rung
 from grpo_components.equivalence_rungs import FAMILIES, Bench, largest_difference, ragged_batch
 from grpo_components.running.config_schema import MODEL_TYPES
@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 SLOW = {  # they start Ray or vLLM
     equivalence_rungs.recipe_is_plain_loop,
     equivalence_rungs.synchronous_runs_are_identical,
+    equivalence_resume.resumed_is_uninterrupted,
     equivalence_rungs.generator_is_trainer,
     equivalence_rungs.pulled_engine_is_fresh_engine,
 }
