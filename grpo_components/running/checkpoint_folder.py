@@ -17,11 +17,20 @@ def begin(checkpoints: Path, step: int) -> Path:
         step: training steps done.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
-    for leftover in checkpoints.glob(".*"):
-        discard(leftover)
+    clean(checkpoints)
     unfinished = checkpoints / f".step_{step}.unfinished"
     unfinished.mkdir()
     return unfinished
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what is half written or half removed.
+
+    Args:
+        checkpoints: folder of all checkpoints of the run.
+    """
+    for leftover in checkpoints.glob(".*"):
+        discard(leftover)
 
 
 def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:

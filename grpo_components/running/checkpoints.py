@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.state_files import write_state
-from grpo_components.running.checkpoint_folder import begin, latest, publish
+from grpo_components.running.checkpoint_folder import begin, clean, latest, publish
 from grpo_components.running.cluster import Role
 from grpo_components.running.resume import Stateful
 from grpo_components.running.run_log import RunLog
@@ -85,6 +86,8 @@ class Checkpoints:
         await _all(trainers, "hold_state", self._in_background, timeout_s=self._timeout_s)
         await buffer.call("hold_state", buffered, timeout_s=self._timeout_s)
         self._writing = asyncio.create_task(self._write(step, state, trainers, buffer))
+        # A run that ends by another failure leaves this one unasked for, not unretrieved.
+        self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not self._in_background:
             await self.finish()
 
@@ -126,6 +129,8 @@ class Checkpoints:
                     raise OSError(failure)
             checkpoint = await asyncio.to_thread(self._publish, folder, step, state)
         except OSError as error:
+            with contextlib.suppress(OSError):  # a full disk is not left fuller
+                await asyncio.to_thread(clean, self._folder)
             last = await asyncio.to_thread(latest, self._folder)
             problem = f"the checkpoint of step {step} could not be written: {error}"
             problem += f"; the last one is {last or 'none'}"

@@ -168,7 +168,8 @@ class TrainerState:
     def _restore_learning_rates(self, plain: dict[str, Any]) -> None:
         ratios = []
         for group, saved in zip(self._optimizer.param_groups, plain["learning_rates"], strict=True):
-            ratios.append(_configured(group) / saved["configured"])
+            before = saved["configured"]  # 0 at the edge of a schedule by step, which sets it anew
+            ratios.append(_configured(group) / before if before else 1.0)
             lr = saved["lr"] * ratios[-1]
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
