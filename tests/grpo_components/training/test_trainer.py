@@ -78,12 +78,15 @@ def serve(connection):
 
 
 class Ranks:
-    """Calls a Trainer of one or two ranks, each in a process of its own."""
+    """Calls a Trainer of one or more ranks, each in a process of its own."""
 
     def __init__(self):
-        context = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
-        for _ in range(2):
+        self._start(2)
+
+    def _start(self, num_ranks):
+        context = multiprocessing.get_context("spawn")
+        while len(self._processes) < num_ranks:
             ours, theirs = context.Pipe()
             # By path: a test module has no name that another process could import.
             process = context.Process(
@@ -98,6 +101,7 @@ class Ranks:
 
     def run(self, base, num_ranks, calls, **changes):
         """What every call returned, by rank."""
+        self._start(num_ranks)
         folder = tempfile.mkdtemp(prefix="rendezvous-")
         for rank, connection in enumerate(self._connections[:num_ranks]):
             arguments = {
@@ -666,7 +670,7 @@ def test_a_checkpoint_holds_the_exported_weights(ranks, base, tmp_path, num_rank
     assert config == (base / "config.json").read_text()
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)])
 def test_a_trainer_goes_on_from_a_checkpoint_of_any_number_of_ranks(
     ranks, base, tmp_path, saving, loading
 ):
