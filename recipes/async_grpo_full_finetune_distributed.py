@@ -173,10 +173,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             version, buckets, manifests = await self.server.call("newest", timeout_s=timeout_s)
             loading = role.submit("load_weights", version, *buckets)
             generator.version, loaded = await role.result(loading, "load_weights", timeout_s)
-            await self.server.call("acknowledge", role.name, version, timeout_s=timeout_s)
             exports = zip(self.trainers, manifests, strict=True)
             pushed = [await t.result(part, "export_weights", timeout_s) for t, part in exports]
             self.receipts.acknowledged(role.name, version, loaded, snapshot_checksum(pushed))
+            await self.server.call("acknowledge", role.name, version, timeout_s=timeout_s)
 
     async def push(self) -> float:
         """Trainer -> server: publish the weights; packing them overlaps the next step.

@@ -120,8 +120,10 @@ class TrainerState:
             if self._rank == 0:
                 write_state(folder / "state", "trainer", plain)
                 save_hf_weights(weights, self._base_model_path, folder)
-        except (OSError, SafetensorError, CheckpointException) as error:
-            return " ".join(str(error).split()) or type(error).__name__
+        except (OSError, SafetensorError) as error:
+            return str(error)
+        except CheckpointException as error:
+            return _why_not_written(error)
         return None
 
     def _write_tensors(self, folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -230,6 +232,25 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
     for file in base_model_path.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copy2(file, folder / file.name)
+
+
+def _why_not_written(error: CheckpointException) -> str:
+    """The failure of the file system behind DCP's, on whichever rank.
+
+    Raises:
+        RuntimeError: if it is none.
+    """
+    failures: list[BaseException] = [failure for failure, _ in error.failures.values()]
+    for failure in failures:
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return str(cause)
+            cause = cause.__cause__ or cause.__context__
+    if all(isinstance(failure, RuntimeError) for failure in failures):
+        # What torch.save makes of a full disk; from another rank it comes without its context.
+        return f"is the disk full? {str(failures[0]).splitlines()[0]}"
+    raise RuntimeError(f"DCP failed: {failures}") from error
 
 
 def _configured(group: dict[str, Any]) -> float:
