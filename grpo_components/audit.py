@@ -27,7 +27,7 @@ RULES = {
     "issued": "groups are issued once, numbered from 0 without a gap",
     "prompts": "no prompt is issued again unless handed back, none is trained twice",
     "reissued": "prompts that were handed back come before any new one",
-    "generated": "a group is generated at most once, after it was issued",
+    "generated": "a group is generated at most once, after it was issued or restarted",
     "ended": "a group is trained or dropped once, after it was generated",
     "batches": "every step trains groups_per_step groups",
     "synchronous": "at max_staleness 0 nothing is dropped as stale",
@@ -307,6 +307,12 @@ class _Audit:
                     self._check("generated", not again, f"group {number} is generated again")
                     group.response_tokens = event["response_tokens"]
                 totals.add("generated", event["response_tokens"])
+            elif "restarted" in event:
+                number = event["restarted"]
+                group = h.living.get(number)
+                if self._check("generated", group is not None, f"group {number} is not living"):
+                    assert group is not None
+                    group.response_tokens = None
             else:
                 group = self._end_group(event)
                 tokens = group.response_tokens if group else None

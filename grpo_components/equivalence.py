@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_components import equivalence_family_rungs as family_rungs
 from grpo_components import equivalence_rungs as rungs
 from grpo_components.equivalence_families import FAMILIES
+from grpo_components.equivalence_resume import resumed_is_uninterrupted
 from grpo_components.equivalence_rungs import Bench
 from grpo_components.running.quiet import quiet_libraries
 
@@ -62,6 +63,14 @@ RUNGS = (
         "`tune run` twice: hash of every batch, and the weights after 3 steps",
         0.0,
         rungs.synchronous_runs_are_identical,
+    ),
+    Rung(
+        "resumed = uninterrupted, at `max_staleness: 0`",
+        "`tune run` killed with SIGKILL after its first checkpoint and resumed, and one left "
+        "alone: hash of every batch, and the weights after 3 steps; the audit holds over both "
+        "attempts",
+        0.0,
+        resumed_is_uninterrupted,
     ),
     Rung(
         "micro-batched = whole batch",

@@ -50,9 +50,9 @@ def reloaded_is_exported(bench: Bench) -> float:
     worst = 0.0
     for family in FAMILIES.values():
         base = random_checkpoint(family, bench.folder(), seed=0)
-        save = ("save_checkpoint", str(bench.folder()), 0)
-        ((folder,),) = bench.train([save], **family_arguments(bench, family, base))
-        copy = Path(folder)
+        copy = bench.folder()
+        save = [("hold_state", False), ("write_state", str(copy))]
+        bench.train(save, **family_arguments(bench, family, base))
         again = [("gather_weights",), ("export_weights", 0)]
         for weights in (
             saved_weights(copy),

@@ -47,4 +47,6 @@ def plain_loop(cfg: DictConfig, scratch: Path) -> tuple[list[PackedTrajectories]
             version = trainer.call("gather_weights")
             generator.call("load_weights", version, trainer.call("export_weights", version)[0])
             batches.append(batch)
-        return batches, Path(trainer.call("save_checkpoint", str(scratch), cfg.num_steps))
+        trainer.call("hold_state", False)
+        trainer.call("write_state", str(scratch / "saved"))
+        return batches, scratch / "saved"

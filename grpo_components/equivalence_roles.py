@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib
 import inspect
-import itertools
 import multiprocessing
 import os
 import tempfile
@@ -18,12 +17,12 @@ from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import config
 
 from grpo_components import _plugin
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
+from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.role_arguments import RoleArguments, role_arguments
@@ -179,13 +178,7 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
     held_out = config.instantiate(cfg.eval_dataset, tokenizer)
-    loader = StatefulDataLoader(
-        dataset,
-        batch_size=None,
-        shuffle=cfg.shuffle,
-        generator=torch.Generator().manual_seed(cfg.seed),
-    )
-    prompts = ((row, epoch) for epoch in itertools.count() for row in loader)
+    prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
     objective = ("loss", "aggregation", "off_policy")
     arguments = role_arguments(
         cfg,

@@ -101,9 +101,7 @@ class Bench:
         """
         while len(self._runs) <= number:
             output_dir = self.folder() / "run"
-            command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
-            command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
-            _run([*command, f"output_dir={output_dir}", *SYNCHRONOUS])
+            run(synchronous_command(output_dir))
             self._runs.append(output_dir)
         return self._runs[number]
 
@@ -113,7 +111,19 @@ class Bench:
             process.close()
 
 
-def _run(command: list[str]) -> None:
+def synchronous_command(output_dir: Path, *overrides: str) -> list[str]:
+    """The command of a run of the recipe at max_staleness 0."""
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
+    command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
+    return [*command, f"output_dir={output_dir}", *SYNCHRONOUS, *overrides]
+
+
+def run(command: list[str]) -> None:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: with what it said, if it fails.
+    """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -176,9 +186,10 @@ def synchronous_runs_are_identical(bench: Bench) -> float:
 
 
 def batch_hashes(run: Path) -> list[str]:
-    """What the receipts of a run say of its batches, in the order of steps."""
+    """What the receipts of a run say of its batches, in the order of steps; the last attempt's."""
     records = [json.loads(line) for line in (run / "receipts.jsonl").open()]
-    return [record["batch_hash"] for record in records if "batch_hash" in record]
+    hashes = {r["step"]: r["batch_hash"] for r in records if "batch_hash" in r}
+    return [hashes[step] for step in sorted(hashes)]
 
 
 # ---- one update ---------------------------------------------------------------------------------

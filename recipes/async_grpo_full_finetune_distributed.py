@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import DictConfig
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import config
 
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
@@ -30,13 +28,15 @@ from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
+from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
 from grpo_components.running.building import build, check_components
+from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import Cluster, Role
-from grpo_components.running.output_folder import prepare_output_folder
 from grpo_components.running.quiet import quiet_libraries, without_prints
 from grpo_components.running.receipts import Receipts
-from grpo_components.running.role_arguments import RoleArguments, role_arguments
+from grpo_components.running.resume import begin_run
+from grpo_components.running.role_arguments import RoleArguments, receipt_settings, role_arguments
 from grpo_components.running.run_log import RunLog
 from grpo_components.running.step_metrics import evaluation_metrics, rollout_metrics
 from grpo_components.running.supervision import exit_code, undisturbed
@@ -74,7 +74,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     async def run(self) -> None:
         """Run all loops side by side; the first failure of a loop or a role ends them all."""
         await self.cluster.ready(self.timeouts.startup_s)
-        self.run_log.phase("evaluating the base model")
+        if self.beginning.checkpoint:
+            await self.restore(self.beginning.checkpoint)
+        self.run_log.phase("evaluating the policy")
         async with asyncio.TaskGroup() as watching:
             watch = watching.create_task(self.cluster.watch())
             async with asyncio.TaskGroup() as loops:
@@ -91,7 +93,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         role, timeouts = generator.role, self.timeouts
         while entry := await self.ledger.admit(f"{role.name}'s rollout", timeouts.train_step_s):
             await self.pull_if_due(generator, entry)
-            identity = (entry.prompt, entry.epoch, entry.group_id, 0)
+            identity = (entry.prompt, entry.epoch, entry.group_id, self.beginning.attempt)
             temperature = self.temperature(entry.target_step)
             group, summary, entry.text = role.submit(
                 "generate_group", *identity, temperature, num_returns=3
@@ -116,7 +118,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 
     async def training_loop(self) -> None:
         """Take a batch, compute advantages, train on every rank, push; evaluate, log, save."""
-        await self.evaluate(step=0)
+        await self.evaluate(self.ledger.steps_done)
         while not self.ledger.finished:
             started = time.perf_counter()
             batch, taken, metrics = await self.take_batch()
@@ -134,16 +136,21 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.ledger.stepped(version)
             correction_mass = metrics["off_policy/correction_mass"]
             self.receipts.step(step, version, token_versions, correction_mass, taken.batch_hash)
+            self.checkpoints.hold()
             metrics["time/step"] = time.perf_counter() - started
             if evaluating:
                 metrics |= await self.evaluate(step)
             await self.log(step, metrics, entries, advantages)
             self.skips.stepped(step, trained=version > start_version)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
-                folder = str(self.output_dir / "checkpoints")
-                self.run_log.checkpoint(
-                    step, (await self.on_trainers("save_checkpoint", folder, step))[0]
-                )
+                await self.checkpoints.save(step, self.trainers, self.buffer)
+        await self.checkpoints.finish()
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint; generators have its weights before they sample anything."""
+        await self.checkpoints.restore(checkpoint, self.trainers, self.buffer)
+        await self.push()
+        await asyncio.gather(*(self.pull(generator) for generator in self.generators))
 
     async def pull_if_due(self, generator: GeneratorState, entry: LedgerEntry) -> None:
         """Pull every m rollouts, and when a group needs newer weights than its generator has."""
@@ -168,10 +175,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             version, buckets, manifests = await self.server.call("newest", timeout_s=timeout_s)
             loading = role.submit("load_weights", version, *buckets)
             generator.version, loaded = await role.result(loading, "load_weights", timeout_s)
-            await self.server.call("acknowledge", role.name, version, timeout_s=timeout_s)
             exports = zip(self.trainers, manifests, strict=True)
             pushed = [await t.result(part, "export_weights", timeout_s) for t, part in exports]
             self.receipts.acknowledged(role.name, version, loaded, snapshot_checksum(pushed))
+            await self.server.call("acknowledge", role.name, version, timeout_s=timeout_s)
 
     async def push(self) -> float:
         """Trainer -> server: publish the weights; packing them overlaps the next step.
@@ -253,8 +260,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run_log.step(step, metrics)
         groups = []
         for entry, row in zip(entries[: self.rollouts_logged], advantages, strict=False):
-            text = await self.generators[0].role.result(entry.text, "the text of a group", 60)
-            groups.append({"group_id": entry.group_id, **text, "advantages": row})
+            if entry.text is not None:  # what a checkpoint brought has none
+                text = await self.generators[0].role.result(entry.text, "the text of a group", 60)
+                groups.append({"group_id": entry.group_id, **text, "advantages": row})
         self.run_log.rollouts(step, groups)
 
     async def on_trainers(self, method: str, *args: Any) -> list[Any]:
@@ -306,37 +314,25 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.save_every_n_steps = cfg.save_every_n_steps
         self.eval_every_n_steps = cfg.eval_every_n_steps
         self.rollouts_logged = cfg.rollouts_logged_per_step
-        loader = StatefulDataLoader(
-            dataset,
-            batch_size=None,
-            shuffle=cfg.shuffle,
-            generator=torch.Generator().manual_seed(cfg.seed),
-        )
-        prompts = ((row, epoch) for epoch in range(sys.maxsize) for row in loader)
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+        prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
         self.ledger = Ledger(contract, cfg.num_steps, prompts)
-
-        moved_to = prepare_output_folder(cfg.output_dir, cfg)
+        self.beginning = begin_run(cfg, self.ledger, prompts)
+        attempt = self.beginning.attempt
         self.output_dir = Path(cfg.output_dir)
         with without_prints(cfg.log_level):
             metric_logger = build("metric_logger", cfg.metric_logger)
         self.run_log = RunLog(
-            self.output_dir, metric_logger, cfg.log_every_n_steps, cfg.num_steps, attempt=0
+            self.output_dir, metric_logger, cfg.log_every_n_steps, cfg.num_steps, attempt
         )
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
-        if moved_to:
-            self.run_log.note(f"{cfg.output_dir} was in use: the earlier run is now {moved_to}")
-        self.receipts = Receipts(
-            self.output_dir / "receipts.jsonl",
-            self.ledger,
-            attempt=0,
-            max_staleness=cfg.max_staleness,
-            groups_per_step=cfg.groups_per_step,
-            group_size=cfg.group_size,
-            generators=[f"generator_{number}" for number in range(cfg.num_generators)],
-        )
+        if self.beginning.note:
+            self.run_log.note(self.beginning.note)
+        self.checkpoints = build_checkpoints(cfg, self.ledger, prompts, self.run_log)
+        receipts = self.output_dir / "receipts.jsonl"
+        self.receipts = Receipts(receipts, self.ledger, attempt, **receipt_settings(cfg))
         self.run_log.phase("starting Ray and the roles")
-        self.cluster = Cluster(self.output_dir, cfg.log_level, attempt=0)
+        self.cluster = Cluster(self.output_dir, cfg.log_level, attempt)
         self.cluster.start()
         compared = (loss, self.reward_shaping)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)

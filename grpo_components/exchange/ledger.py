@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from grpo_components.exchange.staleness import StalenessContract
 
 State = Literal["in_flight", "buffered", "in_training"]
+Kind = Literal["issued", "generated", "restarted", "dropped", "trained"]
 Prompt = dict[str, Any]
+_COUNTERS = ("policy_version", "steps_done", "issued", "trained_groups")
 
 
 @dataclass(frozen=True)
 class GroupEvent:
     """One thing that happened to a group."""
 
-    kind: Literal["issued", "generated", "dropped", "trained"]
+    kind: Kind
     group_id: int
     prompt_index: int
     epoch: int
@@ -48,7 +50,7 @@ class LedgerEntry:
     reference_kl: list[float] | None = None
     """[G] estimated KL to the reference of each response, in nats; None without a reference."""
     text: Any = None
-    """Reference of the group as a person would read it, for the rollout log."""
+    """Reference of the group as a person would read it, for the rollout log; None once restored."""
     response_tokens: float | None = None
     """Sampled tokens per response, in the mean; None until it is generated."""
 
@@ -88,6 +90,8 @@ class Ledger:
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
+        self._interrupted: deque[LedgerEntry] = deque()
+        """Groups that a checkpoint found in flight: admitted again, under their numbers, first."""
         self._events: list[GroupEvent] = []
         self._changed = asyncio.Condition()
 
@@ -103,7 +107,7 @@ class Ledger:
 
     def living(self) -> list[LedgerEntry]:
         """The groups that were issued and neither trained nor dropped, in that order."""
-        return list(self._living.values())
+        return sorted([*self._living.values(), *self._interrupted], key=lambda e: e.group_id)
 
     def drain_events(self) -> list[GroupEvent]:
         """What happened to groups since the last call, in the order in which it happened."""
@@ -135,20 +139,19 @@ class Ledger:
         )
         if self.finished:
             return None
-        prompt, epoch = self._reissued.popleft() if self._reissued else next(self._prompts)
         needed = self._needed_version()
-        entry = LedgerEntry(
-            self.issued,
-            prompt,
-            epoch,
-            needed,
-            start_version=needed,
-            # Counted in steps, not versions: after a skipped step the two differ.
-            target_step=self.steps_done + len(self._living) // self._contract.groups_per_step,
-        )
+        # Counted in steps, not versions: after a skipped step the two differ.
+        target_step = self.steps_done + len(self._living) // self._contract.groups_per_step
+        if self._interrupted:
+            entry = self._interrupted.popleft()
+            entry.needed_version = entry.start_version = needed
+            entry.target_step = target_step
+        else:
+            prompt, epoch = self._reissued.popleft() if self._reissued else next(self._prompts)
+            entry = LedgerEntry(self.issued, prompt, epoch, needed, needed, target_step)
+            self.issued += 1
+            self._record("issued", entry)
         self._living[entry.group_id] = entry
-        self.issued += 1
-        self._record("issued", entry)
         return entry
 
     async def until_none_is_doomed(self, timeout_s: float) -> None:
@@ -248,9 +251,51 @@ class Ledger:
                 f"the last one: {error}"
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """The whole account at this moment, between two training steps, in plain values."""
+        assert not self.in_state("in_training"), "a checkpoint lies between two steps"
+        return {
+            **{name: getattr(self, name) for name in _COUNTERS},
+            "dropped_groups": dict(self.dropped_groups),
+            "failed_in_a_row": self._failed_in_a_row,
+            "living": [vars(entry) | {"text": None} for entry in self.living()],
+            "reissued": self.waiting_prompts,
+            "events": [asdict(event) for event in self._events],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from another ledger's account, maybe under another contract or number of steps.
+
+        What was in flight is lost, and so is what lay in the buffer where the contract does not
+        let it be trained in its turn: these groups start again, under their numbers.
+        `published_version` is 0 until the restored weights are published.
+
+        Args:
+            state: what `state_dict` returned.
+        """
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+        self.dropped_groups = Counter(state["dropped_groups"])
+        self._failed_in_a_row = state["failed_in_a_row"]
+        self._reissued = deque(state["reissued"])
+        self._events = [GroupEvent(**event) for event in state["events"]]
+        entries = [LedgerEntry(**entry) for entry in state["living"]]
+        buffered = [entry for entry in entries if entry.state == "buffered"]
+        buffered.sort(key=lambda entry: (entry.start_version, entry.group_id))
+        kept: set[int] = set()
+        for entry in buffered:
+            turn = self.policy_version + len(kept) // self._contract.groups_per_step
+            if self._contract.may_train(entry.start_version, turn):
+                kept.add(entry.group_id)
+        self._living = {entry.group_id: entry for entry in entries if entry.group_id in kept}
+        self._interrupted = deque(entry for entry in entries if entry.group_id not in kept)
+        for entry in self._interrupted:
+            entry.state, entry.response_tokens, entry.reference_kl = "in_flight", None, None
+            self._record("restarted", entry)
+
     def _record(
         self,
-        kind: Literal["issued", "generated", "dropped", "trained"],
+        kind: Kind,
         entry: LedgerEntry,
         reason: str | None = None,
         reissue: bool = False,

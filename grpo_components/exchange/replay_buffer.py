@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers import Sampler, Writer
 
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.state_files import read_state, write_state
 from grpo_components.trajectory import (
     GroupSummary,
     PackedTrajectories,
@@ -143,7 +145,15 @@ class ReplayBuffer:
         timeout_s: float,
         stale_tokens: Literal["mask", "drop"] = "drop",
     ) -> None:
-        self._slots = _Slots(capacity)
+        self._make_room(capacity)
+        self._contract, self._timeout_s = contract, timeout_s
+        self._stale_tokens = stale_tokens
+        self._changed = asyncio.Condition()
+        self._dropped: list[GroupSummary] = []
+        self._held: list[_Item] = []
+
+    def _make_room(self, capacity: int) -> None:
+        self._capacity, self._slots = capacity, _Slots(capacity)
         self._sampler = _OldestVersionSampler(self._slots)
         self._buffer = TorchRLReplayBuffer(
             storage=ListStorage(capacity),
@@ -151,10 +161,6 @@ class ReplayBuffer:
             writer=_FreeSlotWriter(self._slots),
             collate_fn=list,
         )
-        self._capacity, self._contract, self._timeout_s = capacity, contract, timeout_s
-        self._stale_tokens = stale_tokens
-        self._changed = asyncio.Condition()
-        self._dropped: list[GroupSummary] = []
 
     async def add(self, group: PackedTrajectories, summary: GroupSummary) -> int:
         """Store one group, waiting while the buffer is full.
@@ -221,6 +227,50 @@ class ReplayBuffer:
             groups = [item.summary for item in items]
             return batch, BatchSummary(groups, dropped, len(self._slots.live), batch_hash(batch))
 
+    async def hold_state(self, group_ids: Collection[int]) -> None:
+        """Keep some of the buffered groups for `write_state`, whatever is taken meanwhile.
+
+        Args:
+            group_ids: buffered by the ledger's account; what came later is in no checkpoint.
+        """
+        live = self._slots.live.values()
+        self._held = [item for item in live if item.summary.group_id in group_ids]
+        assert len(self._held) == len(group_ids), "a group that the ledger knows is not buffered"
+
+    def write_state(self, folder: str) -> str | None:
+        """Write the held groups; safe beside everything else.
+
+        Args:
+            folder: of a checkpoint that is being written.
+
+        Returns:
+            Why it could not be written; None where it was.
+        """
+        held, self._held = self._held, []
+        groups = [{"group": item.group, "summary": asdict(item.summary)} for item in held]
+        try:
+            write_state(Path(folder), "buffer", groups)
+        except OSError as error:
+            return f"{error}"
+        return None
+
+    async def load_state(self, folder: str, group_ids: Collection[int]) -> None:
+        """Restore groups of a checkpoint into this empty buffer, over its capacity if need be.
+
+        Args:
+            folder: that `write_state` was given.
+            group_ids: of the groups that are still wanted.
+        """
+        saved = [
+            _Item(each["group"], GroupSummary(**each["summary"]))
+            for each in read_state(Path(folder), "buffer")
+        ]
+        items = [item for item in saved if item.summary.group_id in group_ids]
+        assert len(items) == len(group_ids), f"{folder} lacks a group of the ledger"
+        self._make_room(max(self._capacity, len(items)))
+        for item in items:
+            self._buffer.add(item)
+
     def _drop_stale(self, policy_version: int) -> None:
         def decisive(summary: GroupSummary) -> int:
             masks = self._stale_tokens == "mask"
@@ -237,7 +287,9 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool], message: Callable[[], str]) -> None:
+        # asyncio.wait_for swallows a cancellation that comes with the result (Python 3.11).
         try:
-            await asyncio.wait_for(self._changed.wait_for(condition), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await self._changed.wait_for(condition)
         except TimeoutError:
             raise TimeoutError(message()) from None

@@ -151,8 +151,10 @@ class Role:
         Raises:
             RoleFailedError: naming the role whose code failed, or that did not answer in time.
         """
+        # asyncio.wait_for swallows a cancellation that comes with the result (Python 3.11).
         try:
-            return await asyncio.wait_for(_as_future(reference), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await reference
         except TimeoutError:
             raise RoleFailedError(
                 self.name, f"did not answer {what} within {timeout_s:g} s", self._log_file
@@ -194,10 +196,6 @@ def _cause_of_death(error: RayActorError) -> str:
         return told
     hint = " Killed, out of memory, or crashed?" if found[1] == "SYSTEM_ERROR" else ""
     return f"{found[1]}: {found[2]}{hint}"
-
-
-async def _as_future(reference: Awaitable[Any]) -> Any:
-    return await reference
 
 
 class Cluster:

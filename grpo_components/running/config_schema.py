@@ -26,6 +26,7 @@ class Rule:
     schedule: bool = False
     refused: Mapping[Any, str] = field(default_factory=dict)
     """Why, of values that one might expect among the choices."""
+    or_path: bool = False
     default: Any = ABSENT
 
 
@@ -72,7 +73,7 @@ SCHEMA: Schema = {
     "model": COMPONENT,
     "tokenizer": {"_component_": PATH, "path": PATH, "merges_file": PATH},
     "checkpointer": {"_component_": PATH, "model_type": MODEL_TYPE},
-    "resume_from_checkpoint": Rule(bool, choices=(False,)),  # resume is not built yet
+    "resume_from_checkpoint": Rule(bool, or_path=True),
     "dataset": DATASET,
     "eval_dataset": DATASET,
     "shuffle": FLAG,
@@ -149,6 +150,9 @@ SCHEMA: Schema = {
     },
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
+    "keep_last_n": Rule(int, low=1, null=True, default=None),
+    "async_checkpoint": Rule(bool, default=False),
+    "checkpoint_failure": Rule(str, choices=("error", "warn"), default="error"),
     "reward_workers": Rule(int, low=1, default=1),
     "rollouts_logged_per_step": Rule(int, low=0, default=1),
     "logprob_chunk_tokens": Rule(int, low=1, default=1024),
@@ -221,6 +225,8 @@ def _read_value(rule: Rule, given: Any, key: str) -> Any:
 def _fits(rule: Rule, given: Any) -> bool:
     if given is None:
         return rule.null
+    if rule.or_path and isinstance(given, str):
+        return given != ""
     if rule.kind in (int, float):
         kinds = (int, float) if rule.kind is float else int
         is_number = isinstance(given, kinds) and not isinstance(given, bool)
@@ -236,7 +242,7 @@ def _allowed(rule: Rule) -> str:
         limits = (("above", rule.above), ("at least", rule.low), ("at most", rule.high))
         bounds = [f"{word} {limit:.10g}" for word, limit in limits if math.isfinite(limit)]
         words = f"{KIND_WORDS.get(rule.kind, 'a list of token ids')} {' and '.join(bounds)}"
-    words += " or null" if rule.null else ""
+    words += " or null" if rule.null else " | a path" if rule.or_path else ""
     return words + (", or a schedule" if rule.schedule else "")
 
 

@@ -27,3 +27,26 @@ def prepare_output_folder(output_dir: str, cfg: DictConfig) -> Path | None:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
     return moved_to
+
+
+def reopen_output_folder(folder: Path, cfg: DictConfig, attempt: int) -> None:
+    """Make a run's folder ready for another attempt: whatever is written is appended to.
+
+    Args:
+        folder: of the run.
+        cfg: becomes config.yaml; that of the attempt before stays as config_attempt_<n>.yaml.
+        attempt: which life of the run begins.
+    """
+    (folder / "logs").mkdir(exist_ok=True)
+    if (folder / "config.yaml").exists():
+        (folder / "config.yaml").rename(folder / f"config_attempt_{attempt - 1}.yaml")
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    for path in [*folder.glob("*.jsonl"), *folder.glob("logs/*.jsonl")]:
+        cut_torn_line(path)
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove what a killed attempt wrote of a record that it did not end."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)

@@ -16,6 +16,7 @@ _GROUPS = {
 _EVENT = (
     {"issued": int, "prompt_index": int, "epoch": int},
     {"generated": int, "response_tokens": float},
+    {"restarted": int},
     {"dropped": int, "reason": str, "reissue": bool},
     {"trained": int},
 )

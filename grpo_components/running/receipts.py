@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.exchange.ledger import GroupEvent, Ledger
+from grpo_components.running.output_folder import cut_torn_line
 
 FORMAT = 1
 
@@ -40,7 +41,7 @@ class Receipts:
         group_size: int,
         generators: Iterable[str] = (),
     ) -> None:
-        _cut_torn_line(path)
+        cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._ledger, self._attempt = ledger, attempt
         self._step, self._policy_version = ledger.steps_done, ledger.policy_version
@@ -162,13 +163,6 @@ class Receipts:
         line = json.dumps({"record": record, "attempt": self._attempt, **fields}, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove what a killed attempt wrote of a record that it did not end."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _amounts(events: Iterable[GroupEvent]) -> dict[str, Any]:

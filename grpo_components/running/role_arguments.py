@@ -139,3 +139,13 @@ def role_arguments(
         "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib),
     }
     return RoleArguments(replay_buffer, trainer, reference, generator)
+
+
+def receipt_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Keyword arguments of `Receipts`.
+
+    Args:
+        cfg: checked by preflight.
+    """
+    settings = {key: cfg[key] for key in ("max_staleness", "groups_per_step", "group_size")}
+    return settings | {"generators": [f"generator_{i}" for i in range(cfg.num_generators)]}

@@ -73,10 +73,11 @@ class RunLog:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation; the one before the first step is logged as step 0."""
-        self._evaluations.append(metrics)
-        if step == 0:
+        if not self._evaluations:  # the one before the attempt's first step
             self._started = self._last = time.perf_counter()  # throughput counts from here
             self._generated_tokens = self._counted_tokens = 0
+        self._evaluations.append(metrics)
+        if step == 0:
             version = metrics["eval/policy_version"]
             record = {"attempt": self._attempt, "policy_version": version, **metrics}
             self._metric_log.log(0, record)
@@ -90,7 +91,7 @@ class RunLog:
 
     def rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled groups as text."""
-        self._metric_log.log_rollouts(step, groups)
+        self._metric_log.log_rollouts(step, [{"attempt": self._attempt, **g} for g in groups])
 
     def checkpoint(self, step: int, folder: str) -> None:
         """Say where a checkpoint lies."""

@@ -1,59 +1,285 @@
-"""Checkpoints on disk: Hugging Face folders that are either whole or not there."""
+"""A trainer's part of a checkpoint: Hugging Face weights, and re-shardable state through DCP."""
 
 from __future__ import annotations
 
-import os
+import pickle
 import shutil
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
-from torch import Tensor
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from grpo_components.exchange.state_files import read_state, write_state
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 """Files of the base model that hold or list its weights."""
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_METADATA_CLASSES = {
+    "pathlib": {"PosixPath", "Path", "PurePosixPath"},
+    "torch": {"Size", *(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.serialization": {"_get_layout"},
+}
+"""All that DCP's own description of a checkpoint is made of."""
 
 
-def save_hf_checkpoint(
-    state_dict: dict[str, Tensor], base_model_path: Path, checkpoints: Path, step: int
-) -> Path:
-    """Write a folder that `transformers` and vLLM load as it is, and point `latest` at it.
+class TrainerState:
+    """What one trainer rank has to save: master weights, optimizer, scheduler, random state.
 
-    The folder is written beside, synced to disk, and published by renames; a crash in between
-    leaves the earlier checkpoints and `latest` untouched.
+    Args:
+        model: sharded over the ranks.
+        optimizer: of its parameters.
+        lr_scheduler: of the optimizer, or None.
+        base_model_path: folder whose config and tokenizer files are copied.
+        rank: of this process.
+        num_ranks: size of the group.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        lr_scheduler: LRScheduler | None,
+        base_model_path: Path,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+    ) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, lr_scheduler
+        self._base_model_path, self._rank, self._num_ranks = base_model_path, rank, num_ranks
+        self._device = device
+        # Its own group: the ranks meet in it from another thread while the next step runs.
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self._held: tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]] | None = None
+
+    def hold(self, policy_version: int, layers: Iterable[dict[str, Tensor]], *, copy: bool) -> None:
+        """Keep the state of this moment for `write`; every rank at once, in line with the step.
+
+        Args:
+            policy_version: of the weights.
+            layers: their gathered parts under Hugging Face names; rank 0 keeps them.
+            copy: to memory of the CPU that no later step changes; else refer to what there is.
+        """
+        weights: dict[str, Tensor] = {}
+        for tensors in layers:
+            if self._rank == 0:
+                weights |= {name: t.to("cpu", copy=copy) for name, t in tensors.items()}
+        states = self._random_states()
+        tensors = self._tensors() | {f"random.{self._rank}.{k}": t for k, t in states.items()}
+        if copy:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        plain = {
+            "policy_version": policy_version,
+            "num_ranks": self._num_ranks,
+            "learning_rates": [
+                {"lr": float(group["lr"]), "configured": _configured(group)}
+                for group in self._optimizer.param_groups
+            ],
+            "scheduler": self._scheduler and self._scheduler.state_dict(),
+        }
+        self._held = tensors, plain, weights
+
+    def write(self, folder: Path) -> str | None:
+        """Write what is held; every rank at once, in any one thread.
+
+        Args:
+            folder: of the checkpoint; Hugging Face files in it, the trainer's in its `state`.
+
+        Returns:
+            Why it could not be written; None where it was. Failures of other ranks may be told.
+        """
+        assert self._held is not None, "nothing is held"
+        (tensors, plain, weights), self._held = self._held, None
+        try:
+            self._write_tensors(folder / "state" / "trainer", tensors)
+            if self._rank == 0:
+                write_state(folder / "state", "trainer", plain)
+                save_hf_weights(weights, self._base_model_path, folder)
+        except (OSError, SafetensorError) as error:
+            return str(error)
+        except CheckpointException as error:
+            return _why_not_written(error)
+        return None
+
+    def _write_tensors(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP's own, of torch's next version
+            save(tensors, storage_writer=FileSystemWriter(folder), process_group=self._group)
+
+    def load(self, folder: Path) -> int:
+        """Restore what any number of ranks wrote; every rank at once.
+
+        Settings of the optimizer stay as they were built: where its learning rate is another than
+        the saved run's, what a scheduler had made of that one is scaled.
+
+        Args:
+            folder: that `write` was given.
+
+        Returns:
+            The policy version.
+        """
+        plain = read_state(folder / "state", "trainer")
+        reader = MetadataReader(folder / "state" / "trainer")
+        saved = reader.read_metadata().state_dict_metadata
+        tensors = _named("model", get_model_state_dict(self._model))
+        moments: dict[str, Any] = {}
+        if any(name.startswith("optimizer.") for name in saved):
+            moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
+            tensors |= _named("optimizer", moments)
+        owner = self._rank % plain["num_ranks"]
+        states = {f"random.{owner}.{kind}": t for kind, t in self._random_states().items()}
+        states = {name: torch.empty_like(t) for name, t in states.items() if name in saved}
+        load(tensors | states, storage_reader=reader, process_group=self._group)
+        set_model_state_dict(self._model, _unnamed("model", tensors))
+        if moments:
+            moments |= _unnamed("optimizer", tensors)
+            set_optimizer_state_dict(self._model, self._optimizer, moments, options=_FLAT)
+        for name, state in states.items():
+            if name.endswith(".cpu"):
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, self._device)
+        self._restore_learning_rates(plain)
+        return plain["policy_version"]
+
+    def _restore_learning_rates(self, plain: dict[str, Any]) -> None:
+        ratios = []
+        for group, saved in zip(self._optimizer.param_groups, plain["learning_rates"], strict=True):
+            before = saved["configured"]  # 0 at the edge of a schedule by step, which sets it anew
+            ratios.append(_configured(group) / before if before else 1.0)
+            lr = saved["lr"] * ratios[-1]
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        assert (self._scheduler is None) == (plain["scheduler"] is None), "preflight checks it"
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(_scaled(plain["scheduler"], ratios))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = _named("model", get_model_state_dict(self._model))
+        if self._optimizer.state:  # else DCP would make it step
+            moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
+            tensors |= _named("optimizer", moments)
+        return tensors
+
+    def _random_states(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+
+class MetadataReader(FileSystemReader):
+    """DCP's reader, but for its description of the checkpoint: that pickle may build nothing else.
+
+    The tensors themselves torch reads with `weights_only=True`.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's description: names, shapes, and where each part lies.
+
+        Raises:
+            pickle.UnpicklingError: if it is made of anything else.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"a checkpoint's .metadata must not hold {module}.{name}")
+        return super().find_class(module, name)
+
+
+def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder: Path) -> None:
+    """Write what `transformers` and vLLM load as it is: sharded safetensors, config, tokenizer.
 
     Args:
         state_dict: Hugging Face names to CPU tensors.
-        base_model_path: folder whose config and tokenizer files are copied.
-        checkpoints: folder of all checkpoints of the run.
-        step: training steps done.
-
-    Returns:
-        The folder, `checkpoints/step_<step>`.
+        base_model_path: folder whose other files are copied: config, tokenizer, generation config.
+        folder: made where it is missing.
     """
-    target = checkpoints / f"step_{step}"
-    unfinished = checkpoints / f".step_{step}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_torch_state_dict(state_dict, unfinished, max_shard_size="5GB")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(state_dict, folder, max_shard_size="5GB")
     for file in base_model_path.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
-            shutil.copy2(file, unfinished / file.name)
-    for path in [*unfinished.iterdir(), unfinished]:
-        _sync(path)
-    if target.exists():
-        shutil.rmtree(target)
-    unfinished.rename(target)
-    link = checkpoints / ".latest.unfinished"
-    link.unlink(missing_ok=True)
-    link.symlink_to(target.name)
-    link.replace(checkpoints / "latest")
-    _sync(checkpoints)
-    return target
+            shutil.copy2(file, folder / file.name)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _why_not_written(error: CheckpointException) -> str:
+    """The failure of the file system behind DCP's, on whichever rank.
+
+    Raises:
+        RuntimeError: if it is none.
+    """
+    failures: list[BaseException] = [failure for failure, _ in error.failures.values()]
+    for failure in failures:
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return str(cause)
+            cause = cause.__cause__ or cause.__context__
+    if all(isinstance(failure, RuntimeError) for failure in failures):
+        # What torch.save makes of a full disk; from another rank it comes without its context.
+        return f"is the disk full? {str(failures[0]).splitlines()[0]}"
+    raise RuntimeError(f"DCP failed: {failures}") from error
+
+
+def _configured(group: dict[str, Any]) -> float:
+    """The learning rate of the config; schedulers keep it beside what they make of it."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def _scaled(state: Any, ratios: list[float]) -> Any:
+    """A scheduler's state, at any depth, with its learning rates times the ratios."""
+    if isinstance(state, list):
+        return [_scaled(item, ratios) for item in state]
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: [rate * ratio for rate, ratio in zip(value, ratios, strict=True)]
+        if key in ("base_lrs", "_last_lr")
+        else _scaled(value, ratios)
+        for key, value in state.items()
+    }
+
+
+def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors among the values: all else is config, and DCP would pickle it."""
+    return {f"{prefix}.{name}": v for name, v in values.items() if isinstance(v, Tensor)}
+
+
+def _unnamed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        name.removeprefix(f"{prefix}."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(f"{prefix}.")
+    }

@@ -30,7 +30,7 @@ from grpo_components.exchange.weights import (
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.schedules import Schedule
-from grpo_components.training.checkpoint import save_hf_checkpoint
+from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.meshes import Sharding, join_ranks
@@ -157,8 +157,11 @@ class Trainer:
         )
         self._learning_rate, self._step = learning_rate, 0
         self._max_staleness, self._mask_overlong = max_staleness, mask_overlong
-        self._base_model_path = Path(base_model_path)
-        self._to_hf = hf_converter(model_type, self._base_model_path)
+        base, scheduler = Path(base_model_path), self._lr_scheduler
+        self._state = TrainerState(
+            self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
+        )
+        self._to_hf = hf_converter(model_type, base)
         self._weights_dtype = DTYPES[dtype]
         self._gathered: dict[int, list[tuple[str, Tensor]]] = {}
         self._use = ResourceUse(self._model, self._device, dtype, num_ranks, log_peak_memory_stats)
@@ -370,23 +373,17 @@ class Trainer:
                 full[name] = cast(DTensor, value).full_tensor()
             yield self._to_hf(full)
 
-    def save_checkpoint(self, checkpoints: str, step: int) -> str | None:
-        """Write the policy as a Hugging Face folder; collective, rank 0 writes.
+    def hold_state(self, copy: bool) -> None:
+        """Keep the state of this moment for a checkpoint; see `TrainerState.hold`."""
+        self._state.hold(self.policy_version, self._gather_layers(), copy=copy)
 
-        Args:
-            checkpoints: folder of the run's checkpoints.
-            step: training steps done.
+    def write_state(self, folder: str) -> str | None:
+        """Write what is held, beside the next steps if need be; see `TrainerState.write`."""
+        return self._state.write(Path(folder))
 
-        Returns:
-            The new folder on rank 0, None elsewhere.
-        """
-        state_dict: StateDict = {}
-        for tensors in self._gather_layers():
-            if self._rank == 0:
-                state_dict |= {name: tensor.cpu() for name, tensor in tensors.items()}
-        if self._rank != 0:
-            return None
-        return str(save_hf_checkpoint(state_dict, self._base_model_path, Path(checkpoints), step))
+    def load_state(self, folder: str) -> None:
+        """Go on from a checkpoint, of any number of ranks; see `TrainerState.load`."""
+        self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:
         """Write the traces of an unfinished profile, and leave the process group."""

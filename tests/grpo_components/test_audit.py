@@ -346,6 +346,19 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_and_its_last_attempt_counts(
     assert audit(tmp_path, capsys, records)[1] == ["tokens"]
 
 
+def test_a_group_that_starts_again_is_generated_again(tmp_path, capsys, records):
+    records = resumed(records)
+    (generated, *_) = events(records[7], "generated")
+    again = {"restarted": generated["generated"]}
+    place = records[7]["events"].index(generated)
+    records[7]["events"].insert(place, again)  # lost before its end
+    assert audit(tmp_path, capsys, records) == (0, [], "every rule holds")
+    records[7]["events"][place : place + 2] = [generated, again]  # lost after it, never repeated
+    assert "ended" in audit(tmp_path, capsys, records)[1]
+    records[7]["events"][place + 1] = {"restarted": 10**6}
+    assert "generated" in audit(tmp_path, capsys, records)[1]
+
+
 def test_what_the_earlier_attempt_did_is_checked_too(tmp_path, capsys, records):
     records = resumed(records)
     records[5]["correction_mass"] = -1.0

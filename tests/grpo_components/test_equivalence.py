@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_components import equivalence, equivalence_family_rungs, equivalence_rungs
+from grpo_components import (
+    equivalence,
+    equivalence_family_rungs,
+    equivalence_resume,
+    equivalence_rungs,
+)
 from grpo_components.equivalence import RUNGS, Result, Rung
 from grpo_components.equivalence_families import FAMILIES
 from grpo_components.equivalence_rungs import Bench, largest_difference, ragged_batch
@@ -18,6 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 SLOW = {  # they start Ray or vLLM
     equivalence_rungs.recipe_is_plain_loop,
     equivalence_rungs.synchronous_runs_are_identical,
+    equivalence_resume.resumed_is_uninterrupted,
     equivalence_rungs.generator_is_trainer,
     equivalence_rungs.pulled_engine_is_fresh_engine,
     equivalence_family_rungs.every_family_samples_from_what_it_trained,

@@ -172,3 +172,35 @@ def test_slots_are_reused_and_nothing_is_lost_or_repeated(rounds):
         assert issued == len(seen) + len(buffer._slots.live)
 
     asyncio.run(run())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_held_groups_are_written_as_they_were_whatever_happens_meanwhile(tmp_path_factory, data):
+    """And restored bit for bit, over the capacity of another buffer if need be."""
+    folder = str(tmp_path_factory.mktemp("state"))
+    versions = data.draw(st.lists(st.integers(0, 3), max_size=6))
+    held = {i for i in range(len(versions)) if data.draw(st.booleans())}
+    wanted = {i for i in held if data.draw(st.booleans())}
+
+    async def run():
+        buffer, restored = make(), make(capacity=1, eta=9)
+        for group_id, version in enumerate(versions):
+            await buffer.add(*mixed_group(group_id, version, version + 1))
+        await buffer.hold_state(held)
+        await buffer.add(*group(99))
+        await buffer.take(len(versions), 0)
+        assert buffer.write_state(folder) is None
+        await restored.load_state(folder, wanted)
+        for group_id in sorted(wanted, key=lambda i: (versions[i], i)):
+            expected, summary = mixed_group(group_id, versions[group_id], versions[group_id] + 1)
+            batch, taken = await restored.take(1, 0)
+            assert batch_hash(batch) == batch_hash(expected)
+            assert (taken.groups, taken.dropped) == ([summary], [])
+
+    asyncio.run(run())
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    assert "file" in (make().write_state(str(tmp_path / "file")) or "")

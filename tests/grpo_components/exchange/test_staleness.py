@@ -4,7 +4,7 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from grpo_components.audit import audit
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.state_files import read_state, write_state
+from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running.receipts import Receipts
 from grpo_components.trajectory import Trajectory, pack, summarize, unpack
 
@@ -98,33 +100,60 @@ def schedules(draw):
     )
 
 
-class Run:
-    """The recipe's two loops around the real ledger, buffer and receipts; the rest is chance."""
+class Killed(Exception):
+    """The end of a process, at any turn."""
 
-    def __init__(self, schedule, path):
+
+class Run:
+    """The recipe's two loops around the real ledger, buffer and receipts; the rest is chance.
+
+    It saves after every third step, and goes on from where another run saved last.
+    """
+
+    def __init__(self, schedule, folder, attempt=0, turns=None, earlier=None):
         s = self.schedule = schedule
         contract = StalenessContract(s.max_staleness, s.groups_per_step)
-        prompts = (({"prompt_index": i}, epoch) for epoch in range(10**6) for i in range(7))
-        self.ledger = Ledger(contract, NUM_STEPS, prompts)
+        self.attempt, self.folder, self.turns = attempt, folder, turns
+        self.prompts = PromptStream(
+            [{"prompt_index": i} for i in range(7)], shuffle=True, seed=s.seed % 2**30
+        )
+        self.ledger = Ledger(contract, NUM_STEPS, self.prompts)
         self.buffer = ReplayBuffer(
             capacity=(s.max_staleness + 1) * s.groups_per_step,
             contract=contract,
             timeout_s=TIMEOUT_S,
             stale_tokens=s.stale_tokens,
         )
+        self.trained, self.saved = [], earlier and earlier.saved
+        if self.saved:
+            driver = read_state(Path(self.saved), "driver")
+            self.prompts.load_state_dict(driver["prompts"])
+            self.ledger.load_state_dict(driver["ledger"])
+            self.trained = earlier.trained[: self.ledger.trained_groups]
+        self.resumed_living = len(self.ledger.living())
         self.receipts = Receipts(
-            path,
+            folder / "receipts.jsonl",
             self.ledger,
-            0,
+            attempt,
             max_staleness=s.max_staleness,
             groups_per_step=s.groups_per_step,
             group_size=GROUP_SIZE,
         )
         self.generators = [Generator(f"generator_{i}", v) for i, v in enumerate(s.speeds)]
-        self.random = random.Random(s.seed)
-        self.buffered_at, self.waited, self.trained = {}, {}, []
+        self.random = random.Random(s.seed + attempt)
+        self.buffered_at, self.waited = {}, {}
 
     async def main(self):
+        if self.saved:
+            kept = [entry.group_id for entry in self.ledger.in_state("buffered")]
+            await self.buffer.load_state(self.saved, kept)
+            self.buffered_at |= dict.fromkeys(kept, self.ledger.policy_version)
+            # Restored weights are published and pulled before anything is sampled.
+            version, weights = self.ledger.policy_version, f"weights {self.ledger.policy_version}"
+            await self.ledger.published(version)
+            for generator in self.generators if version else ():
+                generator.version = version
+                self.receipts.acknowledged(generator.name, version, weights, weights)
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.training_loop())
             for generator in self.generators:
@@ -137,6 +166,10 @@ class Run:
 
     async def work(self, turns):
         for _ in range(self.random.randint(0, turns)):
+            if self.turns is not None:
+                self.turns -= 1
+                if self.turns <= 0:
+                    raise Killed
             await asyncio.sleep(0)
 
     async def rollout_loop(self, generator):
@@ -180,7 +213,7 @@ class Run:
             prompt_index=entry.prompt_index,
             epoch=entry.epoch,
             group_id=entry.group_id,
-            attempt=0,
+            attempt=self.attempt,
             finish_reason="stop",
         )
 
@@ -232,6 +265,19 @@ class Run:
             self.note_waits(ids)
             self.trained += [(e.prompt_index, e.epoch) for e in entries]
             self.receipts.step(ledger.steps_done, after, Counter(fresh), 1.0, taken.batch_hash)
+            if ledger.steps_done % 3 == 0:
+                await self.save()
+
+    async def save(self):
+        driver = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
+        buffered = [entry.group_id for entry in self.ledger.in_state("buffered")]
+        await self.work(5)  # an evaluation: the rollouts go on
+        await self.buffer.hold_state(buffered)
+        folder = str(self.folder / f"{self.attempt}-{self.ledger.steps_done}")
+        await self.work(5)
+        write_state(Path(folder), "driver", driver)
+        assert self.buffer.write_state(folder) is None
+        self.saved = folder
 
     def note_waits(self, group_ids):
         for group_id in group_ids:
@@ -245,20 +291,79 @@ class Run:
 def test_every_schedule_ends_within_the_bound_loses_nothing_and_passes_the_audit(schedule):
     """A time-out of ledger or buffer would be a deadlock."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "receipts.jsonl"
-        run = Run(schedule, path)
+        run = Run(schedule, Path(folder))
         asyncio.run(run.main())
-        report, summary = audit(path)
+        report, summary = audit(Path(folder) / "receipts.jsonl")
     assert not report.broken, summary
+    assert_complete(run)
     ledger = run.ledger
-    # No prompt is trained twice, and no group or prompt is left behind.
-    assert len(set(run.trained)) == len(run.trained) == NUM_STEPS * schedule.groups_per_step
-    assert not ledger.living()
-    assert not ledger.waiting_prompts
-    assert ledger.issued == ledger.trained_groups + sum(ledger.dropped_groups.values())
     # No starvation: a buffered group is trained or dropped within max_staleness + 1 versions.
     assert max(run.waited.values()) <= schedule.max_staleness + 1
     if schedule.max_staleness == 0 or schedule.wait:
         assert not ledger.dropped_groups["stale"]
     for reason in +ledger.dropped_groups:
         event(f"dropped as {reason}")
+
+
+def assert_complete(run):
+    ledger = run.ledger
+    # No prompt is trained twice, and no group or prompt is left behind.
+    assert len(set(run.trained)) == len(run.trained) == ledger.trained_groups
+    assert not ledger.living()
+    assert not ledger.waiting_prompts
+    assert ledger.issued == ledger.trained_groups + sum(ledger.dropped_groups.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules(), st.lists(st.integers(1, 3000), min_size=1, max_size=3), st.data())
+def test_killed_at_any_turn_and_resumed_no_prompt_is_lost_or_trained_twice(schedule, lives, data):
+    """From its last checkpoint, each time with another bound, batch and number of generators."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = None
+        for attempt, turns in enumerate([*lives, None]):
+            if attempt and data.draw(st.booleans()):
+                eta = data.draw(st.integers(0, 3))
+                schedule = replace(
+                    schedule,
+                    max_staleness=eta,
+                    groups_per_step=data.draw(st.integers(1, 3)),
+                    push_every=data.draw(st.integers(1, eta + 1)),
+                    speeds=data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3)),
+                )
+            run = Run(schedule, Path(folder), attempt, turns, run)
+            try:
+                asyncio.run(run.main())
+                break
+            except* Killed:
+                event("killed before the first checkpoint" if run.saved is None else "killed")
+        report, summary = audit(Path(folder) / "receipts.jsonl")
+    assert not report.broken, (summary, report.broken)
+    assert_complete(run)
+
+
+def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in():
+    async def run():
+        prompts = PromptStream([{"prompt_index": i} for i in range(99)], shuffle=False, seed=0)
+        before = Ledger(StalenessContract(2, 8), 9, prompts)
+        entries = [await before.admit("test", 1) for _ in range(24)]
+        for entry in entries[:20]:
+            entry.start_version = 0
+            await before.generated(entry.group_id, [1])
+            await before.buffered(entry.group_id)
+        after = Ledger(StalenessContract(1, 2), 9, prompts)
+        after.load_state_dict(before.state_dict())
+        # Two batches may live: they are restored; the others start again, in their order, later.
+        assert [e.group_id for e in after.in_state("buffered")] == [0, 1, 2, 3]
+        assert [e.group_id for e in after.living()] == list(range(24))
+        restarted = [e.group_id for e in after.drain_events() if e.kind == "restarted"]
+        assert restarted == list(range(4, 24))
+        for step in (1, 2):
+            await after.taken([2 * step - 2, 2 * step - 1])
+            await after.published(step)
+            await after.stepped(step)
+            admitted = [(await after.admit("test", 1)) for _ in range(2)]
+            assert [e.group_id for e in admitted] == [2 * step + 2, 2 * step + 3]
+            assert [e.prompt for e in admitted] == [{"prompt_index": e.group_id} for e in admitted]
+        assert after.drain_events()[-1].kind == "trained"  # nothing new was issued
+
+    asyncio.run(run())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from grpo_components.running.output_folder import prepare_output_folder
+from grpo_components.running.output_folder import prepare_output_folder, reopen_output_folder
 
 
 def cfg(**changes):
@@ -66,3 +66,18 @@ def test_no_name_that_is_taken_is_used(tmp_path_factory, taken, as_file):
 def test_a_slash_at_the_end_changes_nothing(tmp_path):
     prepare_output_folder(f"{tmp_path}/a/", cfg())
     assert prepare_output_folder(f"{tmp_path}/a/", cfg()) == tmp_path / "a-1"
+
+
+def test_a_reopened_folder_keeps_everything_but_a_torn_line(tmp_path):
+    folder = tmp_path / "a"
+    prepare_output_folder(str(folder), cfg(seed=0))
+    for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl"):
+        (folder / name).write_text('{"step": 1}\n{"step": 2}\n{"st')
+    (folder / "checkpoints").mkdir()
+    for attempt in (1, 2):
+        reopen_output_folder(folder, cfg(seed=attempt), attempt)
+    for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl"):
+        assert (folder / name).read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (folder / "checkpoints").is_dir()
+    names = ("config_attempt_0.yaml", "config_attempt_1.yaml", "config.yaml")
+    assert [OmegaConf.load(folder / name).seed for name in names] == [0, 1, 2]

@@ -161,13 +161,27 @@ def test_an_evaluation_and_a_checkpoint_are_said_in_a_line_each(make, capsys):
     ]
 
 
-def test_sampled_groups_are_written_with_their_step(make, tmp_path):
-    log, _ = make()
+def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock, tmp_path, capsys):
+    """The step's record is the earlier attempt's; throughput counts from here all the same."""
+    log, _ = make(attempt=1)
+    clock.now += 1000
+    log.generated(7)
+    log.evaluation(4, eval_metrics(success=0.5, version=4))
+    clock.now += 4
+    log.generated(80)
+    log.step(5, step_metrics(trained=40))
+    assert [record["step"] for record in records(tmp_path)] == [5]
+    assert throughput(records(tmp_path)[0]) == [20, 10]
+    assert "step 4: held-out success 0.500" in capsys.readouterr().out
+
+
+def test_sampled_groups_are_written_with_their_step_and_attempt(make, tmp_path):
+    log, _ = make(attempt=2)
     log.rollouts(3, [{"group_id": 8, "prompt": "1+1?"}, {"group_id": 9, "prompt": "2+2?"}])
     lines = (tmp_path / "logs/rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"step": 3, "group_id": 8, "prompt": "1+1?"},
-        {"step": 3, "group_id": 9, "prompt": "2+2?"},
+        {"step": 3, "attempt": 2, "group_id": 8, "prompt": "1+1?"},
+        {"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?"},
     ]
 
 

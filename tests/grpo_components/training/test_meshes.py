@@ -57,7 +57,7 @@ CLIPPED = {"clip_grad_norm": 0.05}
 
 @pytest.fixture(scope="module")
 def ranks():
-    ranks = TRAINER_TESTS["Ranks"](4)
+    ranks = TRAINER_TESTS["Ranks"]()
     yield ranks
     ranks.close()
 
@@ -146,10 +146,14 @@ def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, shardi
 
 def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path):
     for sharding in (Sharding(replicate=2), Sharding(tensor=2)):
-        calls = [step(RAGGED, ADVANTAGES), *export(1), ("save_checkpoint", str(tmp_path), 1)]
-        results = run("QWEN2 tied", 2, sharding, calls=calls)
-        saved = load_file(Path(results[0][3]) / "model.safetensors")
-        assert_weights_equal(saved, exported(results, 2))
+        folder = tmp_path / f"{sharding.tensor}"
+        trained = [step(RAGGED, ADVANTAGES), *export(1)]
+        save = [("hold_state", True), ("write_state", str(folder))]
+        results = run("QWEN2 tied", 2, sharding, calls=[*trained, *save])
+        assert_weights_equal(load_file(folder / "model.safetensors"), exported(results, 2))
+        for other in (Sharding(), sharding):  # each layout goes on from what any other saved
+            restored = run("QWEN2 tied", 2, other, calls=[("load_state", str(folder)), *export(1)])
+            assert_weights_equal(exported(restored, 2), exported(results, 2))
 
 
 def test_gradients_reduced_in_bf16_are_rounded_and_close(run):

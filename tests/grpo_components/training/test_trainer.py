@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import multiprocessing
+import pickle
 import runpy
 import shutil
 import tempfile
@@ -92,12 +93,15 @@ def serve(connection):
 
 
 class Ranks:
-    """Calls a Trainer of one rank or more, each in a process of its own."""
+    """Calls a Trainer of one or more ranks, each in a process of its own."""
 
-    def __init__(self, most=2):
-        context = multiprocessing.get_context("spawn")
+    def __init__(self):
         self._connections, self._processes = [], []
-        for _ in range(most):
+        self._start(2)
+
+    def _start(self, num_ranks):
+        context = multiprocessing.get_context("spawn")
+        while len(self._processes) < num_ranks:
             ours, theirs = context.Pipe()
             # By path: a test module has no name that another process could import.
             process = context.Process(
@@ -112,6 +116,7 @@ class Ranks:
 
     def run(self, base, num_ranks, calls, **changes):
         """What every call returned, by rank."""
+        self._start(num_ranks)
         folder = tempfile.mkdtemp(prefix="rendezvous-")
         for rank, connection in enumerate(self._connections[:num_ranks]):
             arguments = {
@@ -748,17 +753,80 @@ def test_two_exports_may_wait_while_training_goes_on(ranks, base, num_ranks, ord
     assert_weights_close(weights[1], expected_update(base, RAGGED, ADVANTAGES)[0])
 
 
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def save_to(folder, copy=False):
+    return ("hold_state", copy), ("write_state", str(folder))
+
+
+def decay(optimizer):
+    """A scheduler whose rate says how often it has stepped."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+ADAM = {"build_optimizer": partial(torch.optim.AdamW, lr=0.01), "build_lr_scheduler": decay}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_checkpoint_holds_the_exported_weights(ranks, base, tmp_path, num_ranks):
-    checkpoints = tmp_path / "checkpoints"
-    calls = [step(RAGGED, ADVANTAGES), *export(1), ("save_checkpoint", str(checkpoints), 12)]
+    calls = [step(RAGGED, ADVANTAGES), *export(1), *save_to(tmp_path / "saved")]
     results = ranks.run(base, num_ranks, calls)
-    folders = [rank_results[3] for rank_results in results]
-    assert folders == [str(checkpoints / "step_12"), None][:num_ranks]
-    saved = load_file(checkpoints / "step_12" / "model.safetensors")
+    assert [rank_results[-1] for rank_results in results] == [None] * num_ranks
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert_weights_equal(saved, exported(results, 2))
-    config = (checkpoints / "latest" / "config.json").read_text()
+    config = (tmp_path / "saved" / "config.json").read_text()
     assert config == (base / "config.json").read_text()
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)])
+def test_a_trainer_goes_on_from_a_checkpoint_of_any_number_of_ranks(
+    ranks, base, tmp_path, saving, loading
+):
+    """Weights, moments, scheduler, random state: what was held, not what came after."""
+    first, second = step(RAGGED, ADVANTAGES), step(RAGGED[::-1], ADVANTAGES)
+    held, write = save_to(tmp_path / "saved", copy=True)
+    whole = ranks.run(base, saving, [first, *export(1), held, second, write, *export(2)], **ADAM)
+    assert whole[0][5] is None
+    calls = [("load_state", str(tmp_path / "saved")), *export(1), second, *export(2)]
+    resumed = ranks.run(base, loading, calls, **ADAM)
+    assert_weights_equal(exported(resumed, 2), exported(whole, 2))
+    assert resumed[0][3]["policy_version"] == 2
+    assert resumed[0][3]["lr"] == whole[0][4]["lr"] == 0.005
+    if saving == loading:
+        assert_weights_equal(exported(resumed, 5), exported(whole, 7))
+    else:
+        assert_weights_close(exported(resumed, 5), exported(whole, 7))
+
+
+def test_a_learning_rate_that_was_changed_takes_part_in_the_schedule(ranks, base, tmp_path):
+    first, folder = step(RAGGED, ADVANTAGES), tmp_path / "saved"
+    ranks.run(base, 1, [first, *save_to(folder)], **ADAM)
+    faster = ADAM | {"build_optimizer": partial(torch.optim.AdamW, lr=0.04)}
+    results = ranks.run(base, 1, [("load_state", str(folder)), first, first], **faster)
+    assert [result["lr"] for result in results[0][1:]] == [0.02, 0.01]
+
+
+def test_a_trainer_that_never_stepped_comes_back_without_moments(ranks, base, tmp_path):
+    folder, first = tmp_path / "saved", step(RAGGED, ADVANTAGES)
+    ranks.run(base, 1, save_to(folder), **ADAM)
+    resumed = ranks.run(base, 1, [("load_state", str(folder)), first, *export(1)], **ADAM)
+    fresh = ranks.run(base, 1, [first, *export(1)], **ADAM)
+    assert_weights_equal(exported(resumed, 3), exported(fresh, 2))
+
+
+def test_a_folder_that_cannot_be_written_is_told_by_every_rank(ranks, base, tmp_path):
+    (tmp_path / "file").touch()
+    results = ranks.run(base, 2, save_to(tmp_path / "file" / "saved"))
+    assert all("Not a directory" in rank_results[1] for rank_results in results)
+
+
+def test_pickle_builds_nothing_but_the_description_of_tensors(ranks, base, tmp_path):
+    ranks.run(base, 1, save_to(tmp_path))
+    (file,) = tmp_path.rglob(".metadata")
+    file.write_bytes(pickle.dumps({"a": Ranks}).replace(b"Ranks", b"Rank2"))
+    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata must not hold .*Rank2"):
+        ranks.run(base, 1, [("load_state", str(tmp_path))])
 
 
 def test_bf16_compute_exports_the_rounded_float32_masters(ranks, base):

@@ -1,0 +1,93 @@
+"""Nested plain values, arrays and tensors among them, in a JSON and an npz file: no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_MARK = "__is__"
+"""Key of the JSON objects that stand for what JSON does not know."""
+
+
+def write_state(folder: Path, name: str, state: Any) -> None:
+    """Write `<name>.json` and, for the arrays in it, `<name>.npz`.
+
+    Args:
+        folder: made where it is missing.
+        name: of the files.
+        state: None, bool, int, float, str, numpy arrays and scalars, torch tensors, and lists,
+            tuples and dicts of these.
+
+    Raises:
+        TypeError: naming the place of any other value.
+        OSError: if it cannot be written.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    text = json.dumps(_encode(state, arrays, name))
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.npz").open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
+    with (folder / f"{name}.json").open("w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_state(folder: Path, name: str) -> Any:
+    """What `write_state` was given: the same types, every bit the same.
+
+    Args:
+        folder: that it was written to.
+        name: of the files.
+    """
+    text = (folder / f"{name}.json").read_text(encoding="utf-8")
+    with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
+        return _decode(json.loads(text), arrays)
+
+
+def _encode(value: Any, arrays: dict[str, np.ndarray], path: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [_encode(item, arrays, f"{path}[{i}]") for i, item in enumerate(value)]
+    if type(value) is tuple:
+        items = [_encode(item, arrays, f"{path}[{i}]") for i, item in enumerate(value)]
+        return {_MARK: "tuple", "items": items}
+    if isinstance(value, Mapping):
+        items = [
+            [_encode(key, arrays, f"{path}, a key"), _encode(item, arrays, f"{path}.{key}")]
+            for key, item in value.items()
+        ]
+        if all(type(key) is str and key != _MARK for key in value):
+            return {str(key): item for key, item in items}
+        return {_MARK: "dict", "items": items}
+    if isinstance(value, torch.Tensor) and value.dtype is not torch.bfloat16:
+        return _store("tensor", value.detach().cpu().numpy(), arrays)
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return _store("array" if isinstance(value, np.ndarray) else "scalar", value, arrays)
+    raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def _store(kind: str, value: Any, arrays: dict[str, np.ndarray]) -> dict[str, str]:
+    key = str(len(arrays))
+    arrays[key] = np.asarray(value)
+    return {_MARK: kind, "key": key}
+
+
+def _decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_MARK)
+    if kind is None:
+        return {key: _decode(item, arrays) for key, item in value.items()}
+    if kind == "tuple":
+        return tuple(_decode(item, arrays) for item in value["items"])
+    if kind == "dict":
+        return {_decode(key, arrays): _decode(item, arrays) for key, item in value["items"]}
+    array = arrays[value["key"]]
+    return {"array": array, "scalar": array[()], "tensor": torch.from_numpy(array)}[kind]

@@ -1,0 +1,176 @@
+"""Checkpoints of a run: the driver's account and every role's state, of one moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.state_files import write_state
+from grpo_components.running.checkpoint_folder import begin, clean, latest, publish
+from grpo_components.running.cluster import Role
+from grpo_components.running.resume import Stateful
+from grpo_components.running.run_log import RunLog
+
+_LANE = "checkpoint"
+"""Thread in which a role writes, beside its main one."""
+
+
+class Checkpoints:
+    """Saves and restores; what has to be consistent is read between two training steps.
+
+    Args:
+        folder: of all checkpoints of the run.
+        cfg: of the run, kept with each of them.
+        ledger: of the run.
+        prompts: that the ledger draws from.
+        keep_last_n: checkpoints that stay; None keeps all.
+        failure: whether a checkpoint that cannot be written ends the run or is only told.
+        in_background: write beside the next steps, from a copy.
+        timeout_s: longest wait for a role.
+        saved: told step and folder of each.
+        note: told what failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        cfg: DictConfig,
+        ledger: Ledger,
+        prompts: Stateful,
+        *,
+        keep_last_n: int | None,
+        failure: Literal["error", "warn"],
+        in_background: bool,
+        timeout_s: float,
+        saved: Callable[[int, str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._folder, self._cfg, self._ledger, self._prompts = folder, cfg, ledger, prompts
+        self._keep_last_n, self._failure, self._timeout_s = keep_last_n, failure, timeout_s
+        self._in_background, self._saved, self._note = in_background, saved, note
+        self._held: dict[str, Any] = {}
+        self._writing: asyncio.Task[None] | None = None
+
+    def hold(self) -> None:
+        """Keep the driver's state for `save`; right after the step's receipt, without an await.
+
+        So no event and no pull lies between the receipt and the state that a resumed run has.
+
+        Raises:
+            OSError: if a checkpoint could not be written in the background meanwhile.
+        """
+        self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def save(self, step: int, trainers: Sequence[Role], buffer: Role) -> None:
+        """Write a checkpoint, once the one before is written; the trainers stand between two steps.
+
+        Args:
+            step: training steps done, when `hold` was called.
+            trainers: all ranks.
+            buffer: the replay buffer; nothing was taken from it since.
+
+        Raises:
+            OSError: if it cannot be written, with `failure: error`.
+        """
+        await self.finish()
+        state, living = self._held, self._held["ledger"]["living"]
+        buffered = [entry["group_id"] for entry in living if entry["state"] == "buffered"]
+        await _all(trainers, "hold_state", self._in_background, timeout_s=self._timeout_s)
+        await buffer.call("hold_state", buffered, timeout_s=self._timeout_s)
+        self._writing = asyncio.create_task(self._write(step, state, trainers, buffer))
+        # A run that ends by another failure leaves this one unasked for, not unretrieved.
+        self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if not self._in_background:
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            OSError: if it could not be, with `failure: error`.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def restore(self, checkpoint: Path, trainers: Sequence[Role], buffer: Role) -> None:
+        """Restore the roles that have a state; `begin_run` has restored the driver's.
+
+        Args:
+            checkpoint: its folder.
+            trainers: all ranks.
+            buffer: the replay buffer, empty.
+        """
+        await _all(trainers, "load_state", str(checkpoint), timeout_s=self._timeout_s)
+        buffered = [entry.group_id for entry in self._ledger.in_state("buffered")]
+        state = str(checkpoint / "state")
+        await buffer.call("load_state", state, buffered, timeout_s=self._timeout_s)
+
+    async def _write(
+        self, step: int, state: dict[str, Any], trainers: Sequence[Role], buffer: Role
+    ) -> None:
+        try:
+            folder = await asyncio.to_thread(begin, self._folder, step)
+            call = {"lane": _LANE, "timeout_s": self._timeout_s}
+            failures = await asyncio.gather(
+                _all(trainers, "write_state", str(folder), **call),
+                buffer.call("write_state", str(folder / "state"), **call),
+            )
+            for failure in (*failures[0], failures[1]):
+                if failure is not None:
+                    raise OSError(failure)
+            checkpoint = await asyncio.to_thread(self._publish, folder, step, state)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a full disk is not left fuller
+                await asyncio.to_thread(clean, self._folder)
+            last = await asyncio.to_thread(latest, self._folder)
+            problem = f"the checkpoint of step {step} could not be written: {error}"
+            problem += f"; the last one is {last or 'none'}"
+            if self._failure == "error":
+                raise OSError(problem) from error
+            self._note(problem)
+        else:
+            self._saved(step, str(checkpoint))
+
+    def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
+        write_state(folder / "state", "driver", state)
+        OmegaConf.save(self._cfg, folder / "state" / "config.yaml", resolve=True)
+        return publish(folder, step, self._keep_last_n)
+
+
+def build_checkpoints(
+    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog
+) -> Checkpoints:
+    """The checkpoints that a config asks for.
+
+    Args:
+        cfg: checked by preflight.
+        ledger: of the run.
+        prompts: that the ledger draws from.
+        run_log: tells of them.
+    """
+    return Checkpoints(
+        Path(cfg.output_dir) / "checkpoints",
+        cfg,
+        ledger,
+        prompts,
+        keep_last_n=cfg.keep_last_n,
+        failure=cfg.checkpoint_failure,
+        in_background=cfg.async_checkpoint,
+        timeout_s=cfg.timeouts.train_step_s,
+        saved=run_log.checkpoint,
+        note=run_log.note,
+    )
+
+
+async def _all(roles: Sequence[Role], method: str, *args: Any, **call: Any) -> list[Any]:
+    """Call a method of every rank at once: they meet in collectives."""
+    return await asyncio.gather(*(role.call(method, *args, **call) for role in roles))

@@ -1,0 +1,155 @@
+"""Where a run begins: anew, or at a checkpoint, in a folder that shows all its attempts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_components.exchange.state_files import read_state
+from grpo_components.running.checkpoint_folder import point_latest
+from grpo_components.running.config_schema import fail, shown
+from grpo_components.running.output_folder import prepare_output_folder, reopen_output_folder
+
+FIXED = (
+    *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
+    *("dataset", "shuffle", "group_size", "optimizer._component_", "lr_scheduler._component_"),
+)
+"""Keys that a resumed run must not change: its state, or bit for bit the same weights, rest on
+them. All others may: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
+
+
+class Stateful(Protocol):
+    """What the driver has to save of one of its objects."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state in plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from a state."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a run begins."""
+
+    attempt: int
+    """Which life of the run; 0 is the first."""
+    checkpoint: Path | None
+    """What it goes on from; None for a new run."""
+    note: str
+    """What the person who watches should know of it; may be empty."""
+
+
+def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
+    """The checkpoint that a config asks for.
+
+    Args:
+        resume_from: false; true for the run's newest; or the path of a checkpoint.
+        output_dir: of the run.
+
+    Raises:
+        ValueError: naming the key, if there is none.
+    """
+    if resume_from is False:
+        return None
+    path = output_dir / "checkpoints/latest" if resume_from is True else Path(resume_from)
+    if not (path / "state" / "driver.json").is_file():
+        problem = f"{shown(resume_from)} given, and {path} is no checkpoint of a run"
+        fail("resume_from_checkpoint", problem, "false, or the path of a step_<n> folder")
+    return path.resolve()
+
+
+def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
+    """Compare a config with that of the checkpoint to resume from.
+
+    Args:
+        values: of the config, checked.
+        needs_reference: tells of a section whether its KL needs the reference.
+
+    Raises:
+        ValueError: for the first key that must not change and has, or a run that is at its end.
+    """
+    checkpoint = find_checkpoint(values["resume_from_checkpoint"], Path(values["output_dir"]))
+    if checkpoint is None:
+        return
+    saved: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "state" / "config.yaml"))
+    for key in FIXED:
+        _compare(key, _at(saved, key), _at(values, key))
+    sections = ("loss", "reward_shaping")
+    if any(map(needs_reference, map(saved.get, sections))) != any(
+        map(needs_reference, map(values.get, sections))
+    ):
+        changed = (k for k in sections if needs_reference(saved[k]) != needs_reference(values[k]))
+        key = next(changed)
+        problem = "changed between 0 and not 0, and groups in the checkpoint's buffer were made so"
+        fail(f"{key}.kl_coeff", problem, shown(saved[key].get("kl_coeff", 0)))
+    done = read_state(checkpoint / "state", "driver")["ledger"]["steps_done"]
+    if values["num_steps"] <= done:
+        problem = f"{values['num_steps']} given, and the checkpoint has done {done}"
+        fail("num_steps", problem, f"above {done}")
+
+
+def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning:
+    """Make or reopen the run's folder, and restore what lives in this process.
+
+    Args:
+        cfg: checked by preflight; written to the folder.
+        ledger: of the run, new.
+        prompts: that the ledger draws from, at their start.
+
+    Raises:
+        ValueError: if there is no such checkpoint, or the data set has other rows.
+    """
+    folder = Path(cfg.output_dir).resolve()
+    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
+    if checkpoint is None:
+        moved_to = prepare_output_folder(cfg.output_dir, cfg)
+        note = f"{cfg.output_dir} was in use: the earlier run is now {moved_to}" if moved_to else ""
+        return Beginning(0, None, note)
+    state = read_state(checkpoint / "state", "driver")
+    ledger.load_state_dict(state["ledger"])
+    prompts.load_state_dict(state["prompts"])
+    run = checkpoint.parent.parent
+    if run == folder:
+        point_latest(checkpoint)  # what later steps left is superseded
+        attempt = last_attempt(folder) + 1
+        reopen_output_folder(folder, cfg, attempt)
+    else:
+        prepare_output_folder(cfg.output_dir, cfg)
+        if (run / "receipts.jsonl").is_file():
+            shutil.copy2(run / "receipts.jsonl", folder)  # the audit follows the run from its start
+        attempt = last_attempt(folder) + 1
+    return Beginning(attempt, checkpoint, f"resumed from {checkpoint} (attempt {attempt})")
+
+
+def last_attempt(output_dir: Path) -> int:
+    """The last attempt that the receipts of a run know of; -1 where there is none."""
+    path, attempt = output_dir / "receipts.jsonl", -1
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith('{"record": "start"') and line.endswith("\n"):
+                    attempt = json.loads(line)["attempt"]
+    return attempt
+
+
+def _at(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _compare(key: str, saved: Any, given: Any) -> None:
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for name in saved | given:
+            _compare(f"{key}.{name}", saved.get(name), given.get(name))
+    elif saved != given:
+        problem = f"{shown(given)} given, and the checkpoint was written with another"
+        fail(key, problem, shown(saved))

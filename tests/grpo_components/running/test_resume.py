@@ -1,0 +1,184 @@
+"""A run goes on where its checkpoint says, or says in one line what keeps it from that."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.state_files import write_state
+from grpo_components.rollout.prompt_stream import PromptStream
+from grpo_components.running.checkpoint_folder import latest, point_latest
+from grpo_components.running.preflight import needs_reference
+from grpo_components.running.receipts import Receipts
+from grpo_components.running.resume import begin_run, check_resume, last_attempt
+
+VALUES = {
+    "seed": 1,
+    "dtype": "fp32",
+    "base_model_path": "/models/a",
+    "model": {"_component_": "qwen2", "num_layers": 2},
+    "tokenizer": {"_component_": "qwen2_5_tokenizer"},
+    "checkpointer": {"model_type": "QWEN2", "output_dir": "/runs/a"},
+    "dataset": {"_component_": "gsm8k", "num_rows": 9},
+    "shuffle": True,
+    "group_size": 4,
+    "groups_per_step": 2,
+    "num_steps": 20,
+    "num_trainers": 1,
+    "num_generators": 1,
+    "max_staleness": 1,
+    "rollouts_in_flight": 4,
+    "loss": {"_component_": "GRPOLoss", "kl_coeff": 0.0},
+    "reward_shaping": {"kl_coeff": 0.0},
+    "optimizer": {"_component_": "AdamW", "lr": 1e-3},
+    "lr_scheduler": None,
+}
+
+
+def parts(num_rows=9):
+    prompts = PromptStream([{"prompt_index": i} for i in range(num_rows)], shuffle=True, seed=1)
+    return Ledger(StalenessContract(1, 2), 20, prompts), prompts
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that has three checkpoints and one attempt."""
+    folder = tmp_path / "run"
+    ledger, prompts = parts()
+    for step in (2, 4, 6):
+        checkpoint = folder / "checkpoints" / f"step_{step}"
+        for _ in range(5):
+            next(prompts)
+        ledger.steps_done = ledger.policy_version = step
+        state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+        write_state(checkpoint / "state", "driver", state)
+        OmegaConf.save(OmegaConf.create(VALUES), checkpoint / "state" / "config.yaml")
+    point_latest(checkpoint)
+    receipts(folder, parts()[0], 0).close()
+    OmegaConf.save(OmegaConf.create(VALUES), folder / "config.yaml")
+    return folder
+
+
+def receipts(folder, ledger, attempt):
+    sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
+    return Receipts(folder / "receipts.jsonl", ledger, attempt, **sizes)
+
+
+def config(output_dir, resume_from, **changes):
+    settings = {"output_dir": str(output_dir), "resume_from_checkpoint": resume_from}
+    return OmegaConf.merge(OmegaConf.create(VALUES | settings), OmegaConf.create(changes))
+
+
+def check(cfg):
+    check_resume(OmegaConf.to_container(cfg), needs_reference)
+
+
+def begin(cfg, num_rows=9):
+    ledger, prompts = parts(num_rows)
+    return begin_run(cfg, ledger, prompts), ledger, prompts
+
+
+def test_without_resume_a_used_folder_is_moved_aside(run):
+    beginning, ledger, _ = begin(config(run, False))
+    assert (beginning.attempt, beginning.checkpoint) == (0, None)
+    assert beginning.note.endswith(f"is now {run}-1")
+    assert ledger.steps_done == 0
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("path", "step"), [(None, 6), ("checkpoints/step_4", 4)])
+def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
+    for attempt in (1, 2):
+        cfg = config(run, str(run / path) if path else True, num_steps=30)
+        check(cfg)
+        beginning, ledger, prompts = begin(cfg)
+        assert beginning.attempt == attempt
+        assert beginning.checkpoint == run / "checkpoints" / f"step_{step}"
+        assert beginning.note == f"resumed from {beginning.checkpoint} (attempt {attempt})"
+        assert ledger.steps_done == ledger.policy_version == step
+        _, whole = parts()
+        assert [next(whole) for _ in range(5 * step // 2 + 9)][-9:] == [
+            next(prompts) for _ in range(9)
+        ]
+        # What the run resumes from next time is what it goes on from now.
+        assert latest(run / "checkpoints") == beginning.checkpoint
+        receipts(run, ledger, beginning.attempt)  # killed: it never closes them
+    assert OmegaConf.load(run / "config.yaml").num_steps == 30
+    assert OmegaConf.load(run / "config_attempt_0.yaml").num_steps == 20
+    starts = [json.loads(line) for line in (run / "receipts.jsonl").open() if "format" in line]
+    assert [(r["attempt"], r["steps_done"]) for r in starts] == [(0, 0), (1, step), (2, step)]
+
+
+def test_another_folder_can_go_on_from_a_checkpoint_of_this_one(run, tmp_path):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    other = tmp_path / "other"
+    beginning, ledger, _ = begin(config(other, str(run / "checkpoints/step_4")))
+    assert (beginning.attempt, ledger.steps_done) == (1, 4)
+    assert last_attempt(other) == 0
+    assert (other / "config.yaml").exists()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert latest(run / "checkpoints") == run / "checkpoints" / "step_6"
+
+
+def test_a_torn_start_record_is_no_attempt(run):
+    with (run / "receipts.jsonl").open("a") as file:
+        file.write('{"record": "start", "attempt": 1, "for')
+    assert last_attempt(run) == 0
+
+
+@pytest.mark.parametrize("resume_from", [True, "nowhere", "RUN/checkpoints"])
+def test_where_there_is_no_checkpoint_the_key_is_named(run, tmp_path, resume_from):
+    if isinstance(resume_from, str):
+        resume_from = resume_from.replace("RUN", str(run))
+    with pytest.raises(
+        ValueError, match=r"^resume_from_checkpoint: .* is no checkpoint of a run; "
+    ):
+        check(config(tmp_path / "fresh", resume_from))
+
+
+@pytest.mark.parametrize(
+    ("change", "start"),
+    [
+        ({"seed": 2}, "seed: 2 given, and the checkpoint was written with another; allowed: 1"),
+        ({"group_size": 8}, "group_size: 8"),
+        ({"shuffle": False}, "shuffle: false"),
+        ({"dtype": "bf16"}, "dtype: 'bf16'"),
+        ({"model": {"num_layers": 3}}, "model.num_layers: 3"),
+        ({"model": {"extra": 3}}, "model.extra: 3"),
+        ({"tokenizer": {"_component_": "other"}}, "tokenizer._component_: 'other'"),
+        ({"dataset": {"num_rows": None}}, "dataset.num_rows: null"),
+        ({"checkpointer": {"model_type": "GEMMA"}}, "checkpointer.model_type: 'GEMMA'"),
+        ({"optimizer": {"_component_": "SGD"}}, "optimizer._component_: 'SGD'"),
+        ({"lr_scheduler": {"_component_": "cosine"}}, "lr_scheduler._component_: 'cosine'"),
+        ({"loss": {"kl_coeff": 0.1}}, "loss.kl_coeff: changed between 0 and not 0"),
+        ({"num_steps": 6}, "num_steps: 6 given, and the checkpoint has done 6; allowed: above 6"),
+    ],
+)
+def test_an_incompatible_change_is_refused_by_its_key(run, change, start):
+    with pytest.raises(ValueError) as refused:
+        check(config(run, True, **change))
+    assert str(refused.value).startswith(start)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_steps": 7, "num_trainers": 4, "num_generators": 3},
+        {"groups_per_step": 8, "max_staleness": 0, "rollouts_in_flight": 1},
+        {"optimizer": {"lr": 1.0}, "loss": {"_component_": "GSPOLoss"}},
+        {"checkpointer": {"output_dir": "/runs/b"}},
+    ],
+)
+def test_a_compatible_change_is_not(run, change):
+    check(config(run, True, **change))
+
+
+def test_a_data_set_of_another_length_is_refused_before_anything_is_touched(run):
+    before = sorted(Path(run).rglob("*"))
+    with pytest.raises(ValueError, match="dataset: it has 8 rows; allowed: the 9 rows"):
+        begin(config(run, True), num_rows=8)
+    assert sorted(Path(run).rglob("*")) == before
