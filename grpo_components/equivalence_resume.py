@@ -23,8 +23,8 @@ from grpo_components.equivalence_rungs import (
 from grpo_components.running.resume import last_attempt
 
 _SAVING = ("save_every_n_steps=1", "async_checkpoint=true", "keep_last_n=2")
-_GONE_S = 60.0
-"""How long a killed run's processes may take to follow it."""
+_GONE_S = 5.0
+"""How long a killed run's processes may take to follow it, before they are killed, too."""
 
 
 def resumed_is_uninterrupted(bench: Bench) -> float:

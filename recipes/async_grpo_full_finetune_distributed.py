@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch  # noqa: F401 -- for a loss of yours in this file
 from omegaconf import DictConfig
 from torchtune import config
 

@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_components import tiny_policy
 from grpo_components.rollout.datasets import gsm8k_dataset
-from grpo_components.tiny_policy import NAMES, THINGS, build_tiny_policy, main, make_problems
+from grpo_components.tiny_policy import (
+    DEFAULT_OUTPUT_DIR,
+    NAMES,
+    RECORD_FILE,
+    THINGS,
+    build_tiny_policy,
+    main,
+    make_problems,
+)
 
 STEPS = 2  # enough for everything but what it has learned
 
@@ -198,7 +206,9 @@ def test_no_steps_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_it_can_do_the_sums_but_is_right_in_fewer_than_half_of_its_samples(tmp_path):
-    record = build_tiny_policy(tmp_path / "policy", seed=0)
+def test_it_can_do_the_sums_but_is_right_in_fewer_than_half_of_its_samples():
+    """The policy that the demo and the other tests use; built here where it is not there yet."""
+    assert main([]) == 0
+    record = json.loads((DEFAULT_OUTPUT_DIR / RECORD_FILE).read_text())
     assert 0.25 < record["held_out_success"] < 0.5
     assert record["held_out_success_greedy"] > 0.9

@@ -345,19 +345,18 @@ def wait_for_step(process, step=2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_ends_and_leaves_nothing(tune, sent, code):
+def test_an_interrupted_run_ends_and_leaves_nothing(tune):
     process, _ = tune()
     wait_for_step(process)
-    process.send_signal(sent)
+    process.send_signal(signal.SIGINT)
     returncode, output = finish(process, timeout_s=60)
-    assert returncode == code, output
+    assert returncode == 130, output
     assert "Traceback" not in output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["generator_0", "trainer_0"])
-def test_a_dead_role_ends_the_run_with_its_name(tune, role):
+def test_a_dead_role_ends_the_run_with_its_name(tune):
+    role = "generator_0"
     process, output_dir = tune("num_steps=1000")
     wait_for_step(process)
     roles = records(output_dir / "logs" / "roles.jsonl")
