@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -11,16 +12,21 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
-from torchtune.config._utils import _get_component_from_path
+from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from grpo_components import tiny_policy
 from grpo_components.running import preflight
+from grpo_components.running.building import build
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = sorted(FOLDER.glob("*.yaml"))
 NUM_GPUS = {"qwen3B_async_grpo": 8, "qwen3B_sync_grpo": 8, "qwen0.5B_async_grpo_1gpu": 1}
 NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", *NUM_GPUS}
 RECIPE = "async_grpo_full_finetune_distributed"
+
+
+DOCUMENTED = (FOLDER.parents[1] / "docs" / "objectives.md").read_text()
+PRESETS = dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|$", DOCUMENTED, re.MULTILINE))
 
 
 def load(name: str) -> DictConfig:
@@ -103,6 +109,23 @@ def test_the_tiny_configs_can_run_on_a_cpu(name, base_model_path, tmp_path):
     cfg = load(name)
     cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
     preflight.check(cfg)
+
+
+def test_these_objectives_are_documented_as_overrides():
+    named = {"DAPO", "Dr. GRPO", "GSPO", "CISPO", "REINFORCE++", "RLOO", "decoupled PPO"}
+    assert set(PRESETS) >= named
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(
+    preset, base_model_path, tmp_path
+):
+    given = Namespace(**as_written(load("tiny_async_grpo")))
+    cfg = _merge_yaml_and_cli_args(given, PRESETS[preset].split())
+    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
+    checked = preflight.check(cfg)
+    for key in ("loss", "advantages", "aggregation", "off_policy"):
+        assert callable(build(key, checked[key]))
 
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))
