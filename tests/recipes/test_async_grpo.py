@@ -282,29 +282,6 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_whose_every_group_is_filtered_says_what_it_saw(tune, tmp_path):
-    (tmp_path / "my_rewards.py").write_text(
-        "class Never:\n"
-        "    def __call__(self, *, prompt_text, response_text, answer, finish_reason):\n"
-        "        return 0.0\n"
-    )
-    process, output_dir = tune(
-        *SHORT,
-        "rewards.correctness._component_=my_rewards.Never",
-        "~rewards.correctness.answer_format",
-        "dynamic_sampling.enabled=true",
-        "dynamic_sampling.max_discarded=9",
-    )
-    returncode, output = finish(process, timeout_s=200)
-    assert returncode == 1, output
-    assert "dynamic_sampling.max_discarded: 10 groups in a row were discarded" in output
-    assert "{0: 10}" in output
-    assert "Traceback" not in output
-    code, table = audit(output_dir)
-    assert code == 0, table
-
-
-@pytest.mark.slow
 def test_a_copied_recipe_with_another_loss_and_other_knobs_runs(tune, tmp_path):
     subprocess.run([TUNE, "cp", RECIPE, "my_grpo.py"], cwd=tmp_path, check=True)
     subprocess.run([TUNE, "cp", "tiny_async_grpo", "my_config.yaml"], cwd=tmp_path, check=True)

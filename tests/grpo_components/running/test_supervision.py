@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
+from grpo_components.objective.dynamic_sampling import StarvedError
 from grpo_components.running.supervision import (
     RoleFailedError,
     exit_code,
@@ -83,6 +84,7 @@ def test_the_line_of_a_wrong_config_has_all_of_the_message(capsys):
         (TimeoutError("no batch within 600 s"), "error: no batch within 600 s\n"),
         (TimeoutError(), "error: TimeoutError\n"),
         (SkippedStepsError("max_skipped_steps: 2"), "error: max_skipped_steps: 2\n"),
+        (StarvedError("10 groups in a row"), "error: 10 groups in a row\n"),
         (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device\n"),
     ],
 )
