@@ -15,7 +15,7 @@ import asyncio
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,14 +33,17 @@ from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
 from grpo_components.running.building import build, check_components
 from grpo_components.running.checkpoints import build_checkpoints
-from grpo_components.running.cluster import Cluster, Role
-from grpo_components.running.quiet import quiet_libraries, without_prints
-from grpo_components.running.receipts import Receipts
-from grpo_components.running.resume import begin_run
-from grpo_components.running.role_arguments import RoleArguments, receipt_settings, role_arguments
-from grpo_components.running.run_log import RunLog
-from grpo_components.running.step_metrics import evaluation_metrics, rollout_metrics
-from grpo_components.running.supervision import exit_code, undisturbed
+from grpo_components.running.cluster import build_cluster
+from grpo_components.running.evaluation import build_evaluation
+from grpo_components.running.quiet import quiet_libraries
+from grpo_components.running.receipts import build_receipts
+from grpo_components.running.recovery import refill
+from grpo_components.running.resume import begin_run, roll_back
+from grpo_components.running.role import Role
+from grpo_components.running.role_arguments import RoleArguments, role_arguments, shaping_settings
+from grpo_components.running.run_log import build_run_log
+from grpo_components.running.step_metrics import buffer_metrics, rollout_metrics
+from grpo_components.running.supervision import RoleLostError, exit_code, undisturbed
 from grpo_components.training.skipped_steps import SkippedSteps
 
 # Dotted paths: each role's module is imported in the role's own process only.
@@ -73,33 +76,37 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     """
 
     async def run(self) -> None:
-        """Run all loops side by side; the first failure of a loop or a role ends them all."""
+        """Run the loops; roles that fail are restarted, other failures end the run."""
         await self.cluster.ready(self.timeouts.startup_s)
-        if self.beginning.checkpoint:
-            await self.restore(self.beginning.checkpoint)
-        self.run_log.phase("evaluating the policy")
-        async with asyncio.TaskGroup() as watching:
-            watch = watching.create_task(self.cluster.watch())
-            async with asyncio.TaskGroup() as loops:
-                loops.create_task(self.training_loop())
-                for generator in self.generators:
-                    for _ in range(self.rollouts_in_flight):
-                        loops.create_task(self.rollout_loop(generator))
-            watch.cancel()
+        await self.cluster.supervise(self.loops, self.begin_again)
         await self.cluster.close_roles(self.timeouts.shutdown_s)
         self.run_log.summary(self.ledger.dropped_groups)
+
+    async def loops(self) -> None:
+        """All loops side by side, from the beginning of an attempt to the end of the run."""
+        if self.beginning.attempt or self.beginning.checkpoint:
+            await self.restore()
+        self.run_log.phase("evaluating the policy")
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self.training_loop())
+            for generator in self.generators:
+                for _ in range(self.rollouts_in_flight):
+                    loops.create_task(self.rollout_loop(generator))
 
     async def rollout_loop(self, generator: GeneratorState) -> None:
         """Admit a group, generate it (rewards included), filter, add reference logprobs, buffer."""
         role, timeouts = generator.role, self.timeouts
         while entry := await self.ledger.admit(f"{role.name}'s rollout", timeouts.train_step_s):
-            await self.pull_if_due(generator, entry)
-            identity = (entry.prompt, entry.epoch, entry.group_id, self.beginning.attempt)
-            temperature = self.temperature(entry.target_step)
-            group, summary, entry.text = role.submit(
-                "generate_group", *identity, temperature, num_returns=3
-            )
-            learned = await role.result(summary, "generate_group", timeouts.rollout_s)
+            try:
+                await self.pull_if_due(generator, entry)
+                identity = (entry.prompt, entry.epoch, entry.group_id, self.beginning.attempt)
+                temperature = self.temperature(entry.target_step)
+                group, summary, entry.text = role.submit(
+                    "generate_group", *identity, temperature, num_returns=3
+                )
+                learned = await role.result(summary, "generate_group", timeouts.rollout_s)
+            except RoleLostError:  # another generator takes the group
+                return await self.ledger.given_back(entry)
             await self.ledger.generated(entry.group_id, learned.response_tokens)
             if len(learned.errors) == len(learned.rewards):
                 self.run_log.note(f"group {entry.group_id} is dropped: {learned.errors[0]}")
@@ -114,7 +121,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 reference = self.references[entry.group_id % len(self.references)]
                 group, kl = reference.submit("add_logprobs", group, num_returns=2)
                 entry.reference_kl = await reference.result(kl, "add_logprobs", timeouts.rollout_s)
-            await self.buffer.call("add", group, summary, timeout_s=timeouts.batch_s + GRACE_S)
+            entry.parts = (group, summary)
+            await self.buffer.call("add", *entry.parts, timeout_s=timeouts.batch_s + GRACE_S)
             await self.ledger.buffered(entry.group_id)
 
     async def training_loop(self) -> None:
@@ -122,8 +130,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.evaluate(self.ledger.steps_done)
         while not self.ledger.finished:
             started = time.perf_counter()
-            batch, taken, metrics = await self.take_batch()
-            entries = await self.ledger.taken(group.group_id for group in taken.groups)
+            batch, taken, entries, metrics = await self.take_batch()
             done, start_version = self.ledger.steps_done, self.ledger.policy_version
             advantages = self.advantages(self.shaped_rewards(taken.groups, entries))
             trained = (await self.on_trainers("train_step", batch, advantages.ravel(), done))[0]
@@ -147,11 +154,21 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 await self.checkpoints.save(step, self.trainers, self.buffer)
         await self.checkpoints.finish()
 
-    async def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint; generators have its weights before they sample anything."""
-        await self.checkpoints.restore(checkpoint, self.trainers, self.buffer)
+    async def restore(self) -> None:
+        """Go on from where an attempt begins; generators have its weights before they sample."""
+        if self.beginning.checkpoint:
+            await self.checkpoints.restore(self.beginning.checkpoint, self.trainers, self.buffer)
         await self.push()
-        await asyncio.gather(*(self.pull(generator) for generator in self.generators))
+        await asyncio.gather(*(self.pull(generator, anew=True) for generator in self.generators))
+
+    async def begin_again(self) -> None:
+        """Back to the last checkpoint, in the next attempt, after new trainers were started."""
+        await self.checkpoints.settled()
+        self.receipts.close()
+        self.beginning = roll_back(self.beginning, self.ledger, self.prompts)
+        self.receipts = self.receipts.next_attempt(self.beginning.attempt)
+        self.run_log.attempt = self.beginning.attempt
+        await asyncio.gather(self.server.begin_again(), self.buffer.begin_again())
 
     async def pull_if_due(self, generator: GeneratorState, entry: LedgerEntry) -> None:
         """Pull every m rollouts, and when a group needs newer weights than its generator has."""
@@ -168,16 +185,21 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version
 
-    async def pull(self, generator: GeneratorState) -> None:
-        """Server -> generator: load the newest published weights, where they are newer."""
+    async def pull(self, generator: GeneratorState, anew: bool = False) -> None:
+        """Server -> generator: load the newest published weights, where they are newer.
+
+        Args:
+            generator: that loads them.
+            anew: whatever it has; the base model's are what a new one has.
+        """
         role, timeout_s = generator.role, self.timeouts.weights_s
         generator.rollouts_since_pull = 0
-        if generator.version < self.ledger.published_version:
+        if anew or generator.version < self.ledger.published_version:
             version, buckets, manifests = await self.server.call("newest", timeout_s=timeout_s)
             loading = role.submit("load_weights", version, *buckets)
             generator.version, loaded = await role.result(loading, "load_weights", timeout_s)
             exports = zip(self.trainers, manifests, strict=True)
-            pushed = [await t.result(part, "export_weights", timeout_s) for t, part in exports]
+            pushed = [await t.answer(part, "export_weights", timeout_s) for t, part in exports]
             self.receipts.acknowledged(role.name, version, loaded, snapshot_checksum(pushed))
             await self.server.call("acknowledge", role.name, version, timeout_s=timeout_s)
 
@@ -199,11 +221,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.ledger.published(version)
         return time.perf_counter() - started
 
-    async def take_batch(self) -> tuple[Any, Any, dict[str, float]]:
+    async def take_batch(self) -> tuple[Any, Any, list[LedgerEntry], dict[str, float]]:
         """Consume one batch of whole, fresh groups; stale ones are dropped and issued again.
 
         Returns:
-            A reference of the packed batch, its `BatchSummary`, and what was measured.
+            The packed batch, its `BatchSummary`, the ledger's entries, and what was measured.
         """
         started, timeout_s, dropped = time.perf_counter(), self.timeouts.batch_s, 0
         taken = None
@@ -214,17 +236,12 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 "take", self.groups_per_step, self.ledger.policy_version, num_returns=2
             )
             taken = await self.buffer.result(summary, "take", timeout_s + GRACE_S)
+            entries = await self.ledger.taken(group.group_id for group in taken.groups)
             stale = [group.group_id for group in taken.dropped]
             await self.ledger.dropped(stale, "stale", reissue=True)
             dropped += len(stale)
-        metrics = {
-            "time/wait_for_batch": time.perf_counter() - started,
-            "time/push": 0.0,
-            "buffer/size": taken.buffered,
-            "buffer/dropped_stale": dropped,
-            "buffer/filtered": self.ledger.dropped_groups["filtered"],  # since the start
-        }
-        return batch, taken, metrics
+        waited_s, filtered = time.perf_counter() - started, self.ledger.dropped_groups["filtered"]
+        return batch, taken, entries, buffer_metrics(waited_s, taken.buffered, dropped, filtered)
 
     def shaped_rewards(self, groups: list[Any], entries: list[LedgerEntry]) -> Any:
         """The batch's rewards [B, G], less KL and overlong penalties where the config has them."""
@@ -235,22 +252,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Held-out success of the published weights, through the generators; rollouts go on."""
-
-        async def evaluate_share(number: int, generator: GeneratorState) -> list[dict[str, Any]]:
-            share = range(number, len(self.held_out), len(self.generators))
-            prompts = [self.held_out[i] for i in share]
-            async with generator.pulling:  # nobody swaps the weights during an evaluation
-                await self.pull(generator)
-                batches = 1 + len(prompts) // (self.group_size * self.rollouts_in_flight)
-                timeout_s = self.timeouts.rollout_s * (1 + batches)
-                temperature = self.temperature(step)
-                return await generator.role.call(
-                    "evaluate", prompts, temperature, timeout_s=timeout_s
-                )
-
-        shares = [evaluate_share(i, g) for i, g in enumerate(self.generators)]
-        results = await asyncio.gather(*shares)
-        metrics = evaluation_metrics([result for share in results for result in share])
+        metrics = await self.evaluation(step, self.generators)
         self.run_log.evaluation(step, metrics)
         return metrics
 
@@ -259,12 +261,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     ) -> None:
         """Log one step's metrics, and a few of its groups as text."""
         self.run_log.step(step, metrics)
-        groups = []
-        for entry, row in zip(entries[: self.rollouts_logged], advantages, strict=False):
-            if entry.text is not None:  # what a checkpoint brought has none
-                text = await self.generators[0].role.result(entry.text, "the text of a group", 60)
-                groups.append({"group_id": entry.group_id, **text, "advantages": row})
-        self.run_log.rollouts(step, groups)
+        shown = [entry.text for entry in entries[: self.rollouts_logged]]
+        texts = [text and await self.buffer.answer(text, "a group's text", 60) for text in shown]
+        self.run_log.rollouts(step, entries, texts, advantages)
 
     async def on_trainers(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every trainer rank at once (they meet in collectives)."""
@@ -287,7 +286,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         quiet_libraries(cfg.log_level)
         tokenizer = build("tokenizer", cfg.tokenizer)
         dataset = build("dataset", cfg.dataset, tokenizer)
-        self.held_out = build("eval_dataset", cfg.eval_dataset, tokenizer)
+        held_out = build("eval_dataset", cfg.eval_dataset, tokenizer)
         # EDIT ME: the objective per token, the weight of each token's loss in the batch's, and the
         # correction for what lies between generator and trainer; by value to the trainer.
         loss = build("loss", cfg.loss)
@@ -295,18 +294,13 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         off_policy = build("off_policy", cfg.off_policy)
         # EDIT ME: rewards [groups, group_size] -> advantages of the same shape.
         self.advantages = build("advantages", cfg.advantages)
-        shaping = cfg.reward_shaping
-        self.reward_shaping = RewardShaping(
-            kl_coeff=shaping.kl_coeff,
-            max_response_tokens=cfg.generator.max_response_tokens,
-            overlong_tokens=shaping.overlong_tokens,
-            overlong_penalty=shaping.overlong_penalty,
-        )
+        self.reward_shaping = RewardShaping(**shaping_settings(cfg))
         limit = cfg.dynamic_sampling.max_discarded
         self.dynamic_sampling = DynamicSampling(limit) if cfg.dynamic_sampling.enabled else None
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
 
         self.timeouts = cfg.timeouts
+        self.evaluation = build_evaluation(cfg, held_out, self.temperature, self.pull)
         self.num_steps, self.groups_per_step = cfg.num_steps, cfg.groups_per_step
         self.group_size, self.rollouts_in_flight = cfg.group_size, cfg.rollouts_in_flight
         self.push_every_n_steps = cfg.push_every_n_steps
@@ -316,24 +310,16 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.eval_every_n_steps = cfg.eval_every_n_steps
         self.rollouts_logged = cfg.rollouts_logged_per_step
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
-        prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
-        self.ledger = Ledger(contract, cfg.num_steps, prompts)
-        self.beginning = begin_run(cfg, self.ledger, prompts)
+        self.prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
+        self.ledger = Ledger(contract, cfg.num_steps, self.prompts)
+        self.beginning = begin_run(cfg, self.ledger, self.prompts)
         attempt = self.beginning.attempt
-        self.output_dir = Path(cfg.output_dir)
-        with without_prints(cfg.log_level):
-            metric_logger = build("metric_logger", cfg.metric_logger)
-        self.run_log = RunLog(
-            self.output_dir, metric_logger, cfg.log_every_n_steps, cfg.num_steps, attempt
-        )
+        self.run_log = build_run_log(cfg, attempt, self.beginning.note)
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
-        if self.beginning.note:
-            self.run_log.note(self.beginning.note)
-        self.checkpoints = build_checkpoints(cfg, self.ledger, prompts, self.run_log)
-        receipts = self.output_dir / "receipts.jsonl"
-        self.receipts = Receipts(receipts, self.ledger, attempt, **receipt_settings(cfg))
+        self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
+        self.receipts = build_receipts(cfg, self.ledger, attempt)
         self.run_log.phase("starting Ray and the roles")
-        self.cluster = Cluster(self.output_dir, cfg.log_level, attempt)
+        self.cluster = build_cluster(cfg, attempt, self.run_log.note)
         self.cluster.start()
         compared = (loss, self.reward_shaping)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
@@ -344,18 +330,19 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             objective={"loss": loss, "aggregation": aggregation, "off_policy": off_policy},
             num_references=num_references,
             stop_tokens=tokenizer.stop_tokens,
-            longest_prompt=max(dataset.max_prompt_length, self.held_out.max_prompt_length),
-            rendezvous=str(self.cluster.temp_dir / "trainers"),
+            longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
+            rendezvous=str(self.cluster.rendezvous),
         )
         self.spawn_roles(cfg, arguments, num_references)
 
     def spawn_roles(self, cfg: DictConfig, arguments: RoleArguments, num_references: int) -> None:
         """Start a process per role, side by side; `run` waits until they are ready."""
         spawn = self.cluster.spawn
-        self.server = spawn("parameter_server", PARAMETER_SERVER)
+        self.server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
         self.buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
+        self.buffer.recover = partial(refill, self.buffer, self.ledger, self.timeouts.weights_s)
         self.trainers = [
-            spawn(f"trainer_{rank}", TRAINER, rank=rank, **arguments.trainer)
+            spawn(f"trainer_{rank}", TRAINER, restarts_alone=False, rank=rank, **arguments.trainer)
             for rank in range(cfg.num_trainers)
         ]
         self.references = [
@@ -366,6 +353,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             GeneratorState(spawn(f"generator_{number}", GENERATOR, **arguments.generator))
             for number in range(cfg.num_generators)
         ]
+        for generator in self.generators:
+            generator.role.recover = partial(self.pull, generator, anew=True)
 
     def cleanup(self) -> None:
         """Stop every process and close the logs, however the run ended."""

@@ -22,7 +22,7 @@ ROLES = {
     "grpo_components.training.trainer",
 }
 ONLY_IMPORTERS = {
-    "ray": {"grpo_components.running.cluster"},
+    "ray": {"grpo_components.running.cluster", "grpo_components.running.role"},
     "vllm": {"grpo_components.rollout.vllm_engine"},
 }
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.

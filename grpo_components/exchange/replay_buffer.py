@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -150,7 +150,6 @@ class ReplayBuffer:
         self._stale_tokens = stale_tokens
         self._changed = asyncio.Condition()
         self._dropped: list[GroupSummary] = []
-        self._held: list[_Item] = []
 
     def _make_room(self, capacity: int) -> None:
         self._capacity, self._slots = capacity, _Slots(capacity)
@@ -227,49 +226,53 @@ class ReplayBuffer:
             groups = [item.summary for item in items]
             return batch, BatchSummary(groups, dropped, len(self._slots.live), batch_hash(batch))
 
-    async def hold_state(self, group_ids: Collection[int]) -> None:
-        """Keep some of the buffered groups for `write_state`, whatever is taken meanwhile.
+    async def refill(self, *parts: Any) -> None:
+        """Hold these groups and no others, over the capacity if need be.
 
         Args:
-            group_ids: buffered by the ledger's account; what came later is in no checkpoint.
+            parts: group, summary, group, summary, ...
         """
-        live = self._slots.live.values()
-        self._held = [item for item in live if item.summary.group_id in group_ids]
-        assert len(self._held) == len(group_ids), "a group that the ledger knows is not buffered"
+        items = [_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        self._make_room(max(self._capacity, len(items)))
+        for item in items:
+            self._buffer.add(item)
 
-    def write_state(self, folder: str) -> str | None:
-        """Write the held groups; safe beside everything else.
+    def write_state(self, folder: str, *parts: Any) -> str | None:
+        """Write groups of this buffer, of whatever moment; safe beside everything else.
 
         Args:
             folder: of a checkpoint that is being written.
+            parts: group, summary, group, summary, ...
 
         Returns:
-            Why it could not be written; None where it was.
+            Why they could not be written; None where they were.
         """
-        held, self._held = self._held, []
-        groups = [{"group": item.group, "summary": asdict(item.summary)} for item in held]
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        groups = [{"group": group, "summary": asdict(summary)} for group, summary in pairs]
         try:
             write_state(Path(folder), "buffer", groups)
         except OSError as error:
             return f"{error}"
         return None
 
-    async def load_state(self, folder: str, group_ids: Collection[int]) -> None:
-        """Restore groups of a checkpoint into this empty buffer, over its capacity if need be.
+    def read_state(self, folder: str, group_ids: Sequence[int]) -> list[Any]:
+        """Groups of a checkpoint, which this buffer does not hold by that.
 
         Args:
             folder: that `write_state` was given.
-            group_ids: of the groups that are still wanted.
+            group_ids: of the groups that are wanted.
+
+        Returns:
+            group, summary, group, summary, ... in the order of `group_ids`, and two more that are
+            None, so that there are several always.
         """
-        saved = [
-            _Item(each["group"], GroupSummary(**each["summary"]))
+        saved = {
+            each["summary"]["group_id"]: (each["group"], GroupSummary(**each["summary"]))
             for each in read_state(Path(folder), "buffer")
-        ]
-        items = [item for item in saved if item.summary.group_id in group_ids]
-        assert len(items) == len(group_ids), f"{folder} lacks a group of the ledger"
-        self._make_room(max(self._capacity, len(items)))
-        for item in items:
-            self._buffer.add(item)
+        }
+        lacking = set(group_ids) - saved.keys()
+        assert not lacking, f"{folder} lacks groups of the ledger: {sorted(lacking)}"
+        return [part for group_id in group_ids for part in saved[group_id]] + [None] * 2
 
     def _drop_stale(self, policy_version: int) -> None:
         def decisive(summary: GroupSummary) -> int:

@@ -55,6 +55,7 @@ class Checkpoints:
         self._keep_last_n, self._failure, self._timeout_s = keep_last_n, failure, timeout_s
         self._in_background, self._saved, self._note = in_background, saved, note
         self._held: dict[str, Any] = {}
+        self._buffered: list[Any] = []
         self._writing: asyncio.Task[None] | None = None
 
     def hold(self) -> None:
@@ -66,6 +67,8 @@ class Checkpoints:
             OSError: if a checkpoint could not be written in the background meanwhile.
         """
         self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
+        # As parts: the buffer may lose its process, and what it holds, before all is written.
+        self._buffered = [p for e in self._ledger.in_state("buffered") for p in e.parts]
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
@@ -75,17 +78,16 @@ class Checkpoints:
         Args:
             step: training steps done, when `hold` was called.
             trainers: all ranks.
-            buffer: the replay buffer; nothing was taken from it since.
+            buffer: the replay buffer.
 
         Raises:
             OSError: if it cannot be written, with `failure: error`.
         """
         await self.finish()
-        state, living = self._held, self._held["ledger"]["living"]
-        buffered = [entry["group_id"] for entry in living if entry["state"] == "buffered"]
         await _all(trainers, "hold_state", self._in_background, timeout_s=self._timeout_s)
-        await buffer.call("hold_state", buffered, timeout_s=self._timeout_s)
-        self._writing = asyncio.create_task(self._write(step, state, trainers, buffer))
+        self._writing = asyncio.create_task(
+            self._write(step, self._held, self._buffered, trainers, buffer)
+        )
         # A run that ends by another failure leaves this one unasked for, not unretrieved.
         self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not self._in_background:
@@ -101,28 +103,45 @@ class Checkpoints:
         if writing is not None:
             await writing
 
+    async def settled(self) -> None:
+        """Wait until nothing is being written, whatever came of it."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wait([writing])
+
     async def restore(self, checkpoint: Path, trainers: Sequence[Role], buffer: Role) -> None:
         """Restore the roles that have a state; `begin_run` has restored the driver's.
 
         Args:
             checkpoint: its folder.
             trainers: all ranks.
-            buffer: the replay buffer, empty.
+            buffer: the replay buffer; what it holds is forgotten.
         """
         await _all(trainers, "load_state", str(checkpoint), timeout_s=self._timeout_s)
-        buffered = [entry.group_id for entry in self._ledger.in_state("buffered")]
-        state = str(checkpoint / "state")
-        await buffer.call("load_state", state, buffered, timeout_s=self._timeout_s)
+        buffered = self._ledger.in_state("buffered")
+        group_ids = [entry.group_id for entry in buffered]
+        *parts, _, nothing = buffer.submit(
+            "read_state", str(checkpoint / "state"), group_ids, num_returns=2 * len(buffered) + 2
+        )
+        await buffer.result(nothing, "read_state", self._timeout_s)
+        for number, entry in enumerate(buffered):
+            entry.parts = parts[2 * number : 2 * number + 2]
+        await buffer.call("refill", *parts, timeout_s=self._timeout_s)
 
     async def _write(
-        self, step: int, state: dict[str, Any], trainers: Sequence[Role], buffer: Role
+        self,
+        step: int,
+        state: dict[str, Any],
+        buffered: list[Any],
+        trainers: Sequence[Role],
+        buffer: Role,
     ) -> None:
         try:
             folder = await asyncio.to_thread(begin, self._folder, step)
             call = {"lane": _LANE, "timeout_s": self._timeout_s}
             failures = await asyncio.gather(
                 _all(trainers, "write_state", str(folder), **call),
-                buffer.call("write_state", str(folder / "state"), **call),
+                buffer.call("write_state", str(folder / "state"), *buffered, **call),
             )
             for failure in (*failures[0], failures[1]):
                 if failure is not None:

@@ -1,201 +1,43 @@
-"""Ray: one process per role, started together, watched, and stopped without leaving anything."""
+"""Ray: one process per role, started together, supervised, and stopped without remains."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import inspect
 import json
 import logging
-import multiprocessing
+import math
 import os
-import re
 import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from omegaconf import DictConfig
+from ray._private.worker import global_worker
 
-from grpo_components.running.quiet import quiet_libraries
-from grpo_components.running.supervision import RoleFailedError
+from grpo_components.running.restarts import RestartBudget
+from grpo_components.running.role import Family, Role
+from grpo_components.running.role_host import RoleHost, resource_use
+from grpo_components.running.supervision import RoleFailedError, root_cause
 
 _SHUTDOWN_KILL_S = 5.0
 """How long stopped processes may take to be gone before they are killed."""
+_HEARTBEAT_EVERY_S = 5.0
+_LOG = logging.getLogger("cluster")
 
 
-class RoleHost:
-    """The Ray actor that holds one role, a plain class, in a process of its own.
-
-    Args:
-        name: of the role, e.g. generator_0.
-        run_name: unique on this machine.
-        log_file: stdout and stderr of the process go there.
-        log_level: of Python's logging.
-        cpu_threads: threads that torch may use.
-        module_path: the driver's sys.path, so that modules beside the config are found here too.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        run_name: str,
-        log_file: str,
-        log_level: str,
-        cpu_threads: int,
-        module_path: list[str],
-    ) -> None:
-        self._name, self._log_file = name, log_file
-        # A killed process leaves its semaphores in /dev/shm: this run's are found by their name.
-        multiprocessing.current_process()._config["semprefix"] = f"/{run_name}"  # pyright: ignore
-        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        logging.basicConfig(level=log_level, force=True)
-        quiet_libraries(log_level)
-        sys.path += [folder for folder in module_path if folder not in sys.path]
-        self._cpu_threads = cpu_threads
-        self._role: Any = None
-        self._lanes: dict[str, ThreadPoolExecutor] = {}
-
-    def __repr__(self) -> str:  # Ray writes it into every error
-        return self._name
-
-    async def start(self, role_class: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Build the role from its dotted path; returns pid and node."""
-        with self._named_failure("start"):
-            await self._in_lane("main", self._build, role_class, kwargs)
-        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
-
-    @contextlib.contextmanager
-    def _named_failure(self, method: str) -> Iterator[None]:
-        """Ray does not say whose code failed where the error travels through another role."""
-        try:
-            yield
-        except Exception as error:  # whatever a role raises becomes its named failure
-            logging.getLogger(self._name).exception("%s failed", method)
-            what = f"failed: {type(error).__name__}: {error}"
-            raise RoleFailedError(self._name, what, self._log_file) from error
-
-    def _build(self, role_class: str, kwargs: dict[str, Any]) -> None:
-        module, _, name = role_class.rpartition(".")
-        cls = getattr(importlib.import_module(module), name)
-        if "torch" in sys.modules:
-            import torch
-
-            torch.set_num_threads(self._cpu_threads)
-        self._role = cls(**kwargs)
-
-    async def call(self, method: str, lane: str, *args: Any) -> Any:
-        """Call one method of the role; blocking ones run one at a time in their lane's thread."""
-        function = getattr(self._role, method)
-        with self._named_failure(method):
-            if inspect.iscoroutinefunction(function):
-                return await function(*args)
-            return await self._in_lane(lane, function, *args)
-
-    async def _in_lane(self, lane: str, function: Any, *args: Any) -> Any:
-        if lane not in self._lanes:
-            self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane)
-        return await asyncio.get_running_loop().run_in_executor(self._lanes[lane], function, *args)
-
-    async def close(self) -> None:
-        """Let the role end its own processes, where it has any."""
-        if hasattr(self._role, "close"):
-            await self._in_lane("main", self._role.close)
-
-    async def until_dead(self) -> None:
-        """Never returns: the caller learns of this process's death at once."""
-        await asyncio.Event().wait()
-
-
-class Role:
-    """The driver's handle of one role.
-
-    Args:
-        name: of the role.
-        host: its Ray actor.
-        log_file: its log.
-    """
-
-    def __init__(self, name: str, host: Any, log_file: str) -> None:
-        self.name, self._host, self._log_file = name, host, log_file
-
-    def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
-        """Start a call without waiting for it.
-
-        Args:
-            method: of the role.
-            args: for it; references at top level arrive as their values, so that what one role
-                returned goes to another without passing through the driver.
-            num_returns: parts of the returned tuple to have references of.
-            lane: thread for a blocking method; another lane runs beside the main one.
-
-        Returns:
-            A reference, or a list of `num_returns`.
-        """
-        return self._host.call.options(num_returns=num_returns).remote(method, lane, *args)
-
-    async def result(self, reference: Awaitable[Any], what: str, timeout_s: float) -> Any:
-        """Wait for a call's result.
-
-        Raises:
-            RoleFailedError: naming the role whose code failed, or that did not answer in time.
-        """
-        # asyncio.wait_for swallows a cancellation that comes with the result (Python 3.11).
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await reference
-        except TimeoutError:
-            raise RoleFailedError(
-                self.name, f"did not answer {what} within {timeout_s:g} s", self._log_file
-            ) from None
-        except RayError as error:
-            raise self._failure(error, what) from error
-
-    async def call(self, method: str, *args: Any, timeout_s: float, lane: str = "main") -> Any:
-        """Call a method and wait for its result; see `submit` and `result`."""
-        return await self.result(self.submit(method, *args, lane=lane), method, timeout_s)
-
-    async def close(self, timeout_s: float) -> None:
-        """Let the role end its own processes."""
-        await self.result(self._host.close.remote(), "close", timeout_s)
-
-    async def watch(self) -> None:
-        """Wait for ever; raises RoleFailedError as soon as the role's process is gone."""
-        try:
-            await self._host.until_dead.remote()
-        except RayError as error:
-            raise self._failure(error, "lives") from error
-
-    def _failure(self, error: RayError, what: str) -> RoleFailedError:
-        cause: Any = error
-        while isinstance(cause, RayTaskError):
-            cause = cause.cause
-        if isinstance(cause, RoleFailedError):
-            return cause
-        if isinstance(error, RayActorError):
-            return RoleFailedError(self.name, f"died: {_cause_of_death(error)}", self._log_file)
-        return RoleFailedError(self.name, f"failed in {what}: {error}", self._log_file)
-
-
-def _cause_of_death(error: RayActorError) -> str:
-    """What Ray knows of it: the kind of exit, and its first words on why."""
-    told = " ".join(str(error).split())
-    found = re.search(r"exit type: (\w+) Worker exit detail: (.+?\.)( |$)", told)
-    if found is None:
-        return told
-    hint = " Killed, out of memory, or crashed?" if found[1] == "SYSTEM_ERROR" else ""
-    return f"{found[1]}: {found[2]}{hint}"
+def _objects_in_scope() -> int:
+    """Objects of Ray's that this process still refers to."""
+    core: Any = global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
+    return len(core.get_all_reference_counts())
 
 
 class Cluster:
@@ -205,17 +47,36 @@ class Cluster:
         output_dir: of the run; logs go to its logs folder.
         log_level: of Ray and of the roles.
         attempt: which life of the run.
+        budget: of restarts; none are allowed without one.
+        heartbeat_s: how late a role's sign of life may be.
+        note: told of restarts.
     """
 
-    def __init__(self, output_dir: Path, log_level: str, attempt: int) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        log_level: str,
+        attempt: int,
+        *,
+        budget: RestartBudget | None = None,
+        heartbeat_s: float = 60.0,
+        note: Callable[[str], None] = _LOG.warning,
+    ) -> None:
         self._logs = output_dir / "logs"
         self._log_level, self._attempt = log_level, attempt
-        self._starting: list[tuple[Role, Any]] = []
-        self._hosts: dict[str, Any] = {}
+        self._budget = budget or RestartBudget(0, math.inf)
+        self._heartbeat_s, self._note = heartbeat_s, note
+        self._families: dict[str, Family] = {}
+        self._names: dict[str, str] = {}
+        self._starting: list[Role] = []
+        self._together: list[Role] = []
+        self._raised = ""
         self._not_ours = set(psutil.Process().children(recursive=True))  # e.g. a logger's service
         self.roles: list[Role] = []
         # Unix socket paths are limited to 107 bytes, so that Ray's folder must have a short name.
-        self.temp_dir = Path(tempfile.mkdtemp(prefix="grpo-", dir="/tmp"))
+        self.temp_dir = Path(tempfile.mkdtemp(prefix=f"grpo-{os.getpid()}-", dir="/tmp"))
+        self.rendezvous = self.temp_dir / "trainers"
+        """File through which the trainer ranks find each other."""
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
@@ -244,16 +105,22 @@ class Cluster:
         cpu_threads: int = 1,
         num_gpus: float = 0,
         env: dict[str, str] | None = None,
+        min_living: int | None = None,
+        restarts_alone: bool = True,
+        remembers: str | None = None,
         **kwargs: Any,
     ) -> Role:
         """Start one role's process; returns at once, `ready` waits.
 
         Args:
-            name: of the role.
+            name: of the role, e.g. generator_0; all generators are one family.
             role_class: dotted path of its class, imported in its own process only.
             cpu_threads: threads that torch may use there.
             num_gpus: GPUs, or a share of one.
             env: environment variables.
+            min_living: with so many others of its family left, it can be given up.
+            restarts_alone: whether the others can go on while it is restarted.
+            remembers: the last call of this method is made again after a restart.
             kwargs: of the class.
         """
         log_file = str(self._logs / f"{name}.log")
@@ -263,45 +130,123 @@ class Cluster:
             "OMP_WAIT_POLICY": "PASSIVE",
             **(env or {}),
         }
-        host = (
-            ray.remote(RoleHost)
-            .options(
-                name=name,
-                num_cpus=0,
-                num_gpus=num_gpus,
-                runtime_env={"env_vars": variables},
-            )
-            .remote(name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
+        options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": variables}}
+        identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
+
+        def start_host() -> tuple[Any, Any]:
+            host = ray.remote(RoleHost).options(**options).remote(*identity)
+            return host, host.start.remote(role_class, kwargs)
+
+        family = None
+        if min_living is not None:
+            family = self._families.setdefault(name.rpartition("_")[0], Family(min_living))
+        role = Role(
+            name,
+            log_file,
+            start_host,
+            budget=self._budget,
+            note=self._note,
+            started=self._started,
+            family=family,
+            restarts_alone=restarts_alone,
+            remembers=remembers,
+            names=self._names,
         )
-        role = Role(name, host, log_file)
-        self._hosts[name] = host
-        self._starting.append((role, host.start.remote(role_class, kwargs)))
+        self.roles.append(role)
+        self._starting.append(role)
+        if not restarts_alone:
+            self._together.append(role)
         return role
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until every spawned role is built; record each in logs/roles.jsonl.
+        """Wait until every spawned role is built; each is recorded in logs/roles.jsonl.
 
         Raises:
             RoleFailedError: naming the first role that failed or took too long.
         """
         starting, self._starting = self._starting, []
-
-        async def one(role: Role, reference: Any) -> None:
-            identity = await role.result(reference, "its start", timeout_s)
-            record = {"role": role.name, **identity, "attempt": self._attempt}
-            with (self._logs / "roles.jsonl").open("a") as file:
-                file.write(json.dumps({**record, "started": time.time()}) + "\n")
-            self.roles.append(role)
-
         async with asyncio.TaskGroup() as tasks:
-            for role, reference in starting:
-                tasks.create_task(one(role, reference))
+            for role in starting:
+                tasks.create_task(role.ready(timeout_s))
 
-    async def watch(self) -> None:
-        """Wait for ever; raises RoleFailedError as soon as any role's process is gone."""
-        async with asyncio.TaskGroup() as tasks:
-            for role in self.roles:
-                tasks.create_task(role.watch(), name=f"watch {role.name}")
+    async def supervise(
+        self, loops: Callable[[], Awaitable[None]], begin_again: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run the loops to their end, and restart what fails meanwhile.
+
+        A role that restarts alone does so while the loops go on. Roles that do not are restarted
+        all of them, and the loops with them.
+
+        Args:
+            loops: of the recipe.
+            begin_again: brings everything else to where the loops can start anew; the roles that
+                failed together are new.
+
+        Raises:
+            RoleFailedError: naming the role that could not be restarted.
+        """
+        with (self._logs / "heartbeats.jsonl").open("a", encoding="utf-8") as file:
+
+            def beat(role: str, use: dict[str, Any]) -> None:
+                record = {"role": role, "attempt": self._attempt, "time": time.time(), **use}
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+
+            async def watch_driver() -> None:
+                while True:
+                    beat("driver", resource_use() | {"objects": _objects_in_scope()})
+                    await asyncio.sleep(_HEARTBEAT_EVERY_S)
+
+            while True:
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        watching = [tasks.create_task(watch_driver())]
+                        for role in self.roles:
+                            watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, beat)
+                            watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
+                        await loops()
+                        for task in watching:
+                            task.cancel()
+                except ExceptionGroup as failures:
+                    failure = root_cause(failures)
+                    names = [role.name for role in self._together]
+                    if not isinstance(failure, RoleFailedError) or failure.role not in names:
+                        raise
+                    await self._restart_together(failure)
+                    await begin_again()
+                else:
+                    return
+
+    async def _restart_together(self, failure: RoleFailedError) -> None:
+        # Ranks that waited for a dead one fail too, and may have been heard first.
+        causes = [role.cause_of_failure(_HEARTBEAT_EVERY_S) for role in self._together]
+        failure = next((cause for cause in await asyncio.gather(*causes) if cause), failure)
+        repeated, self._raised = self._raised == failure.what, failure.what
+        pause_s = self._budget.spend(failure, repeated=repeated)
+        self._attempt += 1
+        self._note(
+            f"{failure.role} {failure.what}: all trainers start again from the last checkpoint, as "
+            f"attempt {self._attempt} ({self._budget.used()})"
+        )
+        for role in self._together:
+            role.kill()
+        await asyncio.gather(*(role.settled() for role in self.roles))
+        self.rendezvous.unlink(missing_ok=True)
+        await asyncio.sleep(pause_s)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for role in self._together:
+                    tasks.create_task(role.begin_again())
+        except ExceptionGroup as failures:
+            again = root_cause(failures)
+            if not isinstance(again, RoleFailedError):
+                raise
+            await self._restart_together(again)
+
+    def _started(self, role: str, identity: dict[str, Any]) -> None:
+        record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}
+        with (self._logs / "roles.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     async def close_roles(self, timeout_s: float) -> None:
         """Let every role end its own processes; the normal end of a run."""
@@ -312,9 +257,8 @@ class Cluster:
     def stop(self) -> None:
         """End every process of the run and remove Ray's folder, whatever state they are in."""
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
-        with contextlib.suppress(RayError):  # a host that is gone already, or Ray itself
-            for host in self._hosts.values():
-                ray.kill(host)
+        for role in self.roles:
+            role.kill()
         try:
             ray.shutdown()
         finally:
@@ -326,6 +270,24 @@ class Cluster:
             for semaphore in Path("/dev/shm").glob(f"sem.{self.temp_dir.name}-*"):
                 semaphore.unlink(missing_ok=True)
             shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def build_cluster(cfg: DictConfig, attempt: int, note: Callable[[str], None]) -> Cluster:
+    """The cluster that a config asks for.
+
+    Args:
+        cfg: checked by preflight.
+        attempt: which life of the run.
+        note: told of restarts.
+    """
+    return Cluster(
+        Path(cfg.output_dir),
+        cfg.log_level,
+        attempt,
+        budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
+        heartbeat_s=cfg.timeouts.heartbeat_s,
+        note=note,
+    )
 
 
 def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[str, str]:

@@ -57,7 +57,13 @@ DATASET: Schema = {
     "num_rows": Rule(int, low=1, null=True),
 }
 TIMEOUTS = {"startup_s": 600.0, "rollout_s": 600.0, "batch_s": 1200.0, "train_step_s": 1800.0}
-TIMEOUTS |= {"weights_s": 300.0, "reward_s": 10.0, "collective_s": 600.0, "shutdown_s": 20.0}
+TIMEOUTS |= {
+    "weights_s": 300.0,
+    "reward_s": 10.0,
+    "collective_s": 600.0,
+    "shutdown_s": 20.0,
+    "heartbeat_s": 60.0,
+}
 REWARD_KEYS = {"weight": Rule(float, default=1.0), "is_success": Rule(bool, default=False)}
 LR_SCHEDULER: Schema = {"_component_": PATH, "num_warmup_steps": Rule(int, low=0)}  # may be null
 # Sampler settings by vLLM's names, each with the value that leaves the distribution as it is.
@@ -148,6 +154,9 @@ SCHEMA: Schema = {
         "active_steps": Rule(int, low=1, null=True),
         "num_cycles": Rule(int, low=0, null=True),
     },
+    "max_restarts": Rule(int, low=0, default=8),  # of all roles together, within restart_window_s
+    "restart_window_s": Rule(float, above=0, default=3600.0),
+    "min_generators": Rule(int, low=1, null=True, default=None),  # null: all of them
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),

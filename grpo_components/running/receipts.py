@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from grpo_components.exchange.ledger import GroupEvent, Ledger
 from grpo_components.running.output_folder import cut_torn_line
 
@@ -41,12 +43,19 @@ class Receipts:
         group_size: int,
         generators: Iterable[str] = (),
     ) -> None:
+        self._path = path
+        self._settings = {
+            "max_staleness": max_staleness,
+            "groups_per_step": groups_per_step,
+            "group_size": group_size,
+            "generators": tuple(generators),
+        }
         cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._ledger, self._attempt = ledger, attempt
         self._step, self._policy_version = ledger.steps_done, ledger.policy_version
         self._generators: dict[str, dict[str, Any]] = {
-            name: {"version": 0, "checksum": None} for name in generators
+            name: {"version": 0, "checksum": None} for name in self._settings["generators"]
         }
         self._acknowledged: list[dict[str, Any]] = []
         self._write(
@@ -59,6 +68,15 @@ class Receipts:
             groups_per_step=groups_per_step,
             group_size=group_size,
         )
+
+    def next_attempt(self, attempt: int) -> Receipts:
+        """Receipts of the run's next attempt, in the same file, once these are closed.
+
+        Args:
+            attempt: which life of the run.
+        """
+        assert self._file.closed, "one attempt writes at a time"
+        return Receipts(self._path, self._ledger, attempt, **self._settings)
 
     def acknowledged(self, generator: str, version: int, checksum: str, published: str) -> None:
         """Record that a generator has loaded weights; called at each pull.
@@ -163,6 +181,25 @@ class Receipts:
         line = json.dumps({"record": record, "attempt": self._attempt, **fields}, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
+
+
+def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:
+    """The receipts of a run.
+
+    Args:
+        cfg: checked by preflight.
+        ledger: of the run.
+        attempt: which life of the run.
+    """
+    return Receipts(
+        Path(cfg.output_dir) / "receipts.jsonl",
+        ledger,
+        attempt,
+        max_staleness=cfg.max_staleness,
+        groups_per_step=cfg.groups_per_step,
+        group_size=cfg.group_size,
+        generators=[f"generator_{i}" for i in range(cfg.num_generators)],
+    )
 
 
 def _amounts(events: Iterable[GroupEvent]) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,10 @@ class Beginning:
     """What it goes on from; None for a new run."""
     note: str
     """What the person who watches should know of it; may be empty."""
+    output_dir: Path
+    """Of the run."""
+    driver: dict[str, Any]
+    """State of what lives in the driver, at this beginning."""
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
@@ -112,10 +117,11 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning
     if checkpoint is None:
         moved_to = prepare_output_folder(cfg.output_dir, cfg)
         note = f"{cfg.output_dir} was in use: the earlier run is now {moved_to}" if moved_to else ""
-        return Beginning(0, None, note)
+        start = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+        return Beginning(0, None, note, folder, start)
     state = read_state(checkpoint / "state", "driver")
-    ledger.load_state_dict(state["ledger"])
-    prompts.load_state_dict(state["prompts"])
+    ledger.load_state_dict(copy.deepcopy(state["ledger"]))
+    prompts.load_state_dict(copy.deepcopy(state["prompts"]))
     run = checkpoint.parent.parent
     if run == folder:
         point_latest(checkpoint)  # what later steps left is superseded
@@ -126,7 +132,26 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning
         if (run / "receipts.jsonl").is_file():
             shutil.copy2(run / "receipts.jsonl", folder)  # the audit follows the run from its start
         attempt = last_attempt(folder) + 1
-    return Beginning(attempt, checkpoint, f"resumed from {checkpoint} (attempt {attempt})")
+    note = f"resumed from {checkpoint} (attempt {attempt})"
+    return Beginning(attempt, checkpoint, note, folder, state)
+
+
+def roll_back(beginning: Beginning, ledger: Stateful, prompts: Stateful) -> Beginning:
+    """Set what lives in this process back to the run's last checkpoint, or to where it began.
+
+    Args:
+        beginning: of the attempt that ends.
+        ledger: of the run.
+        prompts: that the ledger draws from.
+    """
+    checkpoint, state = beginning.checkpoint, beginning.driver
+    latest = beginning.output_dir / "checkpoints" / "latest"
+    if latest.exists():
+        checkpoint = latest.resolve()
+        state = read_state(checkpoint / "state", "driver")
+    ledger.load_state_dict(copy.deepcopy(state["ledger"]))
+    prompts.load_state_dict(copy.deepcopy(state["prompts"]))
+    return replace(beginning, attempt=beginning.attempt + 1, checkpoint=checkpoint, driver=state)
 
 
 def last_attempt(output_dir: Path) -> int:

@@ -136,16 +136,19 @@ def role_arguments(
         "enforce_eager": engine.enforce_eager,
         "recompute_kv_after_pull": cfg.recompute_kv_after_pull,
         "num_gpus": gpus("generator"),
+        "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib),
     }
     return RoleArguments(replay_buffer, trainer, reference, generator)
 
 
-def receipt_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Keyword arguments of `Receipts`.
+def shaping_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Keyword arguments of `RewardShaping`.
 
     Args:
         cfg: checked by preflight.
     """
-    settings = {key: cfg[key] for key in ("max_staleness", "groups_per_step", "group_size")}
-    return settings | {"generators": [f"generator_{i}" for i in range(cfg.num_generators)]}
+    shaping = {
+        k: cfg.reward_shaping[k] for k in ("kl_coeff", "overlong_tokens", "overlong_penalty")
+    }
+    return shaping | {"max_response_tokens": cfg.generator.max_response_tokens}

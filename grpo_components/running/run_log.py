@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.running.building import build
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.progress import Progress
+from grpo_components.running.quiet import without_prints
 from grpo_components.running.step_metrics import mean
 
 _SHOWN_STEPS = 10
@@ -39,7 +43,7 @@ class RunLog:
         prints = type(metric_logger).__name__ == "StdoutLogger"
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
         self._progress = Progress(num_steps, plain=prints)
-        self._output_dir, self._attempt = output_dir, attempt
+        self._output_dir, self.attempt = output_dir, attempt
         self._steps: list[Mapping[str, float]] = []
         self._evaluations: list[Mapping[str, float]] = []
         self._checkpoint = ""
@@ -64,7 +68,7 @@ class RunLog:
         metrics["throughput/trained_tokens_per_second"] = trained / seconds
         self._trained_tokens += trained
         self._steps.append(metrics)
-        self._metric_log.log(step, {"attempt": self._attempt, **metrics})
+        self._metric_log.log(step, {"attempt": self.attempt, **metrics})
         self._progress.update(step, metrics)
 
     def generated(self, tokens: int) -> None:
@@ -79,7 +83,7 @@ class RunLog:
         self._evaluations.append(metrics)
         if step == 0:
             version = metrics["eval/policy_version"]
-            record = {"attempt": self._attempt, "policy_version": version, **metrics}
+            record = {"attempt": self.attempt, "policy_version": version, **metrics}
             self._metric_log.log(0, record)
             self._progress.update(0, metrics)
         version, prompts = metrics["eval/policy_version"], metrics["eval/prompts"]
@@ -89,9 +93,28 @@ class RunLog:
             f"(policy version {version})"
         )
 
-    def rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled groups as text."""
-        self._metric_log.log_rollouts(step, [{"attempt": self._attempt, **g} for g in groups])
+    def rollouts(
+        self,
+        step: int,
+        entries: Sequence[LedgerEntry],
+        texts: Sequence[Mapping[str, Any] | None],
+        advantages: Sequence[Any],
+    ) -> None:
+        """Write trained groups as text.
+
+        Args:
+            step: that trained them.
+            entries: of the ledger.
+            texts: the first of these groups as a person would read them; what a checkpoint has
+                brought has none.
+            advantages: of each group's responses.
+        """
+        groups = [
+            {"attempt": self.attempt, "group_id": entry.group_id, **text, "advantages": row}
+            for entry, text, row in zip(entries, texts, advantages, strict=False)
+            if text is not None
+        ]
+        self._metric_log.log_rollouts(step, groups)
 
     def checkpoint(self, step: int, folder: str) -> None:
         """Say where a checkpoint lies."""
@@ -147,3 +170,20 @@ class RunLog:
         """End the display and close the files and the logger."""
         self._progress.close()
         self._metric_log.close()
+
+
+def build_run_log(cfg: DictConfig, attempt: int, note: str) -> RunLog:
+    """The run log that a config asks for.
+
+    Args:
+        cfg: checked by preflight.
+        attempt: which life of the run.
+        note: what the person who watches should know first; may be empty.
+    """
+    with without_prints(cfg.log_level):
+        logger = build("metric_logger", cfg.metric_logger)
+    every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
+    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt)
+    if note:
+        run_log.note(note)
+    return run_log

@@ -41,6 +41,26 @@ def rollout_metrics(
     }
 
 
+def buffer_metrics(
+    waited_s: float, buffered: int, dropped_stale: int, filtered: int
+) -> dict[str, float]:
+    """How a step got its batch.
+
+    Args:
+        waited_s: seconds that the trainers waited for it.
+        buffered: groups left in the buffer.
+        dropped_stale: groups that were found too old.
+        filtered: groups that were never buffered, since the start of the run.
+    """
+    return {
+        "time/wait_for_batch": waited_s,
+        "time/push": 0.0,
+        "buffer/size": buffered,
+        "buffer/dropped_stale": dropped_stale,
+        "buffer/filtered": filtered,
+    }
+
+
 def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Held-out success and reward, stamped with the version that sampled all of it.
 

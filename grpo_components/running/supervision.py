@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -19,6 +22,9 @@ _TOLD_WITHOUT_TRACEBACK = (StarvedError, SkippedStepsError, TimeoutError, OSErro
 """Ends of a run that are no bug, besides a role's failure."""
 
 
+FailureKind = Literal["died", "silent", "raised", "waited"]
+
+
 class RoleFailedError(RuntimeError):
     """A role died, raised, or did not answer in time.
 
@@ -26,14 +32,45 @@ class RoleFailedError(RuntimeError):
         role: its name, e.g. generator_0.
         what: what happened, in a few words.
         log: path of its log file.
+        kind: its process died; it gave no answer; its code raised; or it waited in vain for others.
     """
 
-    def __init__(self, role: str, what: str, log: str) -> None:
-        super().__init__(role, what, log)
+    def __init__(self, role: str, what: str, log: str, kind: FailureKind) -> None:
+        super().__init__(role, what, log, kind)
         self.role, self.what, self.log = role, what, log
+        self.kind: FailureKind = kind
 
     def __str__(self) -> str:
         return f"{self.role} {self.what}\n  its log: {self.log}"
+
+    def with_history(self, history: str) -> RoleFailedError:
+        """The same failure, with what was tried before the run ends by it."""
+        return RoleFailedError(self.role, f"{self.what}; {history}", self.log, self.kind)
+
+
+class RoleLostError(RuntimeError):
+    """A role was given up, and the run goes on without it.
+
+    Args:
+        role: its name.
+    """
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"{role} was given up")
+        self.role = role
+
+
+def dump_task_stacks(logs: Path, why: str) -> None:
+    """Append the stacks of all tasks of the running event loop to `driver_stacks.log`.
+
+    Args:
+        logs: folder of the run's logs.
+        why: they are dumped.
+    """
+    with (logs / "driver_stacks.log").open("a", encoding="utf-8") as file:
+        file.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
+        for task in asyncio.all_tasks():
+            task.print_stack(file=file)
 
 
 @contextlib.contextmanager

@@ -29,8 +29,7 @@ def tiny_policy():
 @pytest.fixture
 def tune(tiny_policy, tmp_path):
     """Start `tune run`; returns the process and the run's folder. Checks that nothing is left."""
-    before, mark = temporary_files(), uuid.uuid4().hex
-    running = []
+    mark, running = uuid.uuid4().hex, []
 
     def start(*overrides, recipe=RECIPE, config="tiny_async_grpo", cwd=tmp_path):
         output_dir = tmp_path / f"run{len(running)}"
@@ -52,7 +51,7 @@ def tune(tiny_policy, tmp_path):
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=60)
     assert processes_of(mark) == []
-    assert temporary_files() - before == set()
+    assert [path for process in running for path in temporary_files(process.pid)] == []
 
 
 def processes_of(mark):
@@ -65,8 +64,8 @@ def processes_of(mark):
     return found
 
 
-def temporary_files():
-    return {*Path("/tmp").glob("grpo-*"), *Path("/dev/shm").glob("sem.grpo-*")}
+def temporary_files(pid):
+    return [*Path("/tmp").glob(f"grpo-{pid}-*"), *Path("/dev/shm").glob(f"sem.grpo-{pid}-*")]
 
 
 def finish(process, timeout_s=500):

@@ -185,13 +185,12 @@ def test_held_groups_are_written_as_they_were_whatever_happens_meanwhile(tmp_pat
 
     async def run():
         buffer, restored = make(), make(capacity=1, eta=9)
-        for group_id, version in enumerate(versions):
-            await buffer.add(*mixed_group(group_id, version, version + 1))
-        await buffer.hold_state(held)
-        await buffer.add(*group(99))
-        await buffer.take(len(versions), 0)
-        assert buffer.write_state(folder) is None
-        await restored.load_state(folder, wanted)
+        groups = [mixed_group(i, version, version + 1) for i, version in enumerate(versions)]
+        parts = [part for group_id in held for part in groups[group_id]]
+        assert buffer.write_state(folder, *parts) is None
+        *parts, _, _ = buffer.read_state(folder, sorted(wanted))
+        await restored.add(*group(99))  # and what it held before is forgotten
+        await restored.refill(*parts)
         for group_id in sorted(wanted, key=lambda i: (versions[i], i)):
             expected, summary = mixed_group(group_id, versions[group_id], versions[group_id] + 1)
             batch, taken = await restored.take(1, 0)

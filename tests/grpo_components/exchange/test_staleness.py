@@ -146,7 +146,10 @@ class Run:
     async def main(self):
         if self.saved:
             kept = [entry.group_id for entry in self.ledger.in_state("buffered")]
-            await self.buffer.load_state(self.saved, kept)
+            *parts, _, _ = self.buffer.read_state(self.saved, kept)
+            for entry in self.ledger.in_state("buffered"):
+                entry.parts, parts = parts[:2], parts[2:]
+            await self.buffer.refill(*self.buffered_parts())
             self.buffered_at |= dict.fromkeys(kept, self.ledger.policy_version)
             # Restored weights are published and pulled before anything is sampled.
             version, weights = self.ledger.policy_version, f"weights {self.ledger.policy_version}"
@@ -192,7 +195,8 @@ class Run:
                 await self.ledger.dropped([entry.group_id], "filtered")
             else:
                 await self.work(3)
-                await self.buffer.add(pack(group), summary)
+                entry.parts = (pack(group), summary)
+                await self.buffer.add(*entry.parts)
                 self.buffered_at[entry.group_id] = self.ledger.policy_version
                 await self.ledger.buffered(entry.group_id)
 
@@ -270,14 +274,16 @@ class Run:
 
     async def save(self):
         driver = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
-        buffered = [entry.group_id for entry in self.ledger.in_state("buffered")]
+        buffered = self.buffered_parts()
         await self.work(5)  # an evaluation: the rollouts go on
-        await self.buffer.hold_state(buffered)
         folder = str(self.folder / f"{self.attempt}-{self.ledger.steps_done}")
         await self.work(5)
         write_state(Path(folder), "driver", driver)
-        assert self.buffer.write_state(folder) is None
+        assert self.buffer.write_state(folder, *buffered) is None
         self.saved = folder
+
+    def buffered_parts(self):
+        return [part for entry in self.ledger.in_state("buffered") for part in entry.parts]
 
     def note_waits(self, group_ids):
         for group_id in group_ids:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +97,15 @@ class LocalRole:
             return await function(*args)
         return await asyncio.to_thread(function, *args)
 
+    def submit(self, method, *args, num_returns):
+        self.submitted = getattr(self.role, method)(*args)
+        assert len(self.submitted) == num_returns
+        return self.submitted
+
+    async def result(self, part, what, timeout_s):
+        assert any(part is each for each in self.submitted)
+        return part
+
 
 class Policy:
     """The real state of a trainer rank, of a policy whose weights all are one number."""
@@ -136,18 +144,23 @@ class Account:
     """A ledger that knows of one buffered group, whose number is that of the step."""
 
     def __init__(self):
-        self.steps_done = 0
+        self.steps_done, self.living = 0, []
+
+    def buffered(self, *parts):
+        self.steps_done += 1
+        entry = LedgerEntry(self.steps_done, {"prompt_index": 0}, 0, 0, 0, 0, "buffered")
+        entry.parts, self.living = parts, [entry]
 
     def in_state(self, state):
-        entry = LedgerEntry(self.steps_done, {"prompt_index": 0}, 0, 0, 0, 0, state)
-        return [entry] if self.steps_done else []
+        return [entry for entry in self.living if entry.state == state]
 
     def state_dict(self):
-        living = [asdict(entry) for entry in self.in_state("buffered")]
+        living = [vars(entry) | {"parts": ()} for entry in self.living]
         return {"steps_done": self.steps_done, "living": living}
 
     def load_state_dict(self, state):
         self.steps_done = state["steps_done"]
+        self.living = [LedgerEntry(**entry) for entry in state["living"]]
 
 
 class Run:
@@ -174,8 +187,7 @@ class Run:
         )
 
     async def step(self):
-        self.ledger.steps_done += 1
-        number = self.ledger.steps_done
+        number = self.ledger.steps_done + 1
         self.policy.train(number)
         member = Trajectory(
             prompt_ids=np.arange(2),
@@ -189,7 +201,9 @@ class Run:
             attempt=0,
             finish_reason="stop",
         )
-        await self.buffer.add(pack([member]), summarize([member]))
+        parts = (pack([member]), summarize([member]))
+        self.ledger.buffered(*parts)
+        await self.buffer.add(*parts)
         self.checkpoints.hold()
 
     async def save(self, step=None):

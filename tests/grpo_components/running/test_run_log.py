@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.running import run_log
 from grpo_components.running.run_log import RunLog
 
@@ -177,11 +178,13 @@ def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock
 
 def test_sampled_groups_are_written_with_their_step_and_attempt(make, tmp_path):
     log, _ = make(attempt=2)
-    log.rollouts(3, [{"group_id": 8, "prompt": "1+1?"}, {"group_id": 9, "prompt": "2+2?"}])
+    entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8, 9, 10)]
+    texts = [None, {"prompt": "1+1?"}, {"prompt": "2+2?"}]  # a checkpoint has brought group 7
+    log.rollouts(3, entries, texts, [0.5, 1.5, 2.5, 3.5])
     lines = (tmp_path / "logs/rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"step": 3, "attempt": 2, "group_id": 8, "prompt": "1+1?"},
-        {"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?"},
+        {"step": 3, "attempt": 2, "group_id": 8, "prompt": "1+1?", "advantages": 1.5},
+        {"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?", "advantages": 2.5},
     ]
 
 

@@ -16,7 +16,7 @@ from grpo_components.running.supervision import (
 )
 from grpo_components.training.skipped_steps import SkippedStepsError
 
-DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log")
+DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log", "died")
 
 
 @pytest.fixture(autouse=True)

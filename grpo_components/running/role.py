@@ -1,0 +1,385 @@
+"""The driver's handle of one role, through all lives of its process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from grpo_components.running.restarts import RestartBudget
+from grpo_components.running.role_host import DUMP_STACKS
+from grpo_components.running.supervision import RoleFailedError, RoleLostError, dump_task_stacks
+
+_DUMP_S = 0.5
+"""What a silent process gets to write down where it is, before it is killed."""
+_ANSWERS_OF_THE_DEAD_S = 60.0
+
+
+class Call:
+    """One call of a role's method; made again where its process ends before it has answered.
+
+    Args:
+        role: name of the role.
+        method: of the role.
+        args: for it; parts of other calls arrive as their values, in lists as references.
+        num_returns: parts of the returned tuple.
+        lane: thread for a blocking method.
+    """
+
+    def __init__(
+        self, role: str, method: str, args: Sequence[Any], num_returns: int, lane: str
+    ) -> None:
+        self.role = role
+        self.method, self._args, self._num_returns, self._lane = method, args, num_returns, lane
+        self.life = -1
+        """Of the role's process, in which it was made."""
+        self.raised = ""
+        """What came of it in an earlier life."""
+        self._references: list[Any] = []
+
+    def make(self, host: Any, life: int) -> None:
+        """Make the call, unless it was made in this life already."""
+        if self.life == life:
+            return
+        self.life = life
+        options = host.call.options(num_returns=self._num_returns)
+        made = options.remote(self.method, self._lane, *map(_with_references, self._args))
+        self._references = [made] if self._num_returns == 1 else made
+
+    def reference(self, number: int) -> Any:
+        """Ray's reference of one part of what it returns."""
+        assert self._references, f"{self.method} was not made yet: its role is being restarted"
+        return self._references[number]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of what a call returns, whichever life of its role returns it."""
+
+    call: Call
+    number: int
+
+
+def _with_references(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.call.reference(value.number)
+    return [_with_references(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass
+class Family:
+    """Roles that can stand in for each other."""
+
+    min_living: int
+    """With so many others left, one that cannot be restarted is given up."""
+    roles: list[Role] = field(default_factory=list)
+
+    def can_spare(self, role: Role) -> bool:
+        """Whether the run goes on without this one."""
+        return sum(not other.lost for other in self.roles if other is not role) >= self.min_living
+
+
+class Role:
+    """One role of a run.
+
+    Where its process dies, falls silent or raises, it is restarted within the run's budget, and
+    the calls that were under way are made again: who waits for their results only waits longer.
+
+    Args:
+        name: of the role.
+        log_file: its log.
+        start_host: makes the Ray actor that holds it, and the reference of what its start returns.
+        budget: of restarts, of the run.
+        note: told of each restart.
+        started: told name, pid and node of each life.
+        family: it can be given up where enough of these live; None for a role that is needed.
+        restarts_alone: whether the others can go on while it is restarted.
+        remembers: the last call of this method is made again in each new life.
+        names: of the roles by the ids of their Ray actors; this role adds its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log_file: str,
+        start_host: Callable[[], tuple[Any, Any]],
+        *,
+        budget: RestartBudget,
+        note: Callable[[str], None],
+        started: Callable[[str, dict[str, Any]], None],
+        family: Family | None = None,
+        restarts_alone: bool = True,
+        remembers: str | None = None,
+        names: dict[str, str],
+    ) -> None:
+        self.name, self.lost = name, False
+        self.recover: Callable[[], Awaitable[None]] | None = None
+        """Brings a restarted role to where it has to be, before anybody else calls it."""
+        self._log_file, self._start_host = log_file, start_host
+        self._budget, self._note, self._started = budget, note, started
+        self._family, self._restarts_alone = family, restarts_alone
+        if family is not None:
+            family.roles.append(self)
+        self._remembers, self._names = remembers, names
+        self._last: Call | None = None
+        self._life, self._start_timeout_s = -1, 0.0
+        self._start_life()
+        self._restarting: asyncio.Task[None] | None = None
+        self._waiting = 0
+        self._nobody_waits = asyncio.Event()
+        self._nobody_waits.set()
+
+    def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
+        """Start a call without waiting for it.
+
+        Args:
+            method: of the role.
+            args: for it; parts at top level arrive as their values, so that what one role returned
+                goes to another without passing through the driver.
+            num_returns: parts of the returned tuple to have.
+            lane: thread for a blocking method; another lane runs beside the main one.
+
+        Returns:
+            A `Part`, or a list of `num_returns`.
+        """
+        call = Call(self.name, method, args, num_returns, lane)
+        if not self._must_wait():
+            call.make(self._host, self._life)
+        parts = [Part(call, number) for number in range(num_returns)]
+        return parts[0] if num_returns == 1 else parts
+
+    async def result(self, part: Part, what: str, timeout_s: float) -> Any:
+        """Wait for a call's result, over restarts of the role.
+
+        Raises:
+            RoleFailedError: naming the role that failed and could not be restarted.
+            RoleLostError: if the role was given up.
+        """
+        call = part.call
+        assert call.role == self.name, f"{call.method} is a call of {call.role}, not {self.name}"
+        while True:
+            await self._restarted()
+            if self.lost:
+                raise RoleLostError(self.name)
+            call.make(self._host, self._life)
+            try:
+                answer = await self.answer(part, what, timeout_s)
+            except RoleFailedError as failure:
+                repeated, call.raised = call.raised == failure.what, failure.what
+                await self._failed(failure, call.life, repeated=repeated)
+            else:
+                if call.method == self._remembers:
+                    self._last = call
+                return answer
+
+    async def call(self, method: str, *args: Any, timeout_s: float, lane: str = "main") -> Any:
+        """Call a method and wait for its result; see `submit` and `result`."""
+        return await self.result(self.submit(method, *args, lane=lane), method, timeout_s)
+
+    async def answer(self, part: Part | Awaitable[Any], what: str, timeout_s: float) -> Any:
+        """Wait for what was returned already, or is about to be, without making its call again.
+
+        Args:
+            part: of a call, or Ray's reference of one.
+            what: it is, for the error.
+            timeout_s: longest wait.
+
+        Raises:
+            RoleFailedError: naming the role whose code failed, or that did not answer in time.
+        """
+        self._waiting += 1
+        self._nobody_waits.clear()
+        # asyncio.wait_for swallows a cancellation that comes with the result (Python 3.11).
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await (part.call.reference(part.number) if isinstance(part, Part) else part)
+        except TimeoutError:
+            problem = f"did not answer {what} within {timeout_s:g} s"
+            dump_task_stacks(Path(self._log_file).parent, f"{self.name} {problem}")
+            raise RoleFailedError(self.name, problem, self._log_file, "silent") from None
+        except RayError as error:
+            raise self._failure(error, what) from error
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._nobody_waits.set()
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the role is built.
+
+        Raises:
+            RoleFailedError: if it cannot be built, or takes too long.
+        """
+        self._start_timeout_s = timeout_s
+        identity = await self.answer(self._starting, "its start", timeout_s)
+        self._pid = identity["pid"] if identity["node"] == socket.gethostname() else 0
+        self._started(self.name, identity)
+
+    async def watch(
+        self, interval_s: float, patience_s: float, beat: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        """Restart the role as soon as its process is gone or silent; ends when it is given up.
+
+        Args:
+            interval_s: between two heartbeats.
+            patience_s: a heartbeat that is so much later is silence.
+            beat: told at each heartbeat what the process uses.
+
+        Raises:
+            RoleFailedError: if it cannot be restarted.
+        """
+        while not self.lost:
+            await self._restarted()
+            life, host = self._life, self._host
+            try:
+                async with asyncio.timeout(interval_s + patience_s):
+                    use = await host.heartbeat.remote(interval_s)
+            except TimeoutError:
+                problem = f"gave no sign of life for {patience_s:g} s"
+                failure = RoleFailedError(self.name, problem, self._log_file, "silent")
+                await self._failed(failure, life)
+            except RayError as error:
+                await self._failed(self._failure(error, "lives"), life)
+            else:
+                beat(self.name, use)
+
+    async def cause_of_failure(self, patience_s: float) -> RoleFailedError | None:
+        """What is wrong with the role's process itself; None where it answers."""
+        try:
+            await self.answer(self._host.heartbeat.remote(0.0), "a sign of life", patience_s)
+        except RoleFailedError as failure:
+            return failure
+        return None
+
+    async def begin_again(self) -> None:
+        """Start anew, without recovering anything, once nobody waits for the role any more."""
+        await self.settled()
+        await self._end_life()
+        self._last = None
+        self._start_life()
+        await self.ready(self._start_timeout_s)
+
+    async def settled(self) -> None:
+        """Wait until no restart is under way, however it ends."""
+        if self._restarting is not None:
+            await asyncio.wait([self._restarting])
+
+    async def close(self, timeout_s: float) -> None:
+        """Let the role end its own processes."""
+        if not self.lost:
+            await self.answer(self._host.close.remote(), "close", timeout_s)
+
+    def kill(self) -> None:
+        """End the role's process, also one that is stopped."""
+        with contextlib.suppress(RayError):
+            ray.kill(self._host)
+        self._signal(signal.SIGKILL)
+
+    def _must_wait(self) -> bool:
+        """Whether a restart is under way that the caller is not part of."""
+        return self._restarting is not None and asyncio.current_task() is not self._restarting
+
+    async def _restarted(self) -> None:
+        while self._must_wait():
+            assert self._restarting is not None
+            await asyncio.shield(self._restarting)
+
+    async def _failed(self, failure: RoleFailedError, life: int, *, repeated: bool = False) -> None:
+        """Have the role restarted, where its life is still that one; else raise the failure."""
+        another = failure.role != self.name  # whose result this role should have got
+        if another or not self._restarts_alone or asyncio.current_task() is self._restarting:
+            raise failure
+        if self._restarting is None and life == self._life and not self.lost:
+            self._restarting = asyncio.create_task(self._restart(failure, repeated))
+        await self._restarted()
+
+    async def _restart(self, failure: RoleFailedError, repeated: bool) -> None:
+        began = time.monotonic()
+        try:
+            while True:
+                try:
+                    pause_s = self._budget.spend(failure, repeated=repeated)
+                except RoleFailedError as final:
+                    if self._family is None or not self._family.can_spare(self):
+                        raise
+                    self.lost = True
+                    self._note(f"{self.name} is given up: it {final.what}")
+                    await self._end_life()
+                    return
+                self._note(f"{self.name} {failure.what}: {self._budget.used()}")
+                if failure.kind == "silent":
+                    self._signal(DUMP_STACKS)
+                    await asyncio.sleep(_DUMP_S)
+                await self._end_life()
+                await asyncio.sleep(pause_s)
+                self._start_life()
+                try:
+                    await self.ready(self._start_timeout_s)
+                    if self._last is not None:
+                        self._last.make(self._host, self._life)
+                        await self.answer(self._last.reference(0), self._last.method, 60)
+                    if self.recover is not None:
+                        await self.recover()
+                except RoleFailedError as again:
+                    if again.role != self.name:
+                        raise
+                    repeated, failure = again.what == failure.what, again
+                else:
+                    self._note(f"{self.name} is back after {time.monotonic() - began:.0f} s")
+                    return
+        finally:
+            self._restarting = None
+
+    async def _end_life(self) -> None:
+        """End the process, and let those go first who have got its last answers."""
+        self.kill()
+        try:
+            async with asyncio.timeout(_ANSWERS_OF_THE_DEAD_S):
+                await self._nobody_waits.wait()
+        except TimeoutError:
+            problem = f"was killed, and its calls did not end within {_ANSWERS_OF_THE_DEAD_S:g} s"
+            raise RoleFailedError(self.name, problem, self._log_file, "waited") from None
+
+    def _start_life(self) -> None:
+        self._life += 1
+        self._pid = 0  # not known yet
+        self._host, self._starting = self._start_host()
+        self._names[self._host._actor_id.hex()] = self.name
+
+    def _signal(self, number: int) -> None:
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def _failure(self, error: RayError, what: str) -> RoleFailedError:
+        cause: Any = error
+        while isinstance(cause, RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, RoleFailedError):
+            return cause
+        if isinstance(cause, RayActorError):
+            name = self._names.get(cause.actor_id or "", self.name)
+            log = str(Path(self._log_file).with_name(f"{name}.log"))
+            return RoleFailedError(name, _cause_of_death(cause), log, "died")
+        return RoleFailedError(self.name, f"failed in {what}: {error}", self._log_file, "raised")
+
+
+def _cause_of_death(error: RayActorError) -> str:
+    """What Ray knows of it: the kind of exit, and its first words on why."""
+    told = " ".join(str(error).split())
+    found = re.search(r"exit type: (\w+) Worker exit detail: (.+?\.)( |$)", told)
+    if found is None:
+        return f"died: {told}"
+    hint = " Killed, out of memory, or crashed?" if found[1] == "SYSTEM_ERROR" else ""
+    return f"died: {found[1]}: {found[2]}{hint}"
