@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import ray
 from omegaconf import DictConfig
-from ray._private.worker import global_worker
+from ray._private import worker as ray_worker
 
 from grpo_components.running.restarts import RestartBudget
 from grpo_components.running.role import Family, Role
@@ -36,8 +36,12 @@ _LOG = logging.getLogger("cluster")
 
 def _objects_in_scope() -> int:
     """Objects of Ray's that this process still refers to."""
-    core: Any = global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
+    core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
     return len(core.get_all_reference_counts())
+
+
+def _log_only(message: dict[str, Any], *_: Any, **__: Any) -> None:
+    _LOG.info("%s", message)
 
 
 class Cluster:
@@ -85,6 +89,8 @@ class Cluster:
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         # A secret of this run only; Ray would write one into the user's home.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Ray would print a paragraph on every death, beside our own line.
+        ray_worker.print_to_stdstream = _log_only
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
@@ -225,7 +231,7 @@ class Cluster:
         pause_s = self._budget.spend(failure, repeated=repeated)
         self._attempt += 1
         self._note(
-            f"{failure.role} {failure.what}: all trainers start again from the last checkpoint, as "
+            f"{failure.role} {failure.what}; all trainers start again at the last checkpoint, as "
             f"attempt {self._attempt} ({self._budget.used()})"
         )
         for role in self._together:

@@ -317,7 +317,7 @@ class Role:
                     self._note(f"{self.name} is given up: it {final.what}")
                     await self._end_life()
                     return
-                self._note(f"{self.name} {failure.what}: {self._budget.used()}")
+                self._note(f"{self.name} {failure.what}; starting it again ({self._budget.used()})")
                 if failure.kind == "silent":
                     self._signal(DUMP_STACKS)
                     await asyncio.sleep(_DUMP_S)
@@ -381,5 +381,6 @@ def _cause_of_death(error: RayActorError) -> str:
     found = re.search(r"exit type: (\w+) Worker exit detail: (.+?\.)( |$)", told)
     if found is None:
         return f"died: {told}"
-    hint = " Killed, out of memory, or crashed?" if found[1] == "SYSTEM_ERROR" else ""
-    return f"died: {found[1]}: {found[2]}{hint}"
+    if found[1] == "SYSTEM_ERROR":  # the rest only tells that its connection broke off
+        return "died: killed, out of memory, or crashed"
+    return f"died: {found[1]}: {found[2]}"

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from grpo_components.running.cluster import Cluster
-from grpo_components.running.supervision import RoleFailedError
+from grpo_components.running.restarts import RestartBudget
+from grpo_components.running.supervision import RoleFailedError, RoleLostError
 
 
 class Counter:
@@ -42,6 +43,16 @@ class Counter:
 
     def fail(self):
         raise KeyError("no such thing")
+
+    def nap(self, seconds):
+        time.sleep(seconds)
+        return self.value
+
+    def nap_once(self, mark):
+        if not Path(mark).exists():
+            Path(mark).touch()
+            time.sleep(60)
+        return "awake"
 
     async def sleep(self):
         await asyncio.sleep(60)
@@ -141,21 +152,149 @@ def test_a_role_that_cannot_be_built_is_named(cluster):
     assert "broken failed: ValueError: start is below 0" in str(group.value.exceptions[0])
 
 
-def test_the_death_of_an_idle_role_is_noticed_at_once(cluster):
+def pid_of(output_dir, name):
+    records = map(json.loads, (output_dir / "logs" / "roles.jsonl").open())
+    return [record["pid"] for record in records if record["role"] == name][-1]
+
+
+def nothing(*_):
+    pass
+
+
+def test_the_death_of_an_idle_role_is_noticed_at_once(cluster, output_dir):
     role = spawn(cluster, "victim")
-    pid = next(
-        record["pid"]
-        for record in map(json.loads, (cluster._logs / "roles.jsonl").open())
-        if record["role"] == "victim"
-    )
 
     async def run():
-        watching = asyncio.create_task(role.watch())
+        watching = asyncio.create_task(role.watch(0.5, 20, nothing))
         await role.call("add", 1, timeout_s=30)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid_of(output_dir, "victim"), signal.SIGKILL)
         await asyncio.wait_for(watching, 30)
 
     started = time.monotonic()
     with pytest.raises(RoleFailedError, match="victim died"):
         asyncio.run(run())
     assert time.monotonic() - started < 30
+
+
+@pytest.fixture
+def restarting(cluster, monkeypatch):
+    """A cluster whose roles may be restarted, soon; and what is told of it."""
+    told = []
+    monkeypatch.setattr(cluster, "_budget", RestartBudget(3, 1e9))
+    monkeypatch.setattr(cluster, "_note", told.append)
+    monkeypatch.setattr("grpo_components.running.restarts._FIRST_PAUSE_S", 0.05)
+    return cluster, told
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_call_under_way_is_made_again_after_the_role_has_recovered(restarting, output_dir, how):
+    """Killed or frozen; and nobody else gets in before it has recovered."""
+    cluster, told = restarting
+    name = f"restarted_{how.name}"
+    role = spawn(cluster, name, start=5)
+
+    async def recover():
+        late.append(asyncio.create_task(role.call("add", 1, timeout_s=30)))
+        await asyncio.sleep(0.3)
+        await role.call("add", 100, timeout_s=30)
+
+    async def run():
+        role.recover = recover
+        await role.call("add", 1000, timeout_s=30)
+        watching = asyncio.create_task(role.watch(0.2, 2, nothing))
+        waiting = asyncio.create_task(role.call("nap", 2.0, timeout_s=60))
+        await asyncio.sleep(0.5)
+        os.kill(pid_of(output_dir, name), how)
+        assert await waiting == 105  # as it was built, and recovered; the 1000 are forgotten
+        assert await late[0] == 106
+        watching.cancel()
+
+    late = []
+    asyncio.run(run())
+    assert told[0].startswith(f"{name} died" if how is signal.SIGKILL else f"{name} gave no sign")
+    assert "restart 1 of at most 3" in told[0] and told[1].startswith(f"{name} is back")
+
+
+def test_what_a_role_returned_outlives_it_and_its_last_call_of_a_kind_is_made_again(
+    restarting, output_dir
+):
+    cluster, _ = restarting
+    role, sink = spawn(cluster, "source_2", start=7, remembers="add"), spawn(cluster, "sink_2")
+
+    async def run():
+        listed, plain = role.submit("split", num_returns=2)
+        assert await role.result(plain, "split", 30) == 7
+        await role.call("add", 1, timeout_s=30)
+        await role.call("add", 5, timeout_s=30)
+        os.kill(pid_of(output_dir, "source_2"), signal.SIGKILL)
+        assert await role.call("add", 20, timeout_s=60) == 7 + 5 + 20
+        assert await sink.call("total", listed, timeout_s=30) == 7
+        assert await sink.answer(listed, "a list", 30) == [7]  # whoever asks for it
+
+    asyncio.run(run())
+
+
+def test_what_a_role_raises_twice_ends_the_run(restarting):
+    cluster, told = restarting
+    role = spawn(cluster, "broken_for_good")
+    with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; and the same again"):
+        asyncio.run(role.call("fail", timeout_s=30))
+    assert len(told) == 2
+
+
+def test_a_silent_call_restarts_its_role_and_writes_down_who_waits_where(restarting, output_dir):
+    cluster, told = restarting
+    role = spawn(cluster, "hung")
+
+    async def run():
+        slow = asyncio.create_task(role.call("nap_once", str(output_dir / "was_here"), timeout_s=2))
+        assert await slow == "awake"
+
+    asyncio.run(run())
+    assert told[0].startswith("hung did not answer nap_once within 2 s")
+    assert "nap_once" in (output_dir / "logs" / "hung.log").read_text()  # its threads' stacks
+    assert "role.call" in (output_dir / "logs" / "driver_stacks.log").read_text()
+
+
+def test_one_of_a_family_is_given_up_where_enough_are_left(restarting):
+    cluster, told = restarting
+    one, other = (spawn(cluster, f"worker_{i}", min_living=1) for i in range(2))
+
+    async def run():
+        with pytest.raises(RoleLostError):
+            await one.call("fail", timeout_s=30)
+        with pytest.raises(RoleLostError):  # and nobody waits for it again
+            await one.call("add", 1, timeout_s=30)
+        await one.watch(0.1, 1, nothing)
+        assert await other.call("add", 1, timeout_s=30) == 1
+        with pytest.raises(RoleFailedError, match="worker_1 failed"):  # the last one is needed
+            await other.call("fail", timeout_s=30)
+
+    asyncio.run(run())
+    assert "worker_0 is given up" in told[2]
+
+
+def test_roles_that_fail_together_begin_again_together_and_the_loops_with_them(
+    restarting, output_dir
+):
+    """The cause is the one that died, not the one that waited for it."""
+    cluster, told = restarting
+    cluster.roles.clear()  # of the tests before; this test's are supervised
+    ranks = [spawn(cluster, f"rank_{i}", restarts_alone=False) for i in range(2)]
+    alone = spawn(cluster, "alone", start=40)
+    attempts, began_again = [], []
+
+    async def loops():
+        attempts.append([await rank.call("add", 1, timeout_s=30) for rank in ranks])
+        assert await alone.call("add", 1, timeout_s=30) == 40 + len(attempts)
+        if len(attempts) == 1:
+            os.kill(pid_of(output_dir, "rank_1"), signal.SIGKILL)
+            await asyncio.sleep(0.5)
+            await ranks[0].call("fail", timeout_s=30)
+
+    async def begin_again():
+        began_again.append(len(attempts))
+
+    asyncio.run(cluster.supervise(loops, begin_again))
+    assert attempts == [[1, 1], [1, 1]] and began_again == [1]
+    assert told[0].startswith("rank_1 died") and "as attempt 1" in told[0]
