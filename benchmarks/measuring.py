@@ -20,9 +20,12 @@ from typing import ParamSpec, TypeVar
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
+from grpo_components.running.quiet import quiet_libraries
+
 GIB = 2**30
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+quiet_libraries("WARNING")  # before torchtune is imported: torchao logs then
 
 
 @dataclass(frozen=True)
