@@ -27,6 +27,7 @@ import torch
 from measuring import (
     Timing,
     in_child,
+    in_lean_child,
     interleaved,
     machine_line,
     markdown_table,
@@ -371,7 +372,7 @@ def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int
             folder = Path(name)
             write_base_model(case, folder)
             comparison = in_child(compare, case, folder, repeats)
-            peaks = {way: in_child(peak_of, case, folder, way) for way in WAYS}
+            peaks = {way: in_lean_child(peak_of, case, folder, way) for way in WAYS}
         ours, baseline = comparison.timings["ours"], comparison.timings["baseline"]
         rows.append(
             [

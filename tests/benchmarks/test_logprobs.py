@@ -16,7 +16,8 @@ def test_every_way_has_the_same_logprobs_and_gradients():
 
 
 def test_the_command_prints_a_row_for_every_way(monkeypatch, capsys):
-    monkeypatch.setattr(logprobs, "in_child", lambda function, *args: function(*args))
+    for name in ("in_child", "in_lean_child"):
+        monkeypatch.setattr(logprobs, name, lambda function, *args: function(*args))
     monkeypatch.setattr(logprobs, "peak_memory_gib", lambda run, device: run() and 1.0)
     sizes = ["--sequences", "2", "--prompt-tokens", "4", "--response-tokens", "20", "--width", "8"]
     logprobs.main(["--quick", "--vocabulary", "384", "500", *sizes])

@@ -1,5 +1,6 @@
 """What the benchmarks measure with, held against known sizes and times."""
 
+import os
 import time
 
 import measuring
@@ -15,6 +16,27 @@ def grows_by(mib):
 
 def test_peak_memory_is_what_was_taken_and_given_back():
     assert measuring.in_child(grows_by, 256) == pytest.approx(0.25, abs=0.02)
+
+
+def held_after_freeing():
+    """Growth from many freed buffers with small ones in between."""
+
+    def run():
+        kept = []
+        for _ in range(40):
+            kept.append((torch.ones(2**20), torch.ones(2**10)))
+        del kept[:]
+
+    run()
+    return measuring.peak_memory_gib(run), os.environ["MALLOC_MMAP_THRESHOLD_"]
+
+
+def test_a_lean_child_gives_freed_buffers_back(monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    grown, threshold = measuring.in_lean_child(held_after_freeing)
+    assert grown == pytest.approx(160 / 1024, abs=0.02)  # the whole of it is new memory again
+    assert threshold == "65536"
+    assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
 
 
 def test_an_error_in_the_child_is_raised_here():

@@ -24,7 +24,8 @@ def test_both_ways_have_the_same_loss_and_gradient_over_several_micro_batches(fo
 
 @pytest.mark.parametrize("flags", [["--quick"], ["--alone", "--packing"]])
 def test_the_command_prints_its_table(flags, monkeypatch, capsys):
-    monkeypatch.setattr(train_step, "in_child", lambda function, *args: function(*args))
+    for name in ("in_child", "in_lean_child"):
+        monkeypatch.setattr(train_step, name, lambda function, *args: function(*args))
     monkeypatch.setattr(train_step, "peak_memory_gib", lambda run, device: run() and 1.0)
     sizes = ["--sequences", "4", "--longest-response", "32", "--tokens-per-micro-batch", "256"]
     train_step.main([*flags, "--vocabulary", "384", "--repeats", "1", *sizes])
