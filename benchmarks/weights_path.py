@@ -455,15 +455,20 @@ def same(left: list[Any], right: list[Any]) -> bool:
     return all(map(partial(np.allclose, atol=1e-4), left, right))
 
 
-def peak_alone(folder: Path, shape: dict[str, Any], file: str | None) -> int:
-    """Peak memory of a push, or of saving to a file, in a fresh process without Ray."""
+def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
+    """Peak memory of a push, and of saving to a file, each in a fresh process without Ray."""
     from grpo_components.equivalence_roles import RoleProcess
 
-    process = RoleProcess("weights_path.TrainerSide", folder=str(folder), shape=shape, device="cpu")
+    files = [None, str(folder / "alone")]
+    role, arguments = "weights_path.TrainerSide", {"folder": str(folder), "shape": shape}
+    processes = [RoleProcess(role, **arguments, device="cpu") for _ in files]
     try:
-        return process.call("push_alone", file)
+        for process, file in zip(processes, files, strict=True):
+            process.submit("push_alone", file)
+        return [process.result() for process in processes]
     finally:
-        process.close()
+        for process in processes:
+            process.close()
 
 
 def seconds(times: list[float]) -> str:
@@ -507,7 +512,7 @@ async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> st
     for size in sizes:
         folder, shape = scratch / size, SHAPES[size]
         num_bytes = 4 * write_model(folder, shape)
-        peaks = [peak_alone(folder, shape, file) for file in (None, str(folder / "alone"))]
+        peaks = peaks_alone(folder, shape)
         (folder / "logs").mkdir()
         cluster = Cluster(folder, "WARNING", attempt=0)
         try:
