@@ -460,8 +460,8 @@ def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
     from grpo_components.equivalence_roles import RoleProcess
 
     files = [None, str(folder / "alone")]
-    role, arguments = "weights_path.TrainerSide", {"folder": str(folder), "shape": shape}
-    processes = [RoleProcess(role, **arguments, device="cpu") for _ in files]
+    start = partial(RoleProcess, "weights_path.TrainerSide", cpu_threads=1)
+    processes = [start(folder=str(folder), shape=shape, device="cpu") for _ in files]
     try:
         for process, file in zip(processes, files, strict=True):
             process.submit("push_alone", file)
