@@ -586,13 +586,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the smallest model, twice")
     parser.add_argument("--repeats", type=int, help="of each way, by default 15, 7 and 5")
     options = parser.parse_args()
-    sizes, repeats = options.sizes, {"3M": 15, "100M": 7, "500M": 5}
+    sizes: list[str] = options.sizes
+    repeats: dict[str, int] = {"3M": 15, "100M": 7, "500M": 5}
     if options.quick:
         sizes, repeats = ["3M"], {"3M": 2}
     if options.repeats is not None:
         if options.repeats < 1:
             parser.error(f"--repeats: must be at least 1, not {options.repeats}")
-        repeats = dict.fromkeys(sizes, options.repeats)
+        repeats = {size: options.repeats for size in sizes}
     with tempfile.TemporaryDirectory(prefix="weights-path-") as scratch:
         if options.device == "cuda":
             if not torch.cuda.is_available():
