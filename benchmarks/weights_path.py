@@ -593,7 +593,7 @@ def main() -> None:
     if options.repeats is not None:
         if options.repeats < 1:
             parser.error(f"--repeats: must be at least 1, not {options.repeats}")
-        repeats = {size: options.repeats for size in sizes}
+        repeats = dict.fromkeys(sizes, int(options.repeats))
     with tempfile.TemporaryDirectory(prefix="weights-path-") as scratch:
         if options.device == "cuda":
             if not torch.cuda.is_available():
