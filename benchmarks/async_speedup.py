@@ -1,0 +1,165 @@
+"""How much faster the demo trains asynchronously than synchronously, on the same two cores.
+
+    python benchmarks/async_speedup.py
+
+The same code, policy and data; the generator (with its reward processes) has one core, the trainer
+another. Synchronous is `max_staleness=0 push_every_n_steps=1 pull_every_m_rollouts=1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from measuring import machine, markdown_table
+
+TUNE = Path(sys.executable).with_name("tune")
+RECIPE = "async_grpo_full_finetune_distributed"
+SCHEDULES = {
+    "synchronous": ("max_staleness=0", "push_every_n_steps=1", "pull_every_m_rollouts=1"),
+    "asynchronous": (),
+}
+WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means over the steps of one run, after the first few."""
+
+    step_s: float
+    """Wall time of a step: from taking a batch to its published weights."""
+    wait_s: float
+    """Of it, how long the trainer waited for a batch."""
+    train_s: float
+    """Of it, training and publishing."""
+    ms_per_sample: float
+    staleness: float
+
+
+def cores() -> tuple[int, int]:
+    """Two cores that this process may use."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        raise SystemExit("two cores are needed: one for the generator, one for the trainer")
+    return usable[0], usable[1]
+
+
+def pin(pid: int, core: int) -> None:
+    """Keep a process, all its threads and all its children on one core."""
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
+def run(schedule: str, num_steps: int, folder: Path) -> Measured:
+    """One run of the demo under a schedule."""
+    command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
+    few = (f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}")
+    process = subprocess.Popen(
+        [*map(str, command), *few, f"save_every_n_steps={num_steps}", *SCHEDULES[schedule]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if re.match(r"step +1/", line):
+            split_cores(folder)
+    if process.wait() != 0:
+        raise SystemExit("".join(seen))
+    steps = list(steps_of(folder))[WARM_UP_STEPS:]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(step[key] for step in steps)
+
+    samples = 64  # of the demo's step: groups_per_step x group_size
+    return Measured(
+        step_s=mean("time/step"),
+        wait_s=mean("time/wait_for_batch"),
+        train_s=mean("time/train") + mean("time/push"),
+        ms_per_sample=1000 * mean("time/step") / samples,
+        staleness=mean("staleness/mean"),
+    )
+
+
+def split_cores(folder: Path) -> None:
+    """The generator on one core, the trainer on the other; what is left goes where it likes."""
+    first, second = cores()
+    roles = [json.loads(line) for line in (folder / "logs" / "roles.jsonl").open()]
+    pids = {role["role"]: role["pid"] for role in roles}
+    pin(pids["generator_0"], first)
+    pin(pids["trainer_0"], second)
+
+
+def steps_of(folder: Path) -> Iterator[dict[str, float]]:
+    """Metrics of a run's training steps."""
+    for line in (folder / "logs" / "metrics.jsonl").open():
+        record = json.loads(line)
+        if record["step"] > 0:
+            yield record
+
+
+def table(measured: dict[str, list[Measured]]) -> str:
+    """The figures of both schedules, and what the asynchronous one gains of what it could."""
+
+    def median(schedule: str, value: str) -> float:
+        return statistics.median(getattr(run, value) for run in measured[schedule])
+
+    rows = [
+        [
+            schedule,
+            f"{median(schedule, 'ms_per_sample'):.1f}",
+            f"{min(r.ms_per_sample for r in runs):.1f} to {max(r.ms_per_sample for r in runs):.1f}",
+            f"{median(schedule, 'train_s'):.3f}",
+            f"{median(schedule, 'wait_s'):.3f}",
+            f"{median(schedule, 'wait_s') / median(schedule, 'step_s'):.0%}",
+            f"{median(schedule, 'staleness'):.2f}",
+        ]
+        for schedule, runs in measured.items()
+    ]
+    generate, train = median("synchronous", "wait_s"), median("synchronous", "train_s")
+    limit = (generate + train) / max(generate, train)
+    pairs = zip(measured["synchronous"], measured["asynchronous"], strict=True)
+    ratios = sorted(sync.ms_per_sample / asynchronous.ms_per_sample for sync, asynchronous in pairs)
+    head = [
+        *("schedule", "ms per trained sample", "of the runs", "train + push, s a step"),
+        *("trainer waits, s a step", "trainer's waiting share", "mean staleness"),
+    ]
+    return (
+        f"{markdown_table(head, rows)}\n\n"
+        f"Faster by {statistics.median(ratios):.2f} (pairs of runs: {ratios[0]:.2f} to "
+        f"{ratios[-1]:.2f}); the limit (Tg + Tt) / max(Tg, Tt) is {limit:.2f}, with "
+        f"Tg = {generate:.3f} s and Tt = {train:.3f} s a step, as the synchronous runs have them."
+    )
+
+
+def main() -> None:
+    """Run the schedules in turn and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each schedule")
+    parser.add_argument("--steps", type=int, default=60, help="training steps of each run")
+    arguments = parser.parse_args()
+    if arguments.steps <= WARM_UP_STEPS or arguments.repeats < 1:
+        parser.error(f"--steps must be above {WARM_UP_STEPS}, --repeats at least 1")
+    measured: dict[str, list[Measured]] = {schedule: [] for schedule in SCHEDULES}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(arguments.repeats):
+            for schedule, runs in measured.items():
+                runs.append(run(schedule, arguments.steps, Path(folder) / f"{schedule}{repeat}"))
+    sys.stdout.write(f"{machine()}\n\n{table(measured)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What the benchmarks share: the machine's line, tables, interleaved timing and peak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+# Read when torch loads: by default waiting threads spin, several times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import torch
+
+from grpo_components.running.quiet import quiet_libraries
+
+GIB = 2**30
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+quiet_libraries("WARNING")  # before torchtune is imported: torchao logs then
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the repeats of one case."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.seconds)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({min(self.seconds):.3g}..{max(self.seconds):.3g})"
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu"
+) -> dict[str, Timing]:
+    """Time cases in turns, so that what slows the machine for a while slows them all.
+
+    Args:
+        cases: what to run, by name; each is run once before, untimed.
+        repeats: how often each is timed; every other turn goes backwards.
+        device: cpu or cuda, which is waited for.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for run in cases.values():
+        run()
+    for number in range(repeats):
+        for name in list(cases)[:: 1 if number % 2 == 0 else -1]:
+            gc.collect()
+            _wait_for(device)
+            started = time.perf_counter()
+            cases[name]()
+            _wait_for(device)
+            seconds[name].append(time.perf_counter() - started)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def in_child(
+    function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
+) -> _Result:
+    """Call a function of a module in a fresh process, whose memory nothing has touched before."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def in_lean_child(
+    function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
+) -> _Result:
+    """The same, for memory: the child gives every buffer from 64 KiB on back once it is freed.
+
+    By default glibc's malloc keeps freed buffers of up to 32 MiB, between which others then lie:
+    what the process holds depends on their order, and can be many times what its tensors do. That
+    is slower. `MALLOC_MMAP_THRESHOLD_=33554432` in the environment measures with that, too.
+    """
+    name = "MALLOC_MMAP_THRESHOLD_"  # read when a process starts
+    if name in os.environ:
+        return in_child(function, *args, **kwargs)
+    os.environ[name] = str(64 * 1024)
+    try:
+        return in_child(function, *args, **kwargs)
+    finally:
+        del os.environ[name]
+
+
+def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
+    """How far memory grows while something runs, above what the process holds before.
+
+    Args:
+        run: what is measured. Call it, or something like it, before: the first call of all also
+            loads libraries and makes state that stays.
+        device: on cuda its tensors are counted, on cpu the resident pages of this process. Where
+            Linux forbids to reset the largest number of these, it is that since the process began:
+            measure in a fresh one (`in_lean_child`).
+    """
+    gc.collect()
+    if device == "cuda":
+        _wait_for(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / GIB
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    run()
+    return (_resident("VmHWM") - before) / GIB
+
+
+def _wait_for(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _resident(name: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {name}: peak memory is measured on Linux only")
+
+
+def machine_line(device: str = "cpu") -> str:
+    """What was measured on, with what, and when.
+
+    Args:
+        device: cpu or cuda.
+    """
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    cores = len(os.sched_getaffinity(0))
+    parts = [f"{processor}, {cores} cores", f"PyTorch {torch.__version__}"]
+    if device == "cuda":
+        parts.insert(0, torch.cuda.get_device_name())
+    parts += [f"{torch.get_num_threads()} threads", date.today().isoformat()]
+    return ", ".join(parts)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table for the documentation; the first column to the left, the others to the right.
+
+    Args:
+        header: of each column.
+        rows: cells; floats are given three digits.
+    """
+
+    def line(cells: Iterable[object]) -> str:
+        texts = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        return f"| {' | '.join(texts)} |"
+
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join([line(header), line(rule), *[line(row) for row in rows]])

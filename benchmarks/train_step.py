@@ -1,0 +1,484 @@
+"""Measure one training step on ragged batches: our trainer beside padding all to the longest.
+
+    python benchmarks/train_step.py [--quick]
+
+One step is forward, loss, backward and optimizer on one rank. The baseline is `padded_baseline.py`.
+With `--model qwen2_5_0_5b` (or another) or `--alone`, our trainer is measured alone:
+
+    python benchmarks/train_step.py --device cuda --dtype bf16 --model qwen2_5_3b --packing \
+        --compile --sequences 64 --longest-response 1024 --tokens-per-micro-batch 16384
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import (
+    Timing,
+    in_child,
+    in_lean_child,
+    interleaved,
+    machine_line,
+    markdown_table,
+    peak_memory_gib,
+)
+from numpy.typing import NDArray
+from padded_baseline import PaddedBaseline
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+from torchtune.models.qwen2_5 import qwen2_5_0_5b, qwen2_5_1_5b_base, qwen2_5_3b
+from torchtune.training import FullModelHFCheckpointer
+
+from grpo_components.objective.aggregation import TokenMean
+from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.off_policy import NoCorrection
+from grpo_components.running.quiet import without_prints
+from grpo_components.training.meshes import Meshes, Sharding, join_ranks
+from grpo_components.training.micro_batches import plan_micro_batches
+from grpo_components.training.model import DTYPES, load_sharded_model
+from grpo_components.training.trainer import Trainer
+from grpo_components.trajectory import Trajectory, pack
+
+VOCABULARIES = (4096, 32768, 151936)
+GROUP_SIZE = 8
+PROMPT_LENGTHS = (32, 64)
+SHORTEST_RESPONSE = 8
+CLIP, KL_COEFF, LEARNING_RATE = 0.2, 0.001, 1e-6
+NEVER_STALE = 10**6
+"""The same tokens are trained in every repeat, while the trainer's version counts up."""
+TIMEOUT_S = 600.0
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "qwen2_5_0_5b": qwen2_5_0_5b,
+    "qwen2_5_1_5b": qwen2_5_1_5b_base,
+    "qwen2_5_3b": qwen2_5_3b,
+}
+Batch = tuple[list[Trajectory], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, on what, and how."""
+
+    model: str = "tiny"
+    vocabulary: int = VOCABULARIES[0]
+    """Of the tiny model."""
+    device: str = "cpu"
+    dtype: str = "fp32"
+    sequences: int = 16
+    longest_response: int = 256
+    tokens_per_micro_batch: int = 1024
+    logprob_chunk_tokens: int = 1024
+    packing: bool = False
+    compile: bool = False
+    activation_checkpointing: bool = False
+
+    @property
+    def build_model(self) -> Callable[[], Any]:
+        """torchtune's builder."""
+        if self.model in MODELS:
+            return MODELS[self.model]
+        return partial(
+            qwen2,
+            vocab_size=self.vocabulary,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            embed_dim=128,
+            intermediate_dim=512,
+            max_seq_len=4096,
+            tie_word_embeddings=True,
+        )
+
+
+# ---- what is trained ----------------------------------------------------------------------------
+
+
+def write_base_model(setting: Setting, folder: Path) -> None:
+    """A random model as a Hugging Face checkpoint in `folder / "base"`, for both trainers."""
+    base = folder / "base"
+    base.mkdir()
+    with torch.device("meta"):
+        model = setting.build_model()
+    generator = torch.Generator().manual_seed(0)
+    state_dict = {
+        name: torch.ones(value.shape)
+        if name.endswith("scale")  # of a norm
+        else torch.empty(value.shape).normal_(std=0.02, generator=generator)
+        for name, value in model.state_dict().items()
+    }
+    attention = model.layers[0].attn
+    sizes = {
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "dim": model.tok_embeddings.embedding_dim,
+    }
+    renamed = qwen2_tune_to_hf(state_dict, tie_word_embeddings=True, **sizes)
+    tensors = {name: value.to(DTYPES[setting.dtype]) for name, value in renamed.items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": sizes["dim"],
+        "num_attention_heads": sizes["num_heads"],
+        "num_key_value_heads": sizes["num_kv_heads"],
+        "tie_word_embeddings": True,
+    }
+    (base / "config.json").write_text(json.dumps(config))
+
+
+def ragged_batch(setting: Setting) -> Batch:
+    """Groups of random tokens whose response lengths have a long tail, and advantages.
+
+    Lengths are log-normal, with a quarter of the longest one allowed as median and sigma 1: one in
+    twelve is cut off there. A random model gives every token about the same probability: so do
+    the generator and the reference, with some noise, so that some ratios are clipped.
+    """
+    rng = np.random.default_rng(0)
+    size, longest = setting.sequences, setting.longest_response
+    vocabulary = _vocabulary(setting)
+    lengths = rng.lognormal(math.log(longest / 4), 1.0, size).round()
+    lengths = lengths.clip(SHORTEST_RESPONSE, longest).astype(int)
+    trajectories: list[Trajectory] = []
+    for number, length in enumerate(lengths.tolist()):
+        if number % GROUP_SIZE == 0:
+            low, high = PROMPT_LENGTHS
+            prompt = rng.integers(0, vocabulary, rng.integers(low, high, endpoint=True))
+        generator, reference = rng.normal(-math.log(vocabulary), 0.15, (2, length))
+        trajectory = Trajectory(
+            prompt_ids=prompt,
+            response_ids=rng.integers(0, vocabulary, length),
+            response_mask=np.ones(length, bool),
+            generator_logprobs=generator.astype(np.float32),
+            token_versions=np.zeros(length, np.int32),
+            prompt_index=number // GROUP_SIZE,
+            epoch=0,
+            group_id=number // GROUP_SIZE,
+            attempt=0,
+            finish_reason="stop" if length < longest else "length",
+            reference_logprobs=reference.astype(np.float32),
+        )
+        trajectories.append(trajectory)
+    return trajectories, rng.normal(size=size).astype(np.float32)
+
+
+def _vocabulary(setting: Setting) -> int:
+    with torch.device("meta"):
+        return setting.build_model().tok_embeddings.num_embeddings
+
+
+def all_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Tokens of each, with the prompt."""
+    return [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
+
+
+def our_plan(setting: Setting, trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """The micro-batches that the trainer makes, each of indices."""
+    lengths, budget = all_lengths(trajectories), setting.tokens_per_micro_batch
+    return plan_micro_batches(lengths, lengths, 1, budget, packed=setting.packing)[0]
+
+
+# ---- the two trainers ---------------------------------------------------------------------------
+
+
+def _checkpointer(folder: Path) -> Callable[[], Any]:
+    return partial(
+        FullModelHFCheckpointer,
+        checkpoint_dir=str(folder / "base"),
+        checkpoint_files=["model.safetensors"],
+        model_type="QWEN2",
+        output_dir=str(folder / "output"),
+    )
+
+
+def _rendezvous(folder: Path) -> str:
+    return str(Path(tempfile.mkdtemp(dir=folder)) / "file")
+
+
+_build_optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE)
+
+
+def build_ours(setting: Setting, folder: Path) -> Trainer:
+    """The project's trainer, alone in its group of ranks."""
+    return Trainer(
+        rank=0,
+        num_ranks=1,
+        rendezvous=_rendezvous(folder),
+        device=setting.device,
+        dtype=setting.dtype,
+        sharding=Sharding(),
+        seed=0,
+        build_model=setting.build_model,
+        build_checkpointer=_checkpointer(folder),
+        build_optimizer=_build_optimizer,
+        build_lr_scheduler=None,
+        loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP, kl_coeff=KL_COEFF),
+        aggregation=TokenMean(),
+        off_policy=NoCorrection(),
+        learning_rate=None,
+        max_staleness=NEVER_STALE,
+        mask_overlong=False,
+        model_type="QWEN2",
+        base_model_path=str(folder / "base"),
+        ppo_epochs=1,
+        updates_per_batch=1,
+        tokens_per_micro_batch=setting.tokens_per_micro_batch,
+        packing=setting.packing,
+        logprob_chunk_tokens=setting.logprob_chunk_tokens,
+        clip_grad_norm=None,
+        enable_activation_checkpointing=setting.activation_checkpointing,
+        compile_model=setting.compile,
+        log_peak_memory_stats=True,
+        build_profiler=None,
+        skipped_folder=str(folder / "skipped"),
+        collective_timeout_s=TIMEOUT_S,
+    )
+
+
+def build_baseline(setting: Setting, folder: Path, num_micro_batches: int) -> PaddedBaseline:
+    """The same model in the same precision and the same FSDP, trained on padded batches."""
+    if torch.distributed.is_initialized():  # beside ours
+        mesh = init_device_mesh(setting.device, (1,))
+        meshes = Meshes(mesh, mesh, mesh)
+    else:
+        meshes = join_ranks(0, 1, _rendezvous(folder), setting.device, Sharding(), TIMEOUT_S)
+    model = load_sharded_model(
+        setting.build_model,
+        _checkpointer(folder),
+        meshes,
+        Sharding(),
+        model_type="QWEN2",
+        dtype=setting.dtype,
+        enable_activation_checkpointing=setting.activation_checkpointing,
+        compile_layers=setting.compile,
+    )
+    return PaddedBaseline(
+        model,
+        _build_optimizer(model.parameters()),
+        clip=CLIP,
+        kl_coeff=KL_COEFF,
+        num_micro_batches=num_micro_batches,
+        device=setting.device,
+    )
+
+
+Step = Callable[[Batch], dict[str, Any]]
+
+
+def _our_step(setting: Setting, folder: Path) -> Step:
+    trainer = build_ours(setting, folder)
+    return lambda batch: trainer.train_step(pack(batch[0]), batch[1], 0)
+
+
+def _baseline_step(setting: Setting, folder: Path) -> Step:
+    num_micro_batches = len(our_plan(setting, ragged_batch(setting)[0]))
+    baseline = build_baseline(setting, folder, num_micro_batches)
+    return lambda batch: baseline.train_step(*batch)
+
+
+WAYS = {"ours": _our_step, "baseline": _baseline_step}
+
+
+# ---- what runs in fresh processes ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both trainers on one batch."""
+
+    timings: dict[str, Timing]
+    first: dict[str, dict[str, float]]
+    """Loss and gradient norm of the first step, from the same weights."""
+
+    @property
+    def disagreement(self) -> float:
+        """The larger relative difference of the two numbers."""
+        ours, baseline = self.first["ours"], self.first["baseline"]
+        return max(abs(ours[key] / baseline[key] - 1) for key in baseline)
+
+
+def compare(setting: Setting, folder: Path, repeats: int) -> Comparison:
+    """Steps in turns, the first of each untimed; to be called in a process of its own."""
+    batch = ragged_batch(setting)
+    with without_prints("WARNING"):
+        steps = {name: build(setting, folder) for name, build in WAYS.items()}
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
+
+    def run(name: str) -> None:
+        seen[name].append(steps[name](batch))
+
+    cases = {name: partial(run, name) for name in steps}
+    timings = interleaved(cases, repeats, setting.device)
+    torch.distributed.destroy_process_group()
+    keys = ("loss/total", "grad_norm")
+    first = {name: {key: metrics[0][key] for key in keys} for name, metrics in seen.items()}
+    return Comparison(timings, first)
+
+
+def peak_of(setting: Setting, folder: Path, way: str) -> float:
+    """Peak memory in GiB of a step above what weights, optimizer state and gradients hold.
+
+    To be called in a process of its own.
+    """
+    trajectories, advantages = ragged_batch(setting)
+    with without_prints("WARNING"):
+        step = WAYS[way](setting, folder)
+    shortest = np.argsort(all_lengths(trajectories))[:1]
+    step(([trajectories[i] for i in shortest], advantages[shortest]))
+    peak = peak_memory_gib(lambda: step((trajectories, advantages)), setting.device)
+    torch.distributed.destroy_process_group()
+    return peak
+
+
+def run_alone(setting: Setting, folder: Path, repeats: int) -> tuple[Timing, dict[str, Any]]:
+    """Our trainer's steps, and the metrics of the last with the median of the MFU.
+
+    To be called in a process of its own.
+    """
+    batch = ragged_batch(setting)
+    with without_prints("WARNING"):
+        step = _our_step(setting, folder)
+    seen: list[dict[str, Any]] = [step(batch)]  # compiles
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # what loading took is no part of a step
+    timing = interleaved({"ours": lambda: seen.append(step(batch))}, repeats, setting.device)
+    torch.distributed.destroy_process_group()
+    utilization = [m["throughput/mfu"] for m in seen[2:] if "throughput/mfu" in m]
+    mfu = statistics.median(utilization) if utilization else None
+    return timing["ours"], {**seen[-1], "throughput/mfu": mfu}
+
+
+# ---- the tables ---------------------------------------------------------------------------------
+
+
+def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int) -> str:
+    """Ours and the baseline at each vocabulary."""
+    rows = []
+    for vocabulary in vocabularies:
+        case = replace(setting, vocabulary=vocabulary)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_base_model(case, folder)
+            comparison = in_child(compare, case, folder, repeats)
+            peaks = {way: in_lean_child(peak_of, case, folder, way) for way in WAYS}
+        ours, baseline = comparison.timings["ours"], comparison.timings["baseline"]
+        rows.append(
+            [
+                vocabulary,
+                ours,
+                baseline,
+                baseline.median / ours.median,
+                peaks["ours"],
+                peaks["baseline"],
+                peaks["baseline"] / peaks["ours"],
+                f"{comparison.disagreement:.0e}",
+            ]
+        )
+    header = ["vocabulary", "ours, s", "baseline, s", "time ratio", "ours, GiB", "baseline, GiB"]
+    return markdown_table([*header, "memory ratio", "disagreement"], rows)
+
+
+def batch_line(setting: Setting) -> str:
+    """How ragged the batch is, and what each way computes for it."""
+    trajectories, _ = ragged_batch(setting)
+    lengths, plan = all_lengths(trajectories), our_plan(setting, trajectories)
+    trained = sum(len(t.response_ids) for t in trajectories)
+    ours = sum(len(members) * max(lengths[i] for i in members) for members in plan)
+    if setting.packing:
+        ours = len(plan) * setting.tokens_per_micro_batch
+    columns = max(len(t.prompt_ids) for t in trajectories) + max(
+        len(t.response_ids) for t in trajectories
+    )
+    return (
+        f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in "
+        f"all, {trained} trained; {len(plan)} micro-batches. With padding: ours {ours} tokens, "
+        f"padded to the longest {len(lengths) * columns}."
+    )
+
+
+def alone_table(setting: Setting, repeats: int) -> str:
+    """Our trainer alone."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        in_child(write_base_model, setting, folder)
+        timing, metrics = in_child(run_alone, setting, folder, repeats)
+    trajectories, _ = ragged_batch(setting)
+    mfu = metrics["throughput/mfu"]
+    flags = ("packing", "compile", "activation_checkpointing")
+    row = [
+        setting.model,
+        setting.dtype,
+        ", ".join(flag for flag in flags if getattr(setting, flag)) or "-",
+        timing,
+        round(sum(all_lengths(trajectories)) / timing.median),
+        "-" if mfu is None else f"{mfu:.1%}",
+        metrics["memory/trainer_peak_gib"],
+    ]
+    header = ["model", "dtype", "with", "step, s", "tokens/s", "MFU", "peak memory, GiB"]
+    return markdown_table(header, [row])
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `vocabulary` is filled in."""
+    default = Setting()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="smallest vocabulary, one repeat")
+    parser.add_argument("--vocabulary", type=int, nargs="+", help="of the tiny model")
+    parser.add_argument("--repeats", type=int, help="timed steps of each way (default 3)")
+    parser.add_argument("--model", choices=["tiny", *MODELS], default=default.model)
+    parser.add_argument("--alone", action="store_true", help="no baseline; implied by --model")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default.device)
+    parser.add_argument("--dtype", choices=list(DTYPES), default=default.dtype)
+    for flag in ("packing", "compile", "activation-checkpointing"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    for name in (
+        "sequences",
+        "longest-response",
+        "tokens-per-micro-batch",
+        "logprob-chunk-tokens",
+    ):
+        value = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    parsed = parser.parse_args(arguments)
+    if parsed.vocabulary and parsed.model != "tiny":
+        parser.error("--vocabulary is that of the tiny model only")
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    if parsed.device == "cpu" and parsed.dtype != "fp32":
+        parser.error("--dtype: on a CPU the trainer computes in fp32")
+    if parsed.longest_response < SHORTEST_RESPONSE or parsed.sequences < 1:
+        parser.error(f"--longest-response at least {SHORTEST_RESPONSE}, --sequences at least 1")
+    if parsed.vocabulary is None:
+        parsed.vocabulary = list(VOCABULARIES[:1] if parsed.quick else VOCABULARIES)
+    if parsed.repeats is None:
+        parsed.repeats = 1 if parsed.quick else 3
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the machine's line, the batch's and the table."""
+    parsed = parse_arguments(arguments)
+    fields = Setting.__dataclass_fields__.keys() - {"vocabulary"}
+    setting = Setting(**{name: getattr(parsed, name) for name in fields})
+    setting = replace(setting, vocabulary=parsed.vocabulary[0])
+    print(machine_line(setting.device), batch_line(setting), sep="\n\n", end="\n\n", flush=True)
+    if parsed.alone or setting.model != "tiny":
+        print(alone_table(setting, parsed.repeats))
+    else:
+        print(comparison_table(setting, parsed.vocabulary, parsed.repeats))
+
+
+if __name__ == "__main__":
+    main()

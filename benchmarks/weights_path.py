@@ -1,0 +1,608 @@
+"""Weights from trainer to generator: this project's push and pull against saving and reloading.
+
+One command: `python benchmarks/weights_path.py [--quick]`. The real roles run as in a run, each in
+a Ray actor with one thread; on a GPU (`--device cuda`) only the trainer's gather is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+TIMEOUT_S = 600.0
+PROMPTS = [[1, 2, 3 + i] for i in range(4)]
+Times = dict[str, list[float]]
+
+
+def _shape(vocab: int, dim: int, hidden: int, layers: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": dim,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": dim // (32 if dim < 512 else 64),
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    }
+
+
+SHAPES = {
+    "3M": _shape(384, 256, 1024, 3, 2),
+    "100M": _shape(32_000, 768, 2048, 12, 4),
+    "500M": _shape(151_936, 896, 4864, 24, 2),  # Qwen2.5-0.5B
+}
+
+
+def write_model(folder: Path, shape: dict[str, Any]) -> int:
+    """Write a random Qwen2 in fp32 with its config; returns its number of parameters."""
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+# ---- what runs in the roles' processes ----------------------------------------------------------
+
+
+def _memory() -> dict[str, int]:
+    """This process's memory in bytes: VmRSS, its peak VmHWM, and RssShmem, the store's share."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM", "RssShmem")}
+
+
+class TrainerSide:
+    """The real Trainer, one rank, and beside it what one would write without a weights path.
+
+    Args:
+        folder: of the model.
+        shape: its config.
+        device: cpu or cuda.
+    """
+
+    def __init__(self, folder: str, shape: dict[str, Any], device: str) -> None:
+        from torchtune.models.qwen2 import qwen2
+        from torchtune.training import FullModelHFCheckpointer
+
+        from grpo_components.objective.aggregation import TokenMean
+        from grpo_components.objective.losses import GRPOLoss
+        from grpo_components.objective.off_policy import NoCorrection
+        from grpo_components.training.meshes import Sharding
+        from grpo_components.training.trainer import Trainer
+
+        scratch = tempfile.mkdtemp(dir=Path(folder).parent)
+        self._trainer = Trainer(
+            rank=0,
+            num_ranks=1,
+            rendezvous=f"{scratch}/rendezvous",
+            device=device,
+            dtype="fp32",
+            sharding=Sharding(),
+            seed=0,
+            build_model=partial(
+                qwen2,
+                vocab_size=shape["vocab_size"],
+                num_layers=shape["num_hidden_layers"],
+                num_heads=shape["num_attention_heads"],
+                num_kv_heads=shape["num_key_value_heads"],
+                embed_dim=shape["hidden_size"],
+                intermediate_dim=shape["intermediate_size"],
+                max_seq_len=shape["max_position_embeddings"],
+                tie_word_embeddings=True,
+            ),
+            build_checkpointer=partial(
+                FullModelHFCheckpointer,
+                checkpoint_dir=folder,
+                checkpoint_files=["model.safetensors"],
+                model_type="QWEN2",
+                output_dir=scratch,
+            ),
+            build_optimizer=partial(torch.optim.SGD, lr=0.0),
+            build_lr_scheduler=None,
+            loss=GRPOLoss(),
+            aggregation=TokenMean(),
+            off_policy=NoCorrection(),
+            learning_rate=None,
+            max_staleness=0,
+            mask_overlong=False,
+            model_type="QWEN2",
+            base_model_path=folder,
+            ppo_epochs=1,
+            updates_per_batch=1,
+            tokens_per_micro_batch=512,
+            packing=False,
+            logprob_chunk_tokens=512,
+            clip_grad_norm=None,
+            enable_activation_checkpointing=False,
+            compile_model=False,
+            log_peak_memory_stats=False,
+            build_profiler=None,
+            skipped_folder=f"{scratch}/skipped",
+            collective_timeout_s=TIMEOUT_S,
+        )
+        self._export_s = 0.0
+        self._before: dict[str, int] = {}
+
+    def close(self) -> None:
+        """The trainer's own."""
+        self._trainer.close()
+
+    def change(self) -> None:
+        """What a training step does to the weights, as far as a push is concerned."""
+        with torch.no_grad():
+            for parameter in self._trainer._model.parameters():
+                parameter.mul_(1.01)
+        self._trainer.policy_version += 1
+
+    def gather_weights(self) -> int:
+        """The trainer's own."""
+        return self._trainer.gather_weights()
+
+    def export_weights(self, version: int) -> Any:
+        """The trainer's own, timed."""
+        started = time.perf_counter()
+        exported = self._trainer.export_weights(version)
+        self._export_s = time.perf_counter() - started
+        return exported
+
+    def export_seconds(self) -> float:
+        """Of the last export, without what Ray does with its result."""
+        return self._export_s
+
+    def save_weights(self, file: str) -> int:
+        """Gather, convert, save: no copy is made that safetensors does not make itself."""
+        from safetensors.torch import save_file
+
+        weights: dict[str, torch.Tensor] = {}
+        for tensors in self._trainer._gather_layers():
+            weights |= {name: tensor.cpu() for name, tensor in tensors.items()}
+        save_file(weights, file, metadata={"format": "pt"})
+        return self._trainer.policy_version
+
+    def sync_file(self, file: str) -> None:
+        """Wait until the file is on the disk itself."""
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def watch_memory(self) -> None:
+        """Peak memory counts from here."""
+        self.change()  # pages of the loaded file become this process's own, as in a training step
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = _memory()
+
+    def memory_growth(self) -> tuple[int, int]:
+        """Peak memory above `watch_memory`'s, and how much of the object store was mapped since."""
+        now = _memory()
+        store = now["RssShmem"] - self._before["RssShmem"]
+        return now["VmHWM"] - self._before["VmRSS"], store
+
+    def push_alone(self, file: str | None) -> int:
+        """Peak memory of one push, or of saving to a file, without what Ray adds."""
+        self.watch_memory()
+        if file:
+            self.save_weights(file)
+        else:
+            exported = self.export_weights(self.gather_weights())
+            assert exported[0][1].nbytes  # alive until here, as for Ray
+        return self.memory_growth()[0]
+
+    def gather_seconds(self) -> tuple[float, float]:
+        """One gather to the host and one plain copy of the same bytes (GPU: into pinned memory)."""
+        self.change()
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        bucket, _ = self.export_weights(self.gather_weights())
+        gathered = time.perf_counter() - started - self._export_s
+        on_device = torch.empty(
+            bucket[1].nbytes, dtype=torch.uint8, device="cuda" if cuda else "cpu"
+        )
+        target = torch.empty(bucket[1].nbytes, dtype=torch.uint8, pin_memory=cuda).fill_(1)
+        started = time.perf_counter()
+        target.copy_(on_device)
+        return gathered, time.perf_counter() - started
+
+
+class GeneratorSide:
+    """The real Generator, made to tell how long its engine did not step.
+
+    Args:
+        folder: of the model.
+    """
+
+    def __init__(self, folder: str) -> None:
+        from grpo_components.rollout import generator
+
+        self._generator = generator.Generator(
+            model_path=folder,
+            device="cpu",
+            dtype="fp32",
+            build_tokenizer=lambda: None,  # nothing is decoded here
+            build_environment=lambda **_: None,  # pyright: ignore[reportArgumentType]
+            rewards={},
+            reward_workers=1,
+            reward_timeout_s=1.0,
+            group_size=1,
+            rollouts_in_flight=1,
+            seed=0,
+            max_response_tokens=64,
+            stop_token_ids=[],
+            truncation={},
+            max_model_len=128,
+            max_num_seqs=8,
+            gpu_memory_utilization=0.5,
+            enforce_eager=True,
+            recompute_kv_after_pull=False,
+        )
+        self._unpack = generator.unpack_bucket
+        generator.unpack_bucket = self._timed_unpack
+        self._engine = self._generator._engine
+        llm = self._engine._engine
+        self._step, self._swap = llm.step, self._engine._swap_weights
+        llm.step = self._timed_step
+        vars(self._engine)["_swap_weights"] = self._timed_swap
+        self._steps, self._stopped, self._swapped = 0, 0.0, False
+        self._pause_s = self._check_s = 0.0
+
+    def _timed_step(self) -> Any:
+        if self._swapped:
+            self._pause_s, self._swapped = time.perf_counter() - self._stopped, False
+        outputs = self._step()
+        self._stopped, self._steps = time.perf_counter(), self._steps + 1
+        return outputs
+
+    def _timed_swap(self, version: int, source: Any) -> None:
+        """Between two steps: from tensors the project's way, from a folder vLLM's own way."""
+        assert self._engine._running, "the engine was idle, so that it had nothing to pause"
+        if isinstance(source, Path):
+            llm = self._engine._engine
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(source)})
+            llm.collective_rpc(_repack)  # or the head would stay that of the old weights
+            llm.set_weight_version(str(version))
+            llm.reset_prefix_cache()
+        else:
+            self._swap(version, source)
+        self._swapped = True
+
+    def _timed_unpack(self, *args: Any) -> Any:
+        started = time.perf_counter()
+        tensors = self._unpack(*args)
+        self._check_s = time.perf_counter() - started
+        return tensors
+
+    async def _while_generating(self, load: Callable[[], Awaitable[Any]]) -> dict[str, float]:
+        """Load new weights while requests run; returns the engine's pause and the whole time."""
+        loaded = False
+
+        async def requests(number: int) -> None:
+            while not loaded:
+                await self._ask(number, max_tokens=9 + 4 * number)
+
+        streams = [asyncio.create_task(requests(number)) for number in range(len(PROMPTS))]
+        steps = self._steps
+        while self._steps < steps + 2:
+            await asyncio.sleep(0.002)
+        started = time.perf_counter()
+        await load()
+        whole = time.perf_counter() - started
+        while self._swapped:
+            await asyncio.sleep(0.002)
+        loaded = True
+        await asyncio.gather(*streams)
+        return {"pause": self._pause_s, "whole": whole}
+
+    def _ask(self, number: int, max_tokens: int) -> Awaitable[Any]:
+        request = self._engine.submit(
+            PROMPTS[number], max_tokens=max_tokens, temperature=1.0, seed=number, stop_token_ids=[]
+        )
+        return asyncio.wrap_future(request)
+
+    async def pull(self, version: int, *buckets: Any) -> dict[str, float]:
+        """The generator's own `load_weights`."""
+        load = partial(self._generator.load_weights, version, *buckets)
+        return await self._while_generating(load) | {"check": self._check_s}
+
+    async def load_from_memory(self, version: int, *buckets: Any) -> dict[str, float]:
+        """The engine's part of a pull alone, and a plain copy of the same bytes."""
+        tensors: dict[str, torch.Tensor] = {}
+        for manifest, bucket in buckets:
+            tensors |= {name: t.clone() for name, t in self._unpack(manifest, bucket).items()}
+
+        async def load() -> None:
+            await asyncio.wrap_future(self._engine.load_weights(version, tensors))
+
+        loading = await self._while_generating(load)
+        target = np.ones_like(buckets[0][1])
+        started = time.perf_counter()
+        np.copyto(target, buckets[0][1])
+        return loading | {"copy": time.perf_counter() - started}
+
+    async def reload(self, version: int, folder: str) -> dict[str, float]:
+        """vLLM's own reload from safetensors."""
+
+        async def load() -> None:
+            await asyncio.wrap_future(self._engine._command("weights", (version, Path(folder))))
+
+        return await self._while_generating(load)
+
+    async def answers(self) -> list[Any]:
+        """Logprobs of what the engine samples to fixed prompts with its present weights."""
+        return [(await self._ask(i, max_tokens=8)).logprobs for i in range(len(PROMPTS))]
+
+    def close(self) -> None:
+        """The generator's own."""
+        self._generator.close()
+
+
+def _repack(worker: Any) -> None:
+    from grpo_components.rollout.vllm_engine import _repack_tied_head
+
+    _repack_tied_head(worker.model_runner.model)
+
+
+# ---- what the driver does -----------------------------------------------------------------------
+
+
+class WeightsPath:
+    """One model size: both ways of getting weights across, step by step.
+
+    Args:
+        cluster: that the roles run in.
+        folder: of the model.
+        shape: its config.
+    """
+
+    def __init__(self, cluster: Any, folder: Path, shape: dict[str, Any]) -> None:
+        from grpo_components.running.cluster import engine_environment
+
+        server = "grpo_components.exchange.parameter_server.VLLMParameterServer"
+        env = engine_environment("cpu", "WARNING", kv_cache_gib=1)
+        self.server = cluster.spawn("server", server)
+        self.trainer = cluster.spawn(
+            "trainer", "weights_path.TrainerSide", folder=str(folder), shape=shape, device="cpu"
+        )
+        self.generator = cluster.spawn(
+            "generator", "weights_path.GeneratorSide", env=env, folder=str(folder)
+        )
+        self.saved = folder / "saved"  # vLLM reloads from a folder
+        self.saved.mkdir()
+        self.times: Times = defaultdict(list)
+
+    async def push_and_pull(self) -> list[Any]:
+        """This project's way, as the recipe does it; returns the engine's answers afterwards."""
+        trainer, server = self.trainer, self.server
+        started = time.perf_counter()
+        version = await trainer.call("gather_weights", timeout_s=TIMEOUT_S)
+        bucket, manifest = trainer.submit("export_weights", version, num_returns=2, lane="export")
+        await server.call("push", version, [bucket], [manifest], timeout_s=TIMEOUT_S)
+        self.times["stall"].append(time.perf_counter() - started)
+        await trainer.result(manifest, "export_weights", TIMEOUT_S)
+        self.times["stored"].append(time.perf_counter() - started - self.times["stall"][-1])
+        exported = await trainer.call("export_seconds", timeout_s=TIMEOUT_S)
+        self.times["export"].append(exported)
+        version, buckets, _ = await server.call("newest", timeout_s=TIMEOUT_S)
+        for method in ("load_from_memory", "pull"):  # the real one last: its answers are compared
+            loading = self.generator.submit(method, version, *buckets)
+            for name, seconds in (await self.generator.result(loading, method, TIMEOUT_S)).items():
+                self.times[f"{method}/{name}"].append(seconds)
+        return await self.generator.call("answers", timeout_s=TIMEOUT_S)
+
+    async def save_and_reload(self) -> list[Any]:
+        """By way of a file; returns the engine's answers afterwards."""
+        file = str(self.saved / "model.safetensors")
+        Path(file).unlink(missing_ok=True)
+        started = time.perf_counter()
+        version = await self.trainer.call("save_weights", file, timeout_s=TIMEOUT_S)
+        self.times["save"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        await self.trainer.call("sync_file", file, timeout_s=TIMEOUT_S)
+        self.times["fsync"].append(time.perf_counter() - started)
+        self.times["save+fsync"].append(self.times["save"][-1] + self.times["fsync"][-1])
+        folder = str(self.saved)
+        times = await self.generator.call("reload", version, folder, timeout_s=TIMEOUT_S)
+        self.times["reload/pause"].append(times["pause"])
+        return await self.generator.call("answers", timeout_s=TIMEOUT_S)
+
+    async def measure(self, repeats: int) -> tuple[int, int]:
+        """Both ways in turn, each first every other time, after a round that does not count.
+
+        Returns:
+            Peak memory that the first push added to the trainer's process, object store included,
+            and the store's part of it.
+        """
+        await self.trainer.call("watch_memory", timeout_s=TIMEOUT_S)
+        before = await self.push_and_pull()
+        first_push = await self.trainer.call("memory_growth", timeout_s=TIMEOUT_S)
+        await self.save_and_reload()
+        self.times.clear()
+        for number in range(repeats):
+            await self.trainer.call("change", timeout_s=TIMEOUT_S)
+            ways = [self.push_and_pull, self.save_and_reload]
+            answers = [await way() for way in (ways if number % 2 else ways[::-1])]
+            if not same(*answers) or same(before, answers[0]):
+                raise RuntimeError("both ways must bring the engine the same, new weights")
+            before = answers[0]
+        return first_push
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    """Whether two lists of logprobs are those of the same weights."""
+    return all(map(partial(np.allclose, atol=1e-4), left, right))
+
+
+def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
+    """Peak memory of a push, and of saving to a file, each in a fresh process without Ray."""
+    from grpo_components.equivalence_roles import RoleProcess
+
+    files = [None, str(folder / "alone")]
+    start = partial(RoleProcess, "weights_path.TrainerSide", cpu_threads=1)
+    processes = [start(folder=str(folder), shape=shape, device="cpu") for _ in files]
+    try:
+        for process, file in zip(processes, files, strict=True):
+            process.submit("push_alone", file)
+        return [process.result() for process in processes]
+    finally:
+        for process in processes:
+            process.close()
+
+
+def seconds(times: list[float]) -> str:
+    """Median (least to most) in ms."""
+    low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
+    return f"{middle:.3g} ms ({low:.3g}..{high:.3g})"
+
+
+def ratio(above: list[float], below: list[float]) -> str:
+    """Of the medians."""
+    return f"{statistics.median(above) / statistics.median(below):.2f}"
+
+
+def table(header: str, rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    columns = header.split(" | ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def machine() -> str:
+    """One line on what this was measured on."""
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    cpu = torch.cuda.get_device_name() if torch.cuda.is_available() else (models or ["CPU"])[0]
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{cpu}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"1 thread per role, {datetime.date.today()}"
+    )
+
+
+async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
+    """Measure all sizes, each in a cluster of its own; returns the tables."""
+    from grpo_components.running.cluster import Cluster
+
+    push, pull, memory = [], [], []
+    for size in sizes:
+        folder, shape = scratch / size, SHAPES[size]
+        num_bytes = 4 * write_model(folder, shape)
+        peaks = peaks_alone(folder, shape)
+        (folder / "logs").mkdir()
+        cluster = Cluster(folder, "WARNING", attempt=0)
+        try:
+            cluster.start()
+            path = WeightsPath(cluster, folder, shape)
+            await cluster.ready(TIMEOUT_S)
+            with_store, store = await path.measure(repeats[size])
+            await cluster.close_roles(TIMEOUT_S)
+        finally:
+            cluster.stop()
+        t = path.times
+        name = f"{size}, {num_bytes / 2**20:.0f} MiB"
+        stall, save, whole = t["stall"], t["save"], t["save+fsync"]
+        texts = [seconds(stall), seconds(save), ratio(save, stall), seconds(whole)]
+        texts += [seconds(t[key]) for key in ("load_from_memory/copy", "export", "stored")]
+        push.append([name, *texts])
+        ours, disk, floor = t["pull/pause"], t["reload/pause"], t["load_from_memory/pause"]
+        texts = [seconds(ours), seconds(disk), ratio(disk, ours), seconds(floor)]
+        texts += [ratio(ours, floor), seconds(t["pull/check"]), seconds(t["pull/whole"])]
+        pull.append([name, *texts])
+        peaks += [with_store, store]
+        multiples = [f"{n / 2**20:.0f} MiB ({n / num_bytes:.2f}x)" for n in peaks]
+        memory.append([name, *multiples])
+    head = "model | ours | disk | disk / ours"
+    return "\n".join(
+        [
+            "Training stands still for one push:\n",
+            table(
+                f"{head} | disk with fsync | floor: memcpy | "
+                "beside the next step: export | beside the next step: until stored",
+                push,
+            ),
+            "The engine stands still for one pull:\n",
+            table(
+                f"{head} | floor: load from memory | ours / floor | "
+                "while it still samples: checks | whole pull",
+                pull,
+            ),
+            "Peak extra memory of the trainer's process in one push:\n",
+            table(
+                "model | ours: gather and export | disk: gather and save | "
+                "ours with the object store | of it in the store (shared)",
+                memory,
+            ),
+        ]
+    )
+
+
+def on_cuda(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
+    """Throughput of a gather from the GPU to the host; returns the table."""
+    rows = []
+    for size in sizes:
+        gb = 4e-9 * write_model(scratch / size, SHAPES[size])
+        side = TrainerSide(str(scratch / size), SHAPES[size], "cuda")
+        side.gather_seconds()
+        both = zip(*(side.gather_seconds() for _ in range(repeats[size])), strict=True)
+        gather, plain = ([gb / s for s in times] for times in both)
+        texts = [
+            f"{statistics.median(x):.2f} GB/s ({min(x):.2f}..{max(x):.2f})" for x in (gather, plain)
+        ]
+        rows.append([f"{size}, {gb:.2f} GB", *texts])
+        side.close()
+    return table("model | gather_weights | floor: one copy to pinned memory", rows)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--quick", action="store_true", help="the smallest model, twice")
+    parser.add_argument("--repeats", type=int, help="of each way, by default 15, 7 and 5")
+    options = parser.parse_args()
+    sizes: list[str] = options.sizes
+    repeats: dict[str, int] = {"3M": 15, "100M": 7, "500M": 5}
+    if options.quick:
+        sizes, repeats = ["3M"], {"3M": 2}
+    if options.repeats is not None:
+        if options.repeats < 1:
+            parser.error(f"--repeats: must be at least 1, not {options.repeats}")
+        repeats = dict.fromkeys(sizes, int(options.repeats))
+    with tempfile.TemporaryDirectory(prefix="weights-path-") as scratch:
+        if options.device == "cuda":
+            if not torch.cuda.is_available():
+                parser.error("--device: there is no GPU")
+            tables = on_cuda(sizes, repeats, Path(scratch))
+        else:
+            tables = asyncio.run(on_cpu(sizes, repeats, Path(scratch)))
+    sys.stdout.write(f"{tables}\n{machine()}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""The benchmarks are scripts: they import each other as neighbours in one folder."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other on a busy machine
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,41 @@
+"""Ours and the padded baseline make the same step: the benchmark compares costs only."""
+
+import pytest
+import train_step
+
+SMALL = train_step.Setting(
+    vocabulary=384, sequences=6, longest_response=48, tokens_per_micro_batch=160
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train-step")
+    train_step.write_base_model(SMALL, folder)
+    return folder
+
+
+def test_both_ways_have_the_same_loss_and_gradient_over_several_micro_batches(folder):
+    assert len(train_step.our_plan(SMALL, train_step.ragged_batch(SMALL)[0])) >= 3
+    first = train_step.compare(SMALL, folder, repeats=1).first
+    assert first["ours"] == pytest.approx(first["baseline"], rel=1e-4)
+    assert first["ours"]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("flags", [["--quick"], ["--alone", "--packing"]])
+def test_the_command_prints_its_table(flags, monkeypatch, capsys):
+    for name in ("in_child", "in_lean_child"):
+        monkeypatch.setattr(train_step, name, lambda function, *args: function(*args))
+    monkeypatch.setattr(train_step, "peak_memory_gib", lambda run, device: run() and 1.0)
+    sizes = ["--sequences", "4", "--longest-response", "32", "--tokens-per-micro-batch", "256"]
+    train_step.main([*flags, "--vocabulary", "384", "--repeats", "1", *sizes])
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 3
+    assert table[0].count("|") == table[2].count("|")
+
+
+def test_what_cannot_be_measured_is_refused(capsys):
+    for arguments in (["--dtype", "bf16"], ["--model", "qwen2_5_3b", "--vocabulary", "9"]):
+        with pytest.raises(SystemExit):
+            train_step.main(arguments)
+    assert "error" in capsys.readouterr().err
