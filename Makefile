@@ -13,10 +13,10 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install install-dev tiny-policy demo equivalence test lint typecheck format clean
+.PHONY: help install install-dev tiny-policy demo equivalence crash-anywhere test lint typecheck format clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from nothing (about 8 minutes)
 	@echo '$$ tune run async_grpo_full_finetune_distributed --config tiny_async_grpo'
@@ -24,6 +24,9 @@ demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from not
 
 equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
 	@$(BIN)/python -m grpo_components.equivalence
+
+crash-anywhere: tiny-policy  ## Kill and freeze roles of runs at random moments (about 20 minutes)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
 test: lint typecheck  ## Check style and types, run all tests (at most 25 minutes)
 	$(BIN)/pytest

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from measuring import machine, markdown_table
+from measuring import machine_line, markdown_table
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "async_grpo_full_finetune_distributed"
@@ -158,7 +158,7 @@ def main() -> None:
         for repeat in range(arguments.repeats):
             for schedule, runs in measured.items():
                 runs.append(run(schedule, arguments.steps, Path(folder) / f"{schedule}{repeat}"))
-    sys.stdout.write(f"{machine()}\n\n{table(measured)}\n")
+    sys.stdout.write(f"{machine_line()}\n\n{table(measured)}\n")
 
 
 if __name__ == "__main__":

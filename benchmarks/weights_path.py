@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import machine_line, markdown_table
 
 TIMEOUT_S = 600.0
 PROMPTS = [[1, 2, 3 + i] for i in range(4)]
@@ -483,25 +482,8 @@ def ratio(above: list[float], below: list[float]) -> str:
 
 
 def table(header: str, rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    columns = header.split(" | ")
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def machine() -> str:
-    """One line on what this was measured on."""
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    cpu = torch.cuda.get_device_name() if torch.cuda.is_available() else (models or ["CPU"])[0]
-    cores = len(os.sched_getaffinity(0))
-    return (
-        f"{cpu}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"1 thread per role, {datetime.date.today()}"
-    )
+    """A Markdown table, from the header's columns as text."""
+    return f"{markdown_table(header.split(' | '), rows)}\n"
 
 
 async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
@@ -601,7 +583,7 @@ def main() -> None:
             tables = on_cuda(sizes, repeats, Path(scratch))
         else:
             tables = asyncio.run(on_cpu(sizes, repeats, Path(scratch)))
-    sys.stdout.write(f"{tables}\n{machine()}\n")
+    sys.stdout.write(f"{tables}\n{machine_line(options.device)}, 1 thread per role\n")
 
 
 if __name__ == "__main__":

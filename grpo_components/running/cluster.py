@@ -227,6 +227,7 @@ class Cluster:
         # Ranks that waited for a dead one fail too, and may have been heard first.
         causes = [role.cause_of_failure(_HEARTBEAT_EVERY_S) for role in self._together]
         failure = next((cause for cause in await asyncio.gather(*causes) if cause), failure)
+        began = time.monotonic()
         repeated, self._raised = self._raised == failure.what, failure.what
         pause_s = self._budget.spend(failure, repeated=repeated)
         self._attempt += 1
@@ -248,6 +249,8 @@ class Cluster:
             if not isinstance(again, RoleFailedError):
                 raise
             await self._restart_together(again)
+        else:
+            self._note(f"the trainers are back after {time.monotonic() - began:.0f} s")
 
     def _started(self, role: str, identity: dict[str, Any]) -> None:
         record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}

@@ -86,6 +86,9 @@ def _check_values_together(v: dict[str, Any]) -> None:
     if push > most:
         problem = f"{push} given: groups would wait for a push that waits for those groups"
         fail("push_every_n_steps", problem, f"at most max_staleness + 1 = {most}")
+    if (v["min_generators"] or 1) > v["num_generators"]:
+        problem = f"{v['min_generators']} given with num_generators: {v['num_generators']}"
+        fail("min_generators", problem, "at most num_generators, or null for all of them")
     for section in ("loss", "reward_shaping"):
         if needs_reference(v[section]) and v["num_references"] == 0:
             problem = f"0 given with {section}.kl_coeff: {shown(v[section]['kl_coeff'])}"

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import uuid
@@ -112,6 +113,24 @@ def test_the_main_job_learns(tune):
     assert code == 0, table
     for words in ("held-out success", "staleness", "tokens per second", "checkpoint", "try next"):
         assert words in output, words
+    assert_nothing_grows(records(output_dir / "logs" / "heartbeats.jsonl"))
+
+
+def assert_nothing_grows(heartbeats):
+    """No role uses more in the second half of a run than in the quarter before it."""
+    for role in ("driver", "generator_0", "trainer_0", "replay_buffer", "parameter_server"):
+        beats = [beat for beat in heartbeats if beat["role"] == role]
+        assert len(beats) >= 12, f"{role}: {len(beats)} heartbeats"
+        quarter = len(beats) // 4
+        settled, late = beats[quarter : 2 * quarter], beats[2 * quarter :]
+        for what, slack in (("threads", 2), ("open_files", 4), ("processes", 1), ("objects", 40)):
+            if what in beats[0]:
+                most = max(beat[what] for beat in settled)
+                assert max(beat[what] for beat in late) <= most + slack, (role, what)
+        growth = statistics.median(b["rss_mib"] for b in late) - statistics.median(
+            b["rss_mib"] for b in settled
+        )
+        assert growth < 32, f"{role} grew by {growth:.1f} MiB"
 
 
 KEYS = {
@@ -331,9 +350,9 @@ def test_an_interrupted_run_ends_and_leaves_nothing(tune):
 
 
 @pytest.mark.slow
-def test_a_dead_role_ends_the_run_with_its_name(tune):
+def test_a_dead_role_ends_a_run_without_restarts_with_its_name(tune):
     role = "generator_0"
-    process, output_dir = tune("num_steps=1000")
+    process, output_dir = tune("num_steps=1000", "max_restarts=0")
     wait_for_step(process)
     roles = records(output_dir / "logs" / "roles.jsonl")
     os.kill(next(r["pid"] for r in roles if r["role"] == role), signal.SIGKILL)

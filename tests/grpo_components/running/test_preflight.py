@@ -238,6 +238,7 @@ def test_pushes_must_come_within_the_staleness_bound(cfg, max_staleness):
     ("overrides", "key"),
     [
         (["loss.kl_coeff=0.1", "num_references=0"], "num_references"),
+        (["min_generators=2"], "min_generators"),
         ([f"loss.kl_coeff={DECAY}", "num_references=0"], "num_references"),
         (["reward_shaping.kl_coeff=0.1", "num_references=0"], "num_references"),
         (["reward_shaping.overlong_tokens=33"], "reward_shaping.overlong_tokens"),
@@ -268,6 +269,7 @@ def test_values_that_contradict_each_other_are_refused(cfg, overrides, key):
     "overrides",
     [
         ["loss.kl_coeff=0", "num_references=0"],
+        ["min_generators=2", "num_generators=2"],
         ["num_trainers=2", "updates_per_batch=32"],
         ["num_trainers=4", "tensor_parallel_dim=2", "data_parallel_replicate_dim=2"],
         ["tokens_per_micro_batch=96"],

@@ -1,0 +1,73 @@
+"""Ends or stops roles of a run at chosen moments, from within its driver.
+
+`forked_recipe` writes a copy of the recipe that does so; the plan is in the environment.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grpo_components.running.role import Role
+
+TUNE = Path(sys.executable).with_name("tune")
+RECIPE = "async_grpo_full_finetune_distributed"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a role, and when."""
+
+    role: str
+    method: str
+    """Of which a call is under way then."""
+    number: int = 1
+    """Which call of that method, from 1."""
+    delay_s: float = 0.0
+    """Since that call was made."""
+    stop: bool = False
+    """The process is stopped (SIGSTOP), not killed."""
+
+
+def forked_recipe(folder, faults):
+    """Write the forked recipe; returns its name and what its environment needs beside."""
+    recipe = folder / "chaotic_grpo.py"
+    subprocess.run([TUNE, "cp", RECIPE, str(recipe)], check=True, capture_output=True)
+    main = 'if __name__ == "__main__":'
+    source = recipe.read_text()
+    assert source.count(main) == 1
+    recipe.write_text(source.replace(main, f"{main}\n    import chaos\n\n    chaos.install()"))
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return recipe.name, {
+        "CHAOS": json.dumps([asdict(fault) for fault in faults]),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+
+
+def install():
+    """Let the faults of the environment happen in this process's run."""
+    waiting = [Fault(**fault) for fault in json.loads(os.environ["CHAOS"])]
+    calls, submit = Counter(), Role.submit
+
+    def strike(role, fault):
+        os.kill(role._pid, signal.SIGSTOP if fault.stop else signal.SIGKILL)
+        sys.stdout.write(f"chaos: {json.dumps(asdict(fault))}\n")
+
+    def disturbed_submit(role, method, *args, **kwargs):
+        part = submit(role, method, *args, **kwargs)
+        calls[role.name, method] += 1
+        for fault in list(waiting):
+            if (fault.role, fault.method) != (role.name, method):
+                continue
+            if calls[role.name, method] >= fault.number and role._pid:
+                waiting.remove(fault)
+                asyncio.get_running_loop().call_later(fault.delay_s, strike, role, fault)
+                break
+        return part
+
+    Role.submit = disturbed_submit
