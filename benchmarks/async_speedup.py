@@ -79,6 +79,11 @@ def run(schedule: str, num_steps: int, folder: Path) -> Measured:
             split_cores(folder)
     if process.wait() != 0:
         raise SystemExit("".join(seen))
+    return measured_of(folder)
+
+
+def measured_of(folder: Path) -> Measured:
+    """What a run's metrics say of its steps after the first few."""
     steps = list(steps_of(folder))[WARM_UP_STEPS:]
 
     def mean(key: str) -> float:

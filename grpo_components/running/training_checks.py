@@ -36,7 +36,7 @@ def check_training(v: dict[str, Any]) -> None:
         problem = "true given without checkpointing: every intermediate value would be copied"
         allowed = "false, or enable_activation_checkpointing: true"
         fail("enable_activation_offloading", problem, allowed)
-    _check_optimizer(v["optimizer"]["_component_"], v["device"])
+    _check_optimizer(v["optimizer"], v["device"])
     if v["compile"]:
         if v["tensor_parallel_dim"] > 1:
             problem = f"true given with tensor_parallel_dim: {v['tensor_parallel_dim']}, and "
@@ -45,7 +45,8 @@ def check_training(v: dict[str, Any]) -> None:
         _check_compiler("compile", "true given", v["device"], "false")
 
 
-def _check_optimizer(path: str, device: str) -> None:
+def _check_optimizer(node: dict[str, Any], device: str) -> None:
+    path = node["_component_"]
     name = path.rpartition(".")[2]
     if not path.startswith("torchao."):
         return
@@ -57,6 +58,10 @@ def _check_optimizer(path: str, device: str) -> None:
     if name.endswith(("4bit", "Fp8")):
         problem = f"{path} given, whose step fails on parameters that FSDP2 has sharded"
         fail("optimizer", problem, allowed)
+    if node.get("eps") is None:
+        problem = f"{path} given without eps: 8 bits round small second moments to 0, and with its "
+        problem += "default of 1e-8 such parameters then move many times too far"
+        fail("optimizer", problem, "optimizer.eps not small against your gradients (1e-5, say)")
     _check_compiler(
         "optimizer", f"{path} given, whose step is compiled", device, "torch.optim.AdamW"
     )

@@ -21,14 +21,18 @@ FAULTS = [
 ]
 
 
+@pytest.fixture(scope="session")
+def tiny_policy():
+    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
+
+
 def records(path):
     return [json.loads(line) for line in path.open()]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_role_dies_and_nothing_is_lost(tmp_path):
-    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
+def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
     recipe, environment = forked_recipe(tmp_path, FAULTS)
     output_dir = tmp_path / "run"
     few = ("groups_per_step=4", "group_size=4", "eval_dataset.num_rows=16", "loss.kl_coeff=0.001")
@@ -50,7 +54,9 @@ def test_every_role_dies_and_nothing_is_lost(tmp_path):
     assert done.returncode == 0, output
     struck = [line for line in output.splitlines() if line.startswith("chaos: ")]
     assert len(struck) == len(FAULTS), output
-    told = re.findall(r"^(\w+) (?:died|gave no sign).* \(restart \d+ of at most 20\)$", output, re.M)
+    told = re.findall(
+        r"^(\w+) (?:died|gave no sign).* \(restart \d+ of at most 20\)$", output, re.M
+    )
     assert sorted(told) == sorted(fault.role for fault in FAULTS), output
     assert "Traceback" not in output and "raylet" not in output
     steps = {r["step"]: r for r in records(output_dir / "logs" / "metrics.jsonl")}  # last attempts

@@ -251,3 +251,20 @@ def test_random_runs_end_within_the_bound_and_lose_nothing(eta, groups_per_step,
         assert sorted(ended) == list(range(ledger.issued))
 
     asyncio.run(run())
+
+
+def test_a_group_that_is_given_back_is_admitted_again_first_under_its_number():
+    async def run():
+        ledger = make(eta=0, groups_per_step=3, num_steps=2)
+        entries = await admit_all(ledger)
+        await ledger.generated(1, [3, 4])
+        entries[1].parts = ("group", "summary")
+        await ledger.given_back(entries[1])
+        assert [entry.group_id for entry in ledger.living()] == [0, 1, 2]
+        (again,) = await admit_all(ledger)
+        assert (again.group_id, again.prompt_index) == (1, 1)
+        assert (again.state, again.parts, again.response_tokens) == ("in_flight", (), None)
+        kinds = [(e.kind, e.group_id) for e in ledger.drain_events() if e.group_id == 1]
+        assert kinds == [("issued", 1), ("generated", 1), ("restarted", 1)]
+
+    asyncio.run(run())

@@ -1,5 +1,6 @@
 """A restored stream of prompts goes on as if it had never stopped."""
 
+import copy
 from itertools import islice
 
 import pytest
@@ -48,6 +49,17 @@ def test_however_often_it_is_restored_it_yields_what_it_would_have(
         current.load_state_dict(read_state(folder, f"{number}"))
     seen += islice(current, 12)
     assert seen == whole
+
+
+@given(num_rows=st.integers(1, 6), before=st.integers(0, 9), beyond=st.integers(0, 9))
+def test_one_in_use_goes_back_to_an_earlier_state(num_rows, before, beyond):
+    current = stream(num_rows)
+    whole = list(islice(stream(num_rows), before + 12))
+    list(islice(current, before))
+    state = copy.deepcopy(current.state_dict())
+    list(islice(current, beyond))
+    current.load_state_dict(state)
+    assert list(islice(current, 12)) == whole[before:]
 
 
 def test_another_number_of_rows_is_refused():

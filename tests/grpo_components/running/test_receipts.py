@@ -187,3 +187,16 @@ def test_a_second_attempt_appends_and_cuts_a_torn_line(tmp_path):
     make(tmp_path, attempt=1)[1].close()
     assert read(tmp_path)[:2] == before
     assert [record["attempt"] for record in read(tmp_path)] == [0, 0, 1, 1]
+
+
+def test_the_next_attempt_goes_on_in_the_same_file_with_the_same_settings(tmp_path):
+    ledger, receipts = make(tmp_path)
+    asyncio.run(train(ledger, 1))
+    receipts.step(1, 1, {0: 18}, 0.75, "hash")
+    receipts.close()
+    again = receipts.next_attempt(3)
+    again.close()
+    first, _, _, start, end = read(tmp_path)
+    sizes = {"attempt": 3, "steps_done": 1, "policy_version": 1}
+    assert start == first | sizes
+    assert sorted(end["generators"]) == ["generator_0", "generator_1"]

@@ -1,5 +1,6 @@
 """A run goes on where its checkpoint says, or says in one line what keeps it from that."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running.checkpoint_folder import latest, point_latest
 from grpo_components.running.preflight import needs_reference
 from grpo_components.running.receipts import Receipts
-from grpo_components.running.resume import begin_run, check_resume, last_attempt
+from grpo_components.running.resume import begin_run, check_resume, last_attempt, roll_back
 
 VALUES = {
     "seed": 1,
@@ -182,3 +183,39 @@ def test_a_data_set_of_another_length_is_refused_before_anything_is_touched(run)
     with pytest.raises(ValueError, match="dataset: it has 8 rows; allowed: the 9 rows"):
         begin(config(run, True), num_rows=8)
     assert sorted(Path(run).rglob("*")) == before
+
+
+def trained_on(ledger, prompts):
+    """A run goes on for a while, with groups in flight."""
+    for _ in range(4):
+        next(prompts)
+    ledger.steps_done = ledger.policy_version = ledger.published_version = 9
+    asyncio.run(ledger.admit("test", 1))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_attempt_that_fails_goes_back_to_its_newest_checkpoint(run, tmp_path, resumed):
+    """Of its own; else to where it began: a checkpoint, maybe of another folder, or nothing."""
+    folder = tmp_path / "other"
+    cfg = config(folder, str(run / "checkpoints/step_4") if resumed else False)
+    beginning, ledger, prompts = begin(cfg)
+    expected = [next(begin(config(tmp_path / "again", cfg.resume_from_checkpoint))[2])[0]]
+    for number in (1, 2):  # and once more from there
+        trained_on(ledger, prompts)
+        beginning = roll_back(beginning, ledger, prompts)
+        assert beginning.attempt == number + resumed
+        assert ledger.steps_done == ledger.policy_version == (4 if resumed else 0)
+        assert (ledger.published_version, ledger.living()) == (0, [])
+        prompt, _ = next(prompts)
+        assert [prompt] == expected
+    trained_on(ledger, prompts)
+    checkpoint = folder / "checkpoints" / "step_9"
+    state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+    write_state(checkpoint / "state", "driver", state)
+    point_latest(checkpoint)
+    ahead = [next(prompts) for _ in range(3)]
+    beginning = roll_back(beginning, ledger, prompts)
+    assert beginning.checkpoint == checkpoint.resolve()
+    assert ledger.steps_done == 9
+    assert [entry.state for entry in ledger.living()] == ["in_flight"]  # issued again, first
+    assert [next(prompts) for _ in range(3)] == ahead

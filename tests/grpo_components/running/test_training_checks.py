@@ -23,7 +23,7 @@ VALUES = {
     "fsdp_cpu_offload": False,
 }
 CUDA = {"device": "cuda"}
-LOW_BIT = {"optimizer": {"_component_": "torchao.optim.AdamW8bit"}}
+LOW_BIT = {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "eps": 1e-5}}
 OFFLOADING = {"enable_activation_offloading": True}
 CHECKPOINTING = {"enable_activation_checkpointing": True}
 
@@ -73,6 +73,11 @@ def test_what_works_is_accepted(changes, monkeypatch):
             {"optimizer": {"_component_": "torchao.optim.AdamW4bit"}},
             "optimizer: torchao.optim.AdamW4bit given",
             "FSDP2 has sharded; allowed: torch.optim.AdamW, torchao.optim.AdamW8bit",
+        ),
+        (
+            {"optimizer": {"_component_": "torchao.optim.AdamW8bit"}},
+            "optimizer: torchao.optim.AdamW8bit given without eps",
+            "allowed: optimizer.eps",
         ),
         ({"reduce_dtype": "bf16"}, "reduce_dtype: bf16 given", "device: cpu"),
         ({**OFFLOADING, **CHECKPOINTING}, "enable_activation_offloading: true", "device: cpu"),
