@@ -1,0 +1,74 @@
+"""Whether any process of a long run grows: memory, threads, files and objects over 500 steps.
+
+    python benchmarks/leaks.py
+
+Runs the demo for 500 steps and fits a line to each role's heartbeats after the first fifth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from measuring import machine_line, markdown_table
+
+TUNE = Path(sys.executable).with_name("tune")
+RECIPE = "async_grpo_full_finetune_distributed"
+HEADER = ("role", "heartbeats", "memory, MiB", "growth, MiB per 100 steps", "threads", "open files")
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Of the line of least squares through (x, y) points."""
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def rows(heartbeats: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
+    """One per role: what it uses in the end, and how fast that grows.
+
+    Args:
+        heartbeats: of a whole run.
+        num_steps: of the run; they are taken to be spread evenly over its time.
+    """
+    roles = defaultdict(list)
+    for beat in heartbeats:
+        roles[beat["role"]].append(beat)
+    start, end = heartbeats[0]["time"], heartbeats[-1]["time"]
+    hundreds = num_steps / 100 / (end - start)
+    table = []
+    for role, beats in sorted(roles.items()):
+        late = beats[len(beats) // 5 :]
+        growth = slope([((beat["time"] - start) * hundreds, beat["rss_mib"]) for beat in late])
+        last = late[-1]
+        row = [role, str(len(beats)), f"{last['rss_mib']:.0f}", f"{growth:+.2f}"]
+        for what in ("threads", "open_files"):
+            row.append(f"{late[0][what]} to {last[what]}")
+        if "objects" in last:
+            row[0] += f" ({late[0]['objects']} to {last['objects']} objects of Ray's)"
+        table.append(row)
+    return table
+
+
+def main() -> None:
+    """Run the demo and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=500)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        output_dir = Path(folder) / "run"
+        command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={output_dir}"]
+        subprocess.run([*map(str, command), f"num_steps={options.steps}"], check=True)
+        lines = (output_dir / "logs" / "heartbeats.jsonl").open()
+        heartbeats = [json.loads(line) for line in lines]
+    table = markdown_table(HEADER, rows(heartbeats, options.steps))
+    sys.stdout.write(f"{machine_line()}\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()
