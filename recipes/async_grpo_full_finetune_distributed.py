@@ -159,7 +159,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         if self.beginning.checkpoint:
             await self.checkpoints.restore(self.beginning.checkpoint, self.trainers, self.buffer)
         await self.push()
-        await asyncio.gather(*(self.pull(generator, anew=True) for generator in self.generators))
+        await asyncio.gather(*(self.pull(generator, has=-1) for generator in self.generators))
 
     async def begin_again(self) -> None:
         """Back to the last checkpoint, in the next attempt, after new trainers were started."""
@@ -185,19 +185,23 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version
 
-    async def pull(self, generator: GeneratorState, anew: bool = False) -> None:
+    async def pull(self, generator: GeneratorState, has: int | None = None) -> None:
         """Server -> generator: load the newest published weights, where they are newer.
 
         Args:
             generator: that loads them.
-            anew: whatever it has; the base model's are what a new one has.
+            has: the version of its weights, where it lost what it had; -1 is any.
         """
         role, timeout_s = generator.role, self.timeouts.weights_s
         generator.rollouts_since_pull = 0
-        if anew or generator.version < self.ledger.published_version:
+        generator.version = generator.version if has is None else has
+        if generator.version < self.ledger.published_version:
             version, buckets, manifests = await self.server.call("newest", timeout_s=timeout_s)
-            loading = role.submit("load_weights", version, *buckets)
-            generator.version, loaded = await role.result(loading, "load_weights", timeout_s)
+            loading = role.submit("load_weights", version, *buckets, once=True)
+            answer = await role.result(loading, "load_weights", timeout_s)
+            if answer is None:  # it was restarted, and has pulled newer ones by that
+                return
+            generator.version, loaded = answer
             exports = zip(self.trainers, manifests, strict=True)
             pushed = [await t.answer(part, "export_weights", timeout_s) for t, part in exports]
             self.receipts.acknowledged(role.name, version, loaded, snapshot_checksum(pushed))
@@ -354,7 +358,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             for number in range(cfg.num_generators)
         ]
         for generator in self.generators:
-            generator.role.recover = partial(self.pull, generator, anew=True)
+            generator.role.recover = partial(self.pull, generator, has=0)
 
     def cleanup(self) -> None:
         """Stop every process and close the logs, however the run ended."""

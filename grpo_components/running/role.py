@@ -35,12 +35,19 @@ class Call:
         args: for it; parts of other calls arrive as their values, in lists as references.
         num_returns: parts of the returned tuple.
         lane: thread for a blocking method.
+        once: never made again.
     """
 
     def __init__(
-        self, role: str, method: str, args: Sequence[Any], num_returns: int, lane: str
+        self,
+        role: str,
+        method: str,
+        args: Sequence[Any],
+        num_returns: int,
+        lane: str,
+        once: bool,
     ) -> None:
-        self.role = role
+        self.role, self.once = role, once
         self.method, self._args, self._num_returns, self._lane = method, args, num_returns, lane
         self.life = -1
         """Of the role's process, in which it was made."""
@@ -140,7 +147,14 @@ class Role:
         self._nobody_waits = asyncio.Event()
         self._nobody_waits.set()
 
-    def submit(self, method: str, *args: Any, num_returns: int = 1, lane: str = "main") -> Any:
+    def submit(
+        self,
+        method: str,
+        *args: Any,
+        num_returns: int = 1,
+        lane: str = "main",
+        once: bool = False,
+    ) -> Any:
         """Start a call without waiting for it.
 
         Args:
@@ -149,11 +163,13 @@ class Role:
                 goes to another without passing through the driver.
             num_returns: parts of the returned tuple to have.
             lane: thread for a blocking method; another lane runs beside the main one.
+            once: not made again after a restart, whose recovery does more than it would have done:
+                its result is None then.
 
         Returns:
             A `Part`, or a list of `num_returns`.
         """
-        call = Call(self.name, method, args, num_returns, lane)
+        call = Call(self.name, method, args, num_returns, lane, once)
         if not self._must_wait():
             call.make(self._host, self._life)
         parts = [Part(call, number) for number in range(num_returns)]
@@ -172,6 +188,8 @@ class Role:
             await self._restarted()
             if self.lost:
                 raise RoleLostError(self.name)
+            if call.once and call.life != self._life:
+                return None
             call.make(self._host, self._life)
             try:
                 answer = await self.answer(part, what, timeout_s)

@@ -203,10 +203,13 @@ def test_a_call_under_way_is_made_again_after_the_role_has_recovered(restarting,
         await role.call("add", 1000, timeout_s=30)
         watching = asyncio.create_task(role.watch(0.2, 2, nothing))
         waiting = asyncio.create_task(role.call("nap", 2.0, timeout_s=60))
+        once = role.submit("add", 10_000, once=True)  # behind the nap
         await asyncio.sleep(0.5)
         os.kill(pid_of(output_dir, name), how)
         assert await waiting == 105  # as it was built, and recovered; the 1000 are forgotten
         assert await late[0] == 106
+        assert await role.result(once, "add", 30) is None  # its recovery did what it was for
+        assert await role.result(role.submit("add", 0, once=True), "add", 30) == 106
         watching.cancel()
 
     late = []
