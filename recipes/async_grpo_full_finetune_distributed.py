@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from grpo_components.running import preflight
 from grpo_components.running.building import build, check_components
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import Cluster, Role
+from grpo_components.running.event_log import open_turns
 from grpo_components.running.quiet import quiet_libraries, without_prints
 from grpo_components.running.receipts import Receipts
 from grpo_components.running.resume import begin_run
@@ -57,9 +58,9 @@ class GeneratorState:
     """What the loops know of one generator."""
 
     role: Role
+    pulling: Any  # held by who pulls or evaluates
     version: int = 0
     rollouts_since_pull: int = 0
-    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class AsyncGRPOFullFinetuneRecipeDistributed:
@@ -87,12 +88,12 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                         loops.create_task(self.rollout_loop(generator))
             watch.cancel()
         await self.cluster.close_roles(self.timeouts.shutdown_s)
-        self.run_log.summary(self.ledger.dropped_groups)
+        self.run_log.summary(self.ledger.dropped_groups, self.turns.outcome())
 
     async def rollout_loop(self, generator: GeneratorState) -> None:
         """Admit a group, generate it (rewards included), filter, add reference logprobs, buffer."""
         role, timeouts = generator.role, self.timeouts
-        while entry := await self.ledger.admit(f"{role.name}'s rollout", timeouts.train_step_s):
+        while entry := await self.ledger.admit(role.name, timeouts.train_step_s):
             await self.pull_if_due(generator, entry)
             identity = (entry.prompt, entry.epoch, entry.group_id, self.beginning.attempt)
             temperature = self.temperature(entry.target_step)
@@ -151,7 +152,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         """Go on from a checkpoint; generators have its weights before they sample anything."""
         await self.checkpoints.restore(checkpoint, self.trainers, self.buffer)
         await self.push()
-        await asyncio.gather(*(self.pull(generator) for generator in self.generators))
+        await asyncio.gather(*(self.pull(generator, "resume") for generator in self.generators))
 
     async def pull_if_due(self, generator: GeneratorState, entry: LedgerEntry) -> None:
         """Pull every m rollouts, and when a group needs newer weights than its generator has."""
@@ -161,18 +162,18 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             newer = generator.version < self.ledger.published_version
             return (by_count and newer) or generator.version < entry.needed_version
 
-        if due():
+        if self.turns.replaying or due():  # a replay pulls where the recorded run did
             async with generator.pulling:
-                if due():  # one pull serves every rollout that waited for it
-                    await self.pull(generator)
+                if self.turns.replaying or due():  # one pull serves all that waited for it
+                    await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version
 
-    async def pull(self, generator: GeneratorState) -> None:
+    async def pull(self, generator: GeneratorState, cause: str) -> None:
         """Server -> generator: load the newest published weights, where they are newer."""
         role, timeout_s = generator.role, self.timeouts.weights_s
         generator.rollouts_since_pull = 0
-        if generator.version < self.ledger.published_version:
+        if await self.ledger.pulls(role.name, generator.version, cause):
             version, buckets, manifests = await self.server.call("newest", timeout_s=timeout_s)
             loading = role.submit("load_weights", version, *buckets)
             generator.version, loaded = await role.result(loading, "load_weights", timeout_s)
@@ -195,6 +196,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         ]
         buckets, manifests = zip(*exports, strict=True)
         timeout_s = self.timeouts.weights_s
+        await self.turns.take("push", version=version)
         await self.server.call("push", version, buckets, manifests, timeout_s=timeout_s)
         await self.ledger.published(version)
         return time.perf_counter() - started
@@ -211,7 +213,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             if self.wait_for_stale_groups:
                 await self.ledger.until_none_is_doomed(timeout_s)
             batch, summary = self.buffer.submit(
-                "take", self.groups_per_step, self.ledger.policy_version, num_returns=2
+                "take", *self.ledger.next_batch(self.groups_per_step), num_returns=2
             )
             taken = await self.buffer.result(summary, "take", timeout_s + GRACE_S)
             stale = [group.group_id for group in taken.dropped]
@@ -240,13 +242,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             share = range(number, len(self.held_out), len(self.generators))
             prompts = [self.held_out[i] for i in share]
             async with generator.pulling:  # nobody swaps the weights during an evaluation
-                await self.pull(generator)
+                await self.pull(generator, f"evaluation {step}")
                 batches = 1 + len(prompts) // (self.group_size * self.rollouts_in_flight)
                 timeout_s = self.timeouts.rollout_s * (1 + batches)
-                temperature = self.temperature(step)
-                return await generator.role.call(
-                    "evaluate", prompts, temperature, timeout_s=timeout_s
-                )
+                call = ("evaluate", prompts, self.temperature(step))
+                return await generator.role.call(*call, timeout_s=timeout_s)
 
         shares = [evaluate_share(i, g) for i, g in enumerate(self.generators)]
         results = await asyncio.gather(*shares)
@@ -320,6 +320,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.ledger = Ledger(contract, cfg.num_steps, prompts)
         self.beginning = begin_run(cfg, self.ledger, prompts)
         attempt = self.beginning.attempt
+        self.turns = self.ledger.turns = open_turns(cfg, attempt)
         self.output_dir = Path(cfg.output_dir)
         with without_prints(cfg.log_level):
             metric_logger = build("metric_logger", cfg.metric_logger)
@@ -362,17 +363,18 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             spawn(f"reference_{number}", REFERENCE, **arguments.reference)
             for number in range(num_references)
         ]
-        self.generators = [
-            GeneratorState(spawn(f"generator_{number}", GENERATOR, **arguments.generator))
+        generators = [
+            spawn(f"generator_{number}", GENERATOR, number=number, **arguments.generator)
             for number in range(cfg.num_generators)
         ]
+        self.generators = [GeneratorState(role, self.turns.lock()) for role in generators]
 
     def cleanup(self) -> None:
         """Stop every process and close the logs, however the run ended."""
         with undisturbed():
             if hasattr(self, "cluster"):
                 self.cluster.stop()
-            for log in ("receipts", "run_log"):
+            for log in ("turns", "receipts", "run_log"):
                 if hasattr(self, log):
                     getattr(self, log).close()
 

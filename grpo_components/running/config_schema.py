@@ -148,6 +148,7 @@ SCHEMA: Schema = {
         "active_steps": Rule(int, low=1, null=True),
         "num_cycles": Rule(int, low=0, null=True),
     },
+    "replay_events": Rule(str, null=True, default=None),
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),
