@@ -117,7 +117,7 @@ class Schedule(Generic[_Command]):
         """Wait for the next recorded command, if it enters before this step; its place."""
         due_step, due_name = recorded[0] if recorded else (step, STOP)
         if recorded and due_step > step:
-            if idle:
+            if idle and self._place(STOP) is None:
                 raise ReplayError(
                     f"the engine ran dry before its step {step}; the recorded one went on until "
                     f"{due_name} entered before step {due_step}"

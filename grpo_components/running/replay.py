@@ -97,12 +97,12 @@ def check_replay(values: dict[str, Any]) -> None:
     run, output_dir = run_folder(values["replay_events"]), Path(values["output_dir"]).resolve()
     if run.is_relative_to(output_dir):
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
-    schedules = [schedule_file(Path("logs"), n) for n in range(values["num_generators"])]
-    for name in ("config.yaml", "receipts.jsonl", "logs/events.jsonl", *schedules):
-        if not (run / name).is_file():
-            fail("replay_events", f"{run} has no {name}", _ALLOWED)
+    _check_there(run, "config.yaml", "receipts.jsonl", "logs/events.jsonl")
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     _check_keys(saved, values)
+    _check_there(
+        run, *(f"{schedule_file(Path('logs'), n)}" for n in range(values["num_generators"]))
+    )
     try:
         receipts, events = _lines(run / "receipts.jsonl"), read_events(run)
     except json.JSONDecodeError:  # a run that was killed leaves a torn line
@@ -114,6 +114,12 @@ def check_replay(values: dict[str, Any]) -> None:
         what = " and a ".join(sorted(lost)) or "resume"
         problem = f"the run in {run} had a {what}, and what was lost with it is in no log"
         fail("replay_events", problem, "a run in one piece")
+
+
+def _check_there(run: Path, *names: str) -> None:
+    for name in names:
+        if not (run / name).is_file():
+            fail("replay_events", f"{run} has no {name}", _ALLOWED)
 
 
 def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
