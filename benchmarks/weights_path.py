@@ -345,7 +345,8 @@ class GeneratorSide:
         """vLLM's own reload from safetensors."""
 
         async def load() -> None:
-            await asyncio.wrap_future(self._engine._command("weights", (version, Path(folder))))
+            source = (version, Path(folder))
+            await asyncio.wrap_future(self._engine._command("from disk", "weights", source))
 
         return await self._while_generating(load)
 

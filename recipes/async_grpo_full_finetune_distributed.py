@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from grpo_components.running.building import build, check_components
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import build_cluster
 from grpo_components.running.evaluation import build_evaluation
+from grpo_components.running.event_log import open_turns
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.receipts import build_receipts
 from grpo_components.running.recovery import refill
@@ -60,9 +61,9 @@ class GeneratorState:
     """What the loops know of one generator."""
 
     role: Role
+    pulling: Any  # held by who pulls or evaluates
     version: int = 0
     rollouts_since_pull: int = 0
-    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class AsyncGRPOFullFinetuneRecipeDistributed:
@@ -80,7 +81,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.cluster.ready(self.timeouts.startup_s)
         await self.cluster.supervise(self.loops, self.begin_again)
         await self.cluster.close_roles(self.timeouts.shutdown_s)
-        self.run_log.summary(self.ledger.dropped_groups)
+        self.run_log.summary(self.ledger.dropped_groups, self.turns.outcome())
 
     async def loops(self) -> None:
         """All loops side by side, from the beginning of an attempt to the end of the run."""
@@ -96,7 +97,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     async def rollout_loop(self, generator: GeneratorState) -> None:
         """Admit a group, generate it (rewards included), filter, add reference logprobs, buffer."""
         role, timeouts = generator.role, self.timeouts
-        while entry := await self.ledger.admit(f"{role.name}'s rollout", timeouts.train_step_s):
+        while entry := await self.ledger.admit(role.name, timeouts.train_step_s):
             try:
                 await self.pull_if_due(generator, entry)
                 identity = (entry.prompt, entry.epoch, entry.group_id, self.beginning.attempt)
@@ -159,7 +160,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         if self.beginning.checkpoint:
             await self.checkpoints.restore(self.beginning.checkpoint, self.trainers, self.buffer)
         await self.push()
-        await asyncio.gather(*(self.pull(generator, has=-1) for generator in self.generators))
+        pulls = (self.pull(generator, "restore", has=-1) for generator in self.generators)
+        await asyncio.gather(*pulls)
 
     async def begin_again(self) -> None:
         """Back to the last checkpoint, in the next attempt, after new trainers were started."""
@@ -167,7 +169,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.receipts.close()
         self.beginning = roll_back(self.beginning, self.ledger, self.prompts)
         self.receipts = self.receipts.next_attempt(self.beginning.attempt)
-        self.run_log.attempt = self.beginning.attempt
+        self.run_log.attempt = self.turns.attempt = self.beginning.attempt
         await asyncio.gather(self.server.begin_again(), self.buffer.begin_again())
 
     async def pull_if_due(self, generator: GeneratorState, entry: LedgerEntry) -> None:
@@ -178,24 +180,25 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             newer = generator.version < self.ledger.published_version
             return (by_count and newer) or generator.version < entry.needed_version
 
-        if due():
+        if self.turns.replaying or due():  # a replay pulls where the recorded run did
             async with generator.pulling:
-                if due():  # one pull serves every rollout that waited for it
-                    await self.pull(generator)
+                if self.turns.replaying or due():  # one pull serves all that waited for it
+                    await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version
 
-    async def pull(self, generator: GeneratorState, has: int | None = None) -> None:
+    async def pull(self, generator: GeneratorState, cause: str, has: int | None = None) -> None:
         """Server -> generator: load the newest published weights, where they are newer.
 
         Args:
             generator: that loads them.
+            cause: what it needs them for.
             has: the version of its weights, where it lost what it had; -1 is any.
         """
         role, timeout_s = generator.role, self.timeouts.weights_s
         generator.rollouts_since_pull = 0
         generator.version = generator.version if has is None else has
-        if generator.version < self.ledger.published_version:
+        if await self.ledger.pulls(role.name, generator.version, cause):
             version, buckets, manifests = await self.server.call("newest", timeout_s=timeout_s)
             loading = role.submit("load_weights", version, *buckets, once=True)
             answer = await role.result(loading, "load_weights", timeout_s)
@@ -221,6 +224,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         ]
         buckets, manifests = zip(*exports, strict=True)
         timeout_s = self.timeouts.weights_s
+        await self.turns.take("push", version=version)
         await self.server.call("push", version, buckets, manifests, timeout_s=timeout_s)
         await self.ledger.published(version)
         return time.perf_counter() - started
@@ -237,12 +241,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             if self.wait_for_stale_groups:
                 await self.ledger.until_none_is_doomed(timeout_s)
             batch, summary = self.buffer.submit(
-                "take", self.groups_per_step, self.ledger.policy_version, num_returns=2
+                "take", *self.ledger.next_batch(self.groups_per_step), num_returns=2
             )
             taken = await self.buffer.result(summary, "take", timeout_s + GRACE_S)
-            entries = await self.ledger.taken(group.group_id for group in taken.groups)
             stale = [group.group_id for group in taken.dropped]
-            await self.ledger.dropped(stale, "stale", reissue=True)
+            entries = await self.ledger.taken([group.group_id for group in taken.groups], stale)
             dropped += len(stale)
         waited_s, filtered = time.perf_counter() - started, self.ledger.dropped_groups["filtered"]
         return batch, taken, entries, buffer_metrics(waited_s, taken.buffered, dropped, filtered)
@@ -318,12 +321,13 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.ledger = Ledger(contract, cfg.num_steps, self.prompts)
         self.beginning = begin_run(cfg, self.ledger, self.prompts)
         attempt = self.beginning.attempt
+        self.turns = self.ledger.turns = open_turns(cfg, attempt)
         self.run_log = build_run_log(cfg, attempt, self.beginning.note)
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
         self.receipts = build_receipts(cfg, self.ledger, attempt)
         self.run_log.phase("starting Ray and the roles")
-        self.cluster = build_cluster(cfg, attempt, self.run_log.note)
+        self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns.note)
         self.cluster.start()
         compared = (loss, self.reward_shaping)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
@@ -353,19 +357,20 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             spawn(f"reference_{number}", REFERENCE, **arguments.reference)
             for number in range(num_references)
         ]
-        self.generators = [
-            GeneratorState(spawn(f"generator_{number}", GENERATOR, **arguments.generator))
+        generators = [
+            spawn(f"generator_{number}", GENERATOR, number=number, **arguments.generator)
             for number in range(cfg.num_generators)
         ]
+        self.generators = [GeneratorState(role, self.turns.lock()) for role in generators]
         for generator in self.generators:
-            generator.role.recover = partial(self.pull, generator, has=0)
+            generator.role.recover = partial(self.pull, generator, "restart", has=0)
 
     def cleanup(self) -> None:
         """Stop every process and close the logs, however the run ended."""
         with undisturbed():
             if hasattr(self, "cluster"):
                 self.cluster.stop()
-            for log in ("receipts", "run_log"):
+            for log in ("turns", "receipts", "run_log"):
                 if hasattr(self, log):
                     getattr(self, log).close()
 

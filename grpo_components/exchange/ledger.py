@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.turns import Turns
 
 State = Literal["in_flight", "buffered", "in_training"]
 Kind = Literal["issued", "generated", "restarted", "dropped", "trained"]
@@ -96,6 +97,8 @@ class Ledger:
         """Groups whose generation was cut short: admitted again, under their numbers, first."""
         self._events: list[GroupEvent] = []
         self._changed = asyncio.Condition()
+        self.turns = Turns()
+        """Where every change is told of; in a replay each of them waits for its turn."""
 
     @property
     def finished(self) -> bool:
@@ -120,11 +123,11 @@ class Ledger:
         """The living groups in one state, in the order of admission."""
         return [entry for entry in self._living.values() if entry.state == state]
 
-    async def admit(self, who: str, timeout_s: float) -> LedgerEntry | None:
+    async def admit(self, generator: str, timeout_s: float) -> LedgerEntry | None:
         """Wait until a group may start, and issue it.
 
         Args:
-            who: waits, for the error.
+            generator: whose rollout waits.
             timeout_s: longest wait.
 
         Returns:
@@ -133,12 +136,14 @@ class Ledger:
         Raises:
             TimeoutError: if the trainer published nothing that lets it start.
         """
-        await self._until(
-            lambda: self.finished or self._may_start(),
-            timeout_s,
-            f"{who} waited for the training loop to publish newer weights than version "
-            f"{self.published_version}",
-        )
+        is_next = await self.turns.turn("issue", role=generator)
+        if not (self.turns.replaying and is_next):
+            await self._until(
+                lambda: self.finished or (is_next and self._may_start()),
+                timeout_s,
+                f"{generator}'s rollout waited for the training loop to publish newer weights than "
+                f"version {self.published_version}",
+            )
         if self.finished:
             return None
         needed = self._needed_version()
@@ -154,6 +159,15 @@ class Ledger:
             self.issued += 1
             self._record("issued", entry)
         self._living[entry.group_id] = entry
+        self.turns.happened(
+            "issue",
+            role=generator,
+            group=entry.group_id,
+            prompt=entry.prompt_index,
+            epoch=entry.epoch,
+            target_step=target_step,
+            needed_version=needed,
+        )
         return entry
 
     async def given_back(self, entry: LedgerEntry) -> None:
@@ -161,6 +175,38 @@ class Ledger:
         del self._living[entry.group_id]
         self._interrupt(entry)
         await self._wake()
+
+    async def pulls(self, generator: str, version: int, cause: str) -> bool:
+        """Whether a generator asks for the newest weights now: where its own are older.
+
+        Args:
+            generator: its name.
+            version: that it has.
+            cause: what it needs them for; once per group or evaluation.
+        """
+        newer = version < self.published_version
+        if due := self.turns.decided("pull", newer, role=generator, cause=cause):
+            await self.turns.take("pull", role=generator, cause=cause)
+        return due
+
+    def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
+        """What to take from the buffer for the next step.
+
+        Args:
+            num_groups: of a step.
+
+        Returns:
+            That number, the version that the step starts from, and in a replay the very groups to
+            take and to drop as stale.
+        """
+        event = self.turns.upcoming(
+            lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
+        )
+        recorded = None
+        if event is not None:
+            sampled = event["event"] == "sample"
+            recorded = (event["groups"], []) if sampled else ([], event["groups"])
+        return num_groups, self.policy_version, recorded
 
     async def until_none_is_doomed(self, timeout_s: float) -> None:
         """Wait while a step without the groups in flight dooms some (`stale_groups: wait`).
@@ -171,6 +217,9 @@ class Ledger:
         Raises:
             TimeoutError: if such a group stayed in flight.
         """
+
+        if self.turns.replaying:  # it takes what the recorded run took
+            return
 
         def start_versions(state: State) -> list[int]:
             return [entry.start_version for entry in self.in_state(state)]
@@ -192,20 +241,34 @@ class Ledger:
             group_id: a group in flight.
             response_tokens: sampled tokens of each of its responses.
         """
+        await self.turns.take("finish", group=group_id, response_tokens=list(response_tokens))
         entry = self._living[group_id]
         entry.response_tokens = sum(response_tokens) / len(response_tokens)
         self._record("generated", entry)
 
     async def buffered(self, group_id: int) -> None:
         """Record that a group lies in the replay buffer, unless it was consumed already."""
+        await self.turns.take("buffer", group=group_id)
         self._failed_in_a_row = 0
         if group_id in self._living and self._living[group_id].state == "in_flight":
             self._living[group_id].state = "buffered"
         await self._wake()
 
-    async def taken(self, group_ids: Iterable[int]) -> list[LedgerEntry]:
-        """Record that the next step trains groups; returns their entries in the same order."""
+    async def taken(self, group_ids: Sequence[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
+        """Record what was taken from the buffer; in a new run before any other task runs.
+
+        Args:
+            group_ids: of the groups that the next step trains; none where there were too few.
+            stale: of the groups that were found too old; their prompts are issued again.
+
+        Returns:
+            The entries of the groups to train, in the same order.
+        """
+        await self._drop(stale, "stale", reissue=True)
         entries = [self._living[group_id] for group_id in group_ids]
+        if entries:
+            step = self.steps_done + 1
+            await self.turns.take("sample", step=step, groups=list(group_ids))
         for entry in entries:
             entry.state = "in_training"
         await self._wake()
@@ -213,6 +276,7 @@ class Ledger:
 
     async def stepped(self, policy_version: int) -> None:
         """Record the end of a training step, whatever became of its policy version."""
+        await self.turns.take("step", step=self.steps_done + 1, version=policy_version)
         groups = self.in_state("in_training")
         for entry in groups:
             del self._living[entry.group_id]
@@ -224,6 +288,7 @@ class Ledger:
 
     async def published(self, version: int) -> None:
         """Record the newest version that generators can pull."""
+        await self.turns.take("publish", version=version)
         self.published_version = version
         await self._wake()
 
@@ -235,6 +300,13 @@ class Ledger:
             reason: for the account; stale, failed or filtered.
             reissue: hand their prompts out again, before any new one.
         """
+        await self._drop(list(group_ids), reason, reissue)
+        await self._wake()
+
+    async def _drop(self, group_ids: Sequence[int], reason: str, reissue: bool) -> None:
+        if group_ids:
+            group_ids = list(group_ids)
+            await self.turns.take("drop", groups=group_ids, reason=reason, reissue=reissue)
         if reason == "filtered":  # its samples were scored
             self._failed_in_a_row = 0
         for group_id in group_ids:
@@ -243,7 +315,6 @@ class Ledger:
             self._record("dropped", entry, reason, reissue)
             if reissue:
                 self._reissued.append((entry.prompt, entry.epoch))
-        await self._wake()
 
     async def failed(self, group_id: int, error: str) -> None:
         """Record that not one sample of a group could be scored.

@@ -187,7 +187,10 @@ class ReplayBuffer:
             return len(self._slots.live)
 
     async def take(
-        self, num_groups: int, policy_version: int
+        self,
+        num_groups: int,
+        policy_version: int,
+        recorded: tuple[list[int], list[int]] | None = None,
     ) -> tuple[PackedTrajectories, BatchSummary]:
         """Consume one batch of whole groups, waiting until there are enough fresh ones.
 
@@ -195,6 +198,7 @@ class ReplayBuffer:
             num_groups: groups of the batch.
             policy_version: version that the training step starts from; groups that are too old
                 for it are dropped, never returned.
+            recorded: ids of the very groups to take and to drop, of a run that is replayed.
 
         Returns:
             The batch, packed, sorted by group id, and its summary.
@@ -202,6 +206,9 @@ class ReplayBuffer:
         Raises:
             TimeoutError: if there were never enough.
         """
+
+        if recorded is not None:
+            return await self._take_as_recorded(*recorded)
 
         def enough() -> bool:
             self._drop_stale(policy_version)
@@ -218,13 +225,40 @@ class ReplayBuffer:
             dropped, self._dropped = self._dropped, []
             # Too few are left: report the drops at once, so that they are replaced.
             if len(self._slots.live) < num_groups:
-                return concatenate([]), BatchSummary([], dropped, len(self._slots.live), "")
+                return self._batch([], dropped)
             items: list[_Item] = self._buffer.sample(num_groups)
             items.sort(key=lambda item: item.summary.group_id)
-            self._changed.notify_all()
-            batch = concatenate(item.group for item in items)
-            groups = [item.summary for item in items]
-            return batch, BatchSummary(groups, dropped, len(self._slots.live), batch_hash(batch))
+            return self._batch(items, dropped)
+
+    async def _take_as_recorded(
+        self, group_ids: list[int], stale_ids: list[int]
+    ) -> tuple[PackedTrajectories, BatchSummary]:
+        def missing() -> list[int]:
+            here = {item.summary.group_id for item in self._slots.live.values()}
+            return [group_id for group_id in group_ids + stale_ids if group_id not in here]
+
+        async with self._changed:
+            await self._wait_until(
+                lambda: not missing(),
+                lambda: (
+                    f"the training loop waited {self._timeout_s:g} s in a replay for the groups "
+                    f"{missing()} in replay_buffer"
+                ),
+            )
+            slots = {item.summary.group_id: slot for slot, item in self._slots.live.items()}
+            items = [self._slots.live[slots[group_id]] for group_id in group_ids]
+            dropped = [self._slots.live[slots[group_id]].summary for group_id in stale_ids]
+            self._sampler.release([slots[group_id] for group_id in group_ids + stale_ids])
+            return self._batch(items, dropped)
+
+    def _batch(
+        self, items: list[_Item], dropped: list[GroupSummary]
+    ) -> tuple[PackedTrajectories, BatchSummary]:
+        self._changed.notify_all()
+        batch = concatenate(item.group for item in items)
+        groups = [item.summary for item in items]
+        found = batch_hash(batch) if items else ""
+        return batch, BatchSummary(groups, dropped, len(self._slots.live), found)
 
     async def refill(self, *parts: Any) -> None:
         """Hold these groups and no others, over the capacity if need be.

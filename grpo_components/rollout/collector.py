@@ -46,6 +46,8 @@ class EnginePolicy:
         )
         self.seeds: list[int] = []
         """One per slot, for the next rollout."""
+        self.names: list[str] = []
+        """Of the samples, one per slot, for the engine's schedule."""
         self.temperature = 1.0
         """Of the next rollout."""
 
@@ -53,8 +55,10 @@ class EnginePolicy:
         """Write `response`, `logprobs`, `versions` and `finish_reason` into every slot."""
         slots = tensordict.unbind(0)
         futures = [
-            self._submit(slot["tokens"].tolist(), seed=seed, temperature=self.temperature)
-            for slot, seed in zip(slots, self.seeds, strict=True)
+            self._submit(
+                slot["tokens"].tolist(), name=name, seed=seed, temperature=self.temperature
+            )
+            for slot, name, seed in zip(slots, self.names, self.seeds, strict=True)
         ]
         for slot, future in zip(slots, futures, strict=True):
             completion = future.result()

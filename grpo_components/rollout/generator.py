@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_bucket
 from grpo_components.rollout.collector import EnginePolicy, GroupCollector, Prompt, SlotRollout
 from grpo_components.rollout.reward_pool import RewardPool, RewardSpec
+from grpo_components.rollout.schedule import open_schedule
 from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
 from grpo_components.trajectory import (
     GroupSummary,
@@ -24,6 +25,9 @@ from grpo_components.trajectory import (
     pack,
     summarize,
 )
+
+_REPLAY_THREADS = 1000
+"""A replay's calls may come in another order, and none may keep another from its engine."""
 
 
 def sampling_seed(*identity: int) -> int:
@@ -55,6 +59,10 @@ class Generator:
         gpu_memory_utilization: share of the GPU's memory for vLLM.
         enforce_eager: no CUDA graphs.
         recompute_kv_after_pull: recompute the KV of running requests under new weights.
+        number: which of the generators.
+        schedule_folder: gets the engine's schedule; None writes none.
+        replayed_folder: has the schedule to keep; None for a new run.
+        replay_timeout_s: longest wait for what the schedule to keep has next.
     """
 
     def __init__(
@@ -79,6 +87,10 @@ class Generator:
         gpu_memory_utilization: float,
         enforce_eager: bool,
         recompute_kv_after_pull: bool,
+        number: int = 0,
+        schedule_folder: str | None = None,
+        replayed_folder: str | None = None,
+        replay_timeout_s: float = 0.0,
     ) -> None:
         self._rewards = RewardPool(rewards, num_workers=reward_workers, timeout_s=reward_timeout_s)
         self._tokenizer = build_tokenizer()
@@ -93,6 +105,7 @@ class Generator:
             enforce_eager=enforce_eager,
             recompute_kv_after_pull=recompute_kv_after_pull,
             seed=seed,
+            schedule=open_schedule(number, schedule_folder, replayed_folder, replay_timeout_s),
         )
         self._build_environment = build_environment
         self._build_policy = partial(
@@ -103,7 +116,8 @@ class Generator:
             truncation=truncation,
         )
         self._group_size, self._seed = group_size, seed
-        self._threads = ThreadPoolExecutor(rollouts_in_flight, thread_name_prefix="collector")
+        threads = rollouts_in_flight if replayed_folder is None else _REPLAY_THREADS
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._collectors = threading.local()
         self.version = BASE_VERSION
 
@@ -124,7 +138,8 @@ class Generator:
         """
         prompts = [prompt] * self._group_size
         seeds = [sampling_seed(self._seed, 0, group_id, i) for i in range(self._group_size)]
-        slots = await self._collect(prompts, seeds, temperature)
+        names = [f"group {group_id} sample {i}" for i in range(self._group_size)]
+        slots = await self._collect(prompts, names, seeds, temperature)
         identity = {"epoch": epoch, "group_id": group_id, "attempt": attempt}
         group = [slot.trajectory(prompt, **identity, temperature=temperature) for slot in slots]
         text = {
@@ -153,6 +168,7 @@ class Generator:
             *(
                 self._collect(
                     chunk,
+                    [f"evaluation of prompt {p['prompt_index']}" for p in chunk],
                     [sampling_seed(self._seed, 1, p["prompt_index"]) for p in chunk],
                     temperature,
                 )
@@ -204,14 +220,14 @@ class Generator:
         self._threads.shutdown(cancel_futures=True)
 
     async def _collect(
-        self, prompts: Sequence[Prompt], seeds: list[int], temperature: float
+        self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
     ) -> list[SlotRollout]:
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._collect_in_thread, prompts, seeds, temperature
+            self._threads, self._collect_in_thread, prompts, names, seeds, temperature
         )
 
     def _collect_in_thread(
-        self, prompts: Sequence[Prompt], seeds: list[int], temperature: float
+        self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
     ) -> list[SlotRollout]:
         # A collector belongs to one thread; its environment has a fixed number of slots.
         by_size: dict[int, tuple[Any, EnginePolicy, GroupCollector]]
@@ -224,7 +240,7 @@ class Generator:
             by_size[len(prompts)] = env, policy, GroupCollector(env, policy)
         env, policy, collector = by_size[len(prompts)]
         env.ask(prompts)
-        policy.seeds, policy.temperature = seeds, temperature
+        policy.names, policy.seeds, policy.temperature = names, seeds, temperature
         return collector.rollout()
 
     def _readable(self, trajectory: Trajectory) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.sampling_params import RequestOutputKind
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.rollout.schedule import STOP, Schedule
 
 BASE_VERSION = 0
 """Policy version of the weights that the engine is loaded with."""
@@ -62,6 +62,8 @@ class VLLMEngine:
         recompute_kv_after_pull: running requests recompute their KV under new weights; otherwise
             they keep the KV of the old ones.
         seed: seed of the engine (requests bring their own).
+        schedule: decides which request or weights enter before which step; None takes them as they
+            come.
 
     Raises:
         EngineStoppedError: from a future, when the engine thread died.
@@ -79,6 +81,7 @@ class VLLMEngine:
         enforce_eager: bool,
         recompute_kv_after_pull: bool,
         seed: int,
+        schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
     ) -> None:
         options: dict[str, Any] = {"enforce_eager": True}
         if device == "cuda":
@@ -100,7 +103,8 @@ class VLLMEngine:
         self._engine.set_weight_version(str(BASE_VERSION))
         self._recompute_kv = recompute_kv_after_pull
         self._expected_shapes = checkpoint_shapes(Path(model_path))
-        self._commands: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
+        self._schedule = Schedule() if schedule is None else schedule
+        self._step = 0
         self._running: dict[str, Future[Completion]] = {}
         self._next_request = 0
         self._dead: BaseException | None = None
@@ -116,6 +120,7 @@ class VLLMEngine:
         seed: int,
         stop_token_ids: Sequence[int],
         truncation: Mapping[str, float] | None = None,
+        name: str = "a request",
     ) -> Future[Completion]:
         """Queue one request; from any thread.
 
@@ -126,6 +131,7 @@ class VLLMEngine:
             seed: of this request's own sampler.
             stop_token_ids: a response ends with the first of these.
             truncation: what else bends the distribution, by vLLM's names (top_p, ...).
+            name: what the schedule calls it.
         """
         sampling = SamplingParams(
             n=1,
@@ -138,7 +144,7 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             **{"top_p": 1.0, "top_k": 0, **(truncation or {})},
         )
-        return self._command("request", (list(prompt_ids), sampling))
+        return self._command(name, "request", (list(prompt_ids), sampling))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
         """Swap the weights between two steps; from any thread.
@@ -153,30 +159,31 @@ class VLLMEngine:
         check_names_and_shapes(
             {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected_shapes
         )
-        return self._command("weights", (version, tensors))
+        return self._command(f"weights {version}", "weights", (version, tensors))
 
     def close(self) -> None:
         """Stop the thread and free the engine; what still runs gets an EngineStoppedError."""
         if self._thread.is_alive():
-            self._command("stop", None).result()
+            self._command(STOP, STOP, None).result()
             self._thread.join()
+        self._schedule.close()
 
-    def _command(self, kind: str, payload: Any) -> Future[Any]:
+    def _command(self, name: str, kind: str, payload: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if self._dead is not None:
             future.set_exception(EngineStoppedError(f"the vLLM engine stopped: {self._dead!r}"))
             return future
-        self._commands.put((kind, payload, future))
+        self._schedule.put(name, (kind, payload, future))
         return future
 
     def _run(self) -> None:
-        """The engine thread: take what is queued (wait only when idle), then one engine step."""
+        """The engine thread: take what the schedule has for it, then one engine step."""
         waiting: Future[Any] | None = None
         try:
             while True:
-                while not self._commands.empty() or not self._running:
-                    kind, payload, waiting = self._commands.get()
-                    if kind == "stop":
+                while command := self._schedule.take(self._step, idle=not self._running):
+                    kind, payload, waiting = command
+                    if kind == STOP:
                         self._dead = EngineStoppedError("closed")
                         self._engine.engine_core.shutdown()
                         waiting.set_result(None)
@@ -188,6 +195,7 @@ class VLLMEngine:
                         prompt_ids, sampling = payload
                         self._add_request(prompt_ids, sampling, waiting)
                     waiting = None
+                self._step += 1
                 for output in self._engine.step():
                     if output.finished:
                         self._finish(output)
@@ -240,8 +248,8 @@ class VLLMEngine:
         for future in self._running.values():
             future.set_exception(error)
         self._running.clear()
-        while not self._commands.empty():
-            self._commands.get()[2].set_exception(error)
+        for _, _, future in self._schedule.drain():
+            future.set_exception(error)
 
 
 def _load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:

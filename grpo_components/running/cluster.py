@@ -40,6 +40,10 @@ def _objects_in_scope() -> int:
     return len(core.get_all_reference_counts())
 
 
+def _ignore(*_: Any, **__: Any) -> None:
+    """No event log."""
+
+
 def _log_only(message: dict[str, Any], *_: Any, **__: Any) -> None:
     _LOG.info("%s", message)
 
@@ -53,7 +57,8 @@ class Cluster:
         attempt: which life of the run.
         budget: of restarts; none are allowed without one.
         heartbeat_s: how late a role's sign of life may be.
-        note: told of restarts.
+        note: told of restarts, in words.
+        record: told of restarts, for the event log.
     """
 
     def __init__(
@@ -65,11 +70,12 @@ class Cluster:
         budget: RestartBudget | None = None,
         heartbeat_s: float = 60.0,
         note: Callable[[str], None] = _LOG.warning,
+        record: Callable[..., None] = _ignore,
     ) -> None:
         self._logs = output_dir / "logs"
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
-        self._heartbeat_s, self._note = heartbeat_s, note
+        self._heartbeat_s, self._note, self._record = heartbeat_s, note, record
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []
@@ -152,6 +158,7 @@ class Cluster:
             start_host,
             budget=self._budget,
             note=self._note,
+            record=self._record,
             started=self._started,
             family=family,
             restarts_alone=restarts_alone,
@@ -231,6 +238,7 @@ class Cluster:
         repeated, self._raised = self._raised == failure.what, failure.what
         pause_s = self._budget.spend(failure, repeated=repeated)
         self._attempt += 1
+        self._record("rollback", role=failure.role, what=failure.what)
         self._note(
             f"{failure.role} {failure.what}; all trainers start again at the last checkpoint, as "
             f"attempt {self._attempt} ({self._budget.used()})"
@@ -281,13 +289,16 @@ class Cluster:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
-def build_cluster(cfg: DictConfig, attempt: int, note: Callable[[str], None]) -> Cluster:
+def build_cluster(
+    cfg: DictConfig, attempt: int, note: Callable[[str], None], record: Callable[..., None]
+) -> Cluster:
     """The cluster that a config asks for.
 
     Args:
         cfg: checked by preflight.
         attempt: which life of the run.
-        note: told of restarts.
+        note: told of restarts, in words.
+        record: told of restarts, for the event log.
     """
     return Cluster(
         Path(cfg.output_dir),
@@ -296,6 +307,7 @@ def build_cluster(cfg: DictConfig, attempt: int, note: Callable[[str], None]) ->
         budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
         heartbeat_s=cfg.timeouts.heartbeat_s,
         note=note,
+        record=record,
     )
 
 

@@ -157,6 +157,7 @@ SCHEMA: Schema = {
     "max_restarts": Rule(int, low=0, default=8),  # of all roles together, within restart_window_s
     "restart_window_s": Rule(float, above=0, default=3600.0),
     "min_generators": Rule(int, low=1, null=True, default=None),  # null: all of them
+    "replay_events": Rule(str, null=True, default=None),
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),

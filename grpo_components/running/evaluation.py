@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from omegaconf import DictConfig
@@ -18,7 +19,7 @@ class Sampling(Protocol):
     """What an evaluation needs of a generator."""
 
     role: Role
-    pulling: asyncio.Lock
+    pulling: AbstractAsyncContextManager[Any]
     """Held while its weights are swapped, or must not be."""
 
 
@@ -30,7 +31,7 @@ class Evaluation:
         batch: responses that one generator samples at a time.
         temperature: by training step.
         timeout_s: longest wait for one batch.
-        pull: brings a generator to the published weights.
+        pull: brings a generator to the published weights; told what for.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Evaluation:
         batch: int,
         temperature: Schedule,
         timeout_s: float,
-        pull: Callable[[Any], Awaitable[None]],
+        pull: Callable[[Any, str], Awaitable[None]],
     ) -> None:
         self._held_out, self._batch = held_out, batch
         self._temperature, self._timeout_s, self._pull = temperature, timeout_s, pull
@@ -71,7 +72,7 @@ class Evaluation:
     ) -> list[dict[str, Any]]:
         prompts = [self._held_out[row] for row in rows]
         async with generator.pulling:  # nobody swaps the weights during an evaluation
-            await self._pull(generator)
+            await self._pull(generator, f"evaluation {step}")
             timeout_s = self._timeout_s * (2 + len(prompts) // self._batch)
             temperature = self._temperature(step)
             return await generator.role.call("evaluate", prompts, temperature, timeout_s=timeout_s)
@@ -81,7 +82,7 @@ def build_evaluation(
     cfg: DictConfig,
     held_out: Sequence[Any],
     temperature: Schedule,
-    pull: Callable[[Any], Awaitable[None]],
+    pull: Callable[[Any, str], Awaitable[None]],
 ) -> Evaluation:
     """The evaluation that a config asks for.
 
@@ -89,7 +90,7 @@ def build_evaluation(
         cfg: checked by preflight.
         held_out: rows of the evaluation data set.
         temperature: by training step.
-        pull: brings a generator to the published weights.
+        pull: brings a generator to the published weights; told what for.
     """
     return Evaluation(
         held_out,

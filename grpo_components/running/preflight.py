@@ -31,6 +31,7 @@ from grpo_components.running.config_schema import (
     read_section,
     shown,
 )
+from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import check_resume
 from grpo_components.running.training_checks import check_heads, check_training
 
@@ -77,6 +78,7 @@ def check(cfg: DictConfig) -> DictConfig:
     _check_files(values)
     _check_output_dir(values)
     check_resume(values, needs_reference)
+    check_replay(values)
     _check_components(values)
     return OmegaConf.create(values)
 

@@ -11,7 +11,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo_components.exchange.ledger import GroupEvent, Ledger
+from grpo_components.exchange.turns import ReplayError
 from grpo_components.running.output_folder import cut_torn_line
+from grpo_components.running.replay import Original, read_original
 
 FORMAT = 1
 
@@ -30,6 +32,7 @@ class Receipts:
         groups_per_step: groups that one step trains.
         group_size: responses per group.
         generators: names of all, so that those that never pulled are listed too.
+        original: what the run to replay trained; None for a new run.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Receipts:
         groups_per_step: int,
         group_size: int,
         generators: Iterable[str] = (),
+        original: Original | None = None,
     ) -> None:
         self._path = path
         self._settings = {
@@ -58,6 +62,7 @@ class Receipts:
             name: {"version": 0, "checksum": None} for name in self._settings["generators"]
         }
         self._acknowledged: list[dict[str, Any]] = []
+        self._original = original
         self._write(
             "start",
             format=FORMAT,
@@ -89,12 +94,19 @@ class Receipts:
 
         Raises:
             RuntimeError: if the two are not the same.
+            ReplayError: if the original's weights of this version were others.
         """
         if checksum != published:
             raise RuntimeError(
                 f"{generator} loaded weights of version {version} with checksum {checksum}, "
                 f"the trainer published {published}"
             )
+        if self._original and self._original.checksums.get(version, checksum) != checksum:
+            raise ReplayError(
+                f"the replay diverged before step {version + 1}: its weights of version {version} "
+                f"have checksum {checksum}, the original's {self._original.checksums[version]}"
+            )
+        self._ledger.turns.note("load", role=generator, version=version)
         self._generators[generator] = {"version": version, "checksum": checksum}
         self._acknowledged.append(
             {
@@ -122,7 +134,15 @@ class Receipts:
                 counted once, whatever the number of epochs over the batch.
             correction_mass: mean off-policy weight of the trained tokens.
             batch_hash: of the batch.
+
+        Raises:
+            ReplayError: if the original trained another batch.
         """
+        if self._original and self._original.batch_hashes[step] != batch_hash:
+            raise ReplayError(
+                f"the replay diverged in step {step}: its batch has the hash {batch_hash}, the "
+                f"original's {self._original.batch_hashes[step]}"
+            )
         versions = {version: n for version, n in sorted(token_versions.items()) if n}
         events = self._ledger.drain_events()
         self._write(
@@ -199,6 +219,7 @@ def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:
         groups_per_step=cfg.groups_per_step,
         group_size=cfg.group_size,
         generators=[f"generator_{i}" for i in range(cfg.num_generators)],
+        original=cfg.replay_events and read_original(cfg.replay_events),
     )
 
 

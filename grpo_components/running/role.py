@@ -108,7 +108,8 @@ class Role:
         log_file: its log.
         start_host: makes the Ray actor that holds it, and the reference of what its start returns.
         budget: of restarts, of the run.
-        note: told of each restart.
+        note: told of each restart, in words.
+        record: told of each restart, for the event log.
         started: told name, pid and node of each life.
         family: it can be given up where enough of these live; None for a role that is needed.
         restarts_alone: whether the others can go on while it is restarted.
@@ -124,6 +125,7 @@ class Role:
         *,
         budget: RestartBudget,
         note: Callable[[str], None],
+        record: Callable[..., None],
         started: Callable[[str, dict[str, Any]], None],
         family: Family | None = None,
         restarts_alone: bool = True,
@@ -134,7 +136,7 @@ class Role:
         self.recover: Callable[[], Awaitable[None]] | None = None
         """Brings a restarted role to where it has to be, before anybody else calls it."""
         self._log_file, self._start_host = log_file, start_host
-        self._budget, self._note, self._started = budget, note, started
+        self._budget, self._note, self._record, self._started = budget, note, record, started
         self._family, self._restarts_alone = family, restarts_alone
         if family is not None:
             family.roles.append(self)
@@ -332,9 +334,11 @@ class Role:
                     if self._family is None or not self._family.can_spare(self):
                         raise
                     self.lost = True
+                    self._record("restart", role=self.name, what=final.what, given_up=True)
                     self._note(f"{self.name} is given up: it {final.what}")
                     await self._end_life()
                     return
+                self._record("restart", role=self.name, what=failure.what, given_up=False)
                 self._note(f"{self.name} {failure.what}; starting it again ({self._budget.used()})")
                 if failure.kind == "silent":
                     self._signal(DUMP_STACKS)

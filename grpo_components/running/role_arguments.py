@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -16,6 +16,7 @@ from grpo_components.rollout.reward_pool import reward_specs
 from grpo_components.running.building import split_learning_rate
 from grpo_components.running.cluster import engine_environment
 from grpo_components.running.config_schema import TRUNCATION
+from grpo_components.running.replay import available_cpus, run_folder, stall_limit_s
 from grpo_components.training.meshes import Sharding
 from grpo_components.training.skipped_steps import skipped_folder
 
@@ -53,7 +54,7 @@ def role_arguments(
     """
     num_roles = cfg.num_generators + cfg.num_trainers + num_references
     shared: dict[str, Any] = {
-        "cpu_threads": max(1, len(os.sched_getaffinity(0)) // num_roles),
+        "cpu_threads": max(1, available_cpus(cfg.replay_events) // num_roles),
         "device": cfg.device,
         "dtype": cfg.dtype,
     }
@@ -135,6 +136,9 @@ def role_arguments(
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "enforce_eager": engine.enforce_eager,
         "recompute_kv_after_pull": cfg.recompute_kv_after_pull,
+        "schedule_folder": str(Path(cfg.output_dir) / "logs"),
+        "replayed_folder": cfg.replay_events and str(run_folder(cfg.replay_events) / "logs"),
+        "replay_timeout_s": stall_limit_s(cfg.timeouts),
         "num_gpus": gpus("generator"),
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib),

@@ -121,11 +121,12 @@ class RunLog:
         self._checkpoint = folder
         self.note(f"step {step}: saved {folder}")
 
-    def summary(self, dropped_groups: Mapping[str, int]) -> None:
+    def summary(self, dropped_groups: Mapping[str, int], replay: str = "") -> None:
         """Show the closing summary.
 
         Args:
             dropped_groups: how many were never trained, by reason.
+            replay: what a replay has shown; empty for a new run.
         """
         first, last = self._steps[:_SHOWN_STEPS], self._steps[-_SHOWN_STEPS:]
 
@@ -154,6 +155,7 @@ class RunLog:
                     f"{max(step['staleness/max'] for step in self._steps):.0f} at most",
                 ),
                 ("groups dropped", dropped or "none"),
+                *([("replay", replay)] if replay else []),
                 ("tokens per second", f"{generated:,.0f} generated, {trained:,.0f} trained"),
                 ("checkpoint", self._checkpoint),
                 ("metrics", str(self._output_dir / "logs" / "metrics.jsonl")),

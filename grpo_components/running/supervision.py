@@ -15,10 +15,11 @@ from typing import Any, Literal
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from grpo_components.exchange.turns import ReplayError
 from grpo_components.objective.dynamic_sampling import StarvedError
 from grpo_components.training.skipped_steps import SkippedStepsError
 
-_TOLD_WITHOUT_TRACEBACK = (StarvedError, SkippedStepsError, TimeoutError, OSError)
+_TOLD_WITHOUT_TRACEBACK = (ReplayError, StarvedError, SkippedStepsError, TimeoutError, OSError)
 """Ends of a run that are no bug, besides a role's failure."""
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from grpo_components.training.skipped_steps import load_batch
 from grpo_components.trajectory import batch_hash
@@ -297,6 +299,38 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
     assert list((output_dir / "profile").glob("iteration_*/*.pt.trace.json.gz"))
     code, table = audit(output_dir)
     assert code == 0, table
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_replayed_to_the_same_bits(tune):
+    """Long responses of two generators that pull at every chance: weights change within some."""
+    knobs = (
+        *("num_steps=10", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=4"),
+        *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1"),
+        *("generator.max_response_tokens=100", "generator.temperature=2", "eval_every_n_steps=5"),
+        "rollouts_logged_per_step=2",
+    )
+    _, original = succeed(tune, *knobs)
+    output, replay = succeed(tune, *knobs, f"replay_events={original}")
+    assert "events in the recorded order" in output
+    groups = records(original / "logs" / "rollouts.jsonl")
+    responses = [response for group in groups for response in group["responses"]]
+    assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
+    assert max(record["staleness/max"] for record in metrics(original)[1:]) > 0
+    assert records(replay / "logs" / "rollouts.jsonl") == groups
+    hashes = [
+        [r["batch_hash"] for r in records(folder / "receipts.jsonl") if "batch_hash" in r]
+        for folder in (original, replay)
+    ]
+    assert len(hashes[0]) == 10 and hashes[0] == hashes[1]
+    before, after = (
+        load_file(folder / "checkpoints" / "step_10" / "model.safetensors")
+        for folder in (original, replay)
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    base = load_file(Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors"))
+    assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"
 
 
 @pytest.mark.slow

@@ -101,6 +101,27 @@ def test_a_group_is_stale_by_its_oldest_token_or_by_its_newest_where_old_ones_ar
     asyncio.run(run())
 
 
+def test_a_replay_takes_and_drops_the_very_groups_that_the_recorded_run_did():
+    """However old or new they are, and it waits until they are there."""
+
+    async def run():
+        buffer = make(timeout_s=0.02)
+        for group_id, version in ((0, 9), (1, 0), (2, 5), (3, 9)):
+            await buffer.add(*group(group_id, version))
+        _, taken = await buffer.take(2, 9, ([], [1]))
+        assert not taken.groups and [g.group_id for g in taken.dropped] == [1]
+        waiting = asyncio.create_task(buffer.take(2, 9, ([3, 7], [])))
+        await buffer.add(*group(7))
+        batch, taken = await waiting
+        assert ids(batch) == [3, 3, 7, 7] and taken.batch_hash == batch_hash(batch)
+        assert not taken.dropped and taken.buffered == 2
+        with pytest.raises(TimeoutError, match=r"in a replay for the groups \[8\]"):
+            await buffer.take(2, 9, ([0, 8], []))
+        assert ids((await buffer.take(2, 9, ([0, 2], [])))[0]) == [0, 0, 2, 2]
+
+    asyncio.run(run())
+
+
 def test_a_batch_comes_with_its_hash_and_no_batch_with_none():
     async def run():
         hashes = []

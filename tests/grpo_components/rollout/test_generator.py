@@ -320,14 +320,14 @@ def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
     )
     policy.temperature = 0.7
     _, made = collector(module, policy, [prompt(i, [i + 1] * (i + 1)) for i in range(3)])
-    policy.seeds = [11, 22, 33]
+    policy.seeds, policy.names = [11, 22, 33], ["a", "b", "c"]
     slots = made.rollout()
     sampling = {"max_tokens": 9, "stop_token_ids": [STOP], "truncation": {"top_p": 1.0}}
     sampling["temperature"] = 0.7
     assert engine.requests == [
-        ([1], 11, sampling),
-        ([2, 2], 22, sampling),
-        ([3, 3, 3], 33, sampling),
+        ([1], 11, sampling | {"name": "a"}),
+        ([2, 2], 22, sampling | {"name": "b"}),
+        ([3, 3, 3], 33, sampling | {"name": "c"}),
     ]
     for slot, seed in zip(slots, policy.seeds, strict=True):
         expected = completion(slot.prompt_ids.tolist(), seed)
@@ -407,6 +407,8 @@ def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, module):
     group(generator, number=3, group_id=17)
     seeds = [seed for _, seed, _ in generator._engine.requests]
     assert seeds == [module.sampling_seed(42, 0, 17, i) for i in range(3)]
+    names = [sampling["name"] for *_, sampling in generator._engine.requests]
+    assert names == [f"group 17 sample {i}" for i in range(3)]
 
 
 def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_change(

@@ -1,6 +1,8 @@
 """Real vLLM: new weights are those of a fresh engine, and every token has its version."""
 
+import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from grpo_components.rollout.schedule import open_schedule
 from grpo_components.running.cluster import engine_environment
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
@@ -21,7 +24,7 @@ def make_engine():
 
     engines = []
 
-    def make(path, recompute_kv_after_pull=False):
+    def make(path, recompute_kv_after_pull=False, schedule=None):
         engine = VLLMEngine(
             str(path),
             device="cpu",
@@ -32,6 +35,7 @@ def make_engine():
             enforce_eager=True,
             recompute_kv_after_pull=recompute_kv_after_pull,
             seed=0,
+            schedule=schedule,
         )
         engines.append(engine)
         return engine
@@ -152,6 +156,67 @@ def test_running_requests_go_on_over_a_swap_with_exact_versions(
             # With recomputed KV the later tokens are the new policy's; with the old KV they mix.
             assert (gap.max() < 1e-4) == recompute
     assert spanning, "no response was running during the swap"
+
+
+def entered(folder):
+    lines = Path(folder, "schedule_generator_0.jsonl").read_text().splitlines()
+    return [(line["step"], name) for line in map(json.loads, lines) for name in line["entered"]]
+
+
+def test_a_replayed_schedule_gives_the_same_bits_whenever_requests_and_weights_come(
+    make_engine, checkpoints, tmp_path
+):
+    """The swap lies in the middle of responses, and half of the requests join after it."""
+    new, lengths = weights(checkpoints / "tied_B"), [60, 200]
+
+    def ask(engine, number):
+        return engine.submit(
+            PROMPTS[number],
+            max_tokens=lengths[number % 2],
+            temperature=1.0,
+            seed=number,
+            stop_token_ids=[0],
+            name=f"group {number} sample 0",
+        )
+
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    engine = make_engine(checkpoints / "tied_A", schedule=open_schedule(0, first, None, 0))
+    early = [ask(engine, i) for i in range(4)]
+    engine.submit(
+        [9, 9], max_tokens=15, temperature=1.0, seed=0, stop_token_ids=[], name="clock"
+    ).result()
+    engine.load_weights(1, new).result()
+    recorded = [future.result() for future in early + [ask(engine, i) for i in range(4, 8)]]
+    assert any({0, 1} <= set(c.token_versions.tolist()) for c in recorded), "nothing spans the swap"
+
+    engine.close()
+    engine = make_engine(checkpoints / "tied_A", schedule=open_schedule(0, second, first, 60))
+    loading = engine.load_weights(1, new)
+    late = {i: ask(engine, i) for i in reversed(range(8))}
+    clock = engine.submit(
+        [9, 9], max_tokens=15, temperature=1.0, seed=0, stop_token_ids=[], name="clock"
+    )
+    replayed = [late[i].result(timeout=60) for i in range(8)]
+    loading.result(timeout=60), clock.result(timeout=60)
+    assert_same(recorded, replayed)
+    for a, b in zip(recorded, replayed, strict=True):
+        np.testing.assert_array_equal(a.token_versions, b.token_versions)
+    assert entered(first) == entered(second)
+
+
+def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
+    make_engine, checkpoints, tmp_path
+):
+    from grpo_components.rollout.vllm_engine import EngineStoppedError
+
+    (tmp_path / "schedule_generator_0.jsonl").write_text(
+        '{"step": 0, "entered": ["group 7 sample 0", "a request"]}\n'
+    )
+    schedule = open_schedule(0, None, str(tmp_path), 0.05)
+    engine = make_engine(checkpoints / "tied_A", schedule=schedule)
+    asked = engine.submit([1, 2], max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
+    with pytest.raises(EngineStoppedError, match=r"waited 0\.05 s for group 7 sample 0"):
+        asked.result(timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ class FakeGenerator:
 
 
 def evaluate(*generators, rows=10):
-    async def pull(generator):
+    async def pull(generator, cause):
+        assert cause == "evaluation 3"
         generator.version = 7
 
     temperature = as_schedule("generator.temperature", 1.0)

@@ -1,0 +1,153 @@
+"""Replay of a finished run: which runs and configs allow it, and what the original trained."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from grpo_components.exchange.turns import Event
+from grpo_components.rollout.schedule import schedule_file
+from grpo_components.running.config_schema import fail, shown
+
+FREE = (
+    *("output_dir", "log_level", "replay_events", "gpus_per_generator", "gpus_per_trainer"),
+    *("gpus_per_reference", "save_every_n_steps", "metric_logger", "log_every_n_steps"),
+    *("log_peak_memory_stats", "profiler", "keep_last_n", "async_checkpoint"),
+    *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
+)
+"""Keys that a replay may change: what is trained does not depend on them. `base_model_path` may
+change, too, where the same model lies elsewhere."""
+_RESTARTS = ("restart", "rollback")
+_ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
+
+
+@dataclass(frozen=True)
+class Original:
+    """What a finished run trained, for its replay to be compared with."""
+
+    batch_hashes: dict[int, str]
+    """By step, from 1."""
+    checksums: dict[int, str]
+    """Of the weights that generators loaded, by policy version."""
+
+
+def run_folder(replay_events: str) -> Path:
+    """The folder of the run that `replay_events` names, by itself or by its event log."""
+    path = Path(replay_events).resolve()
+    return path.parent.parent if path.name == "events.jsonl" else path
+
+
+def read_events(run: Path) -> list[Event]:
+    """All events of a run, in order."""
+    return _lines(run / "logs" / "events.jsonl")
+
+
+def read_original(replay_events: str) -> Original:
+    """What the run that `replay_events` names trained."""
+    records = _lines(run_folder(replay_events) / "receipts.jsonl")
+    return Original(
+        {record["step"]: record["batch_hash"] for record in records if record["record"] == "step"},
+        {
+            pull["version"]: pull["checksum"]
+            for record in records
+            for pull in record.get("acknowledged", ())
+        },
+    )
+
+
+def available_cpus(replay_events: str | None) -> int:
+    """CPUs to share among the roles: in a replay those that the original had.
+
+    The number of threads decides how sums are split, and so their last bits.
+    """
+    if replay_events is not None:
+        return read_events(run_folder(replay_events))[0]["cpus"]
+    return len(os.sched_getaffinity(0))
+
+
+def stall_limit_s(timeouts: Mapping[str, float]) -> float:
+    """How long a replay may stand still, in seconds; below the roles' own time-outs, whose errors
+    would not say what the replay waited for.
+    """
+    return timeouts["rollout_s"] / 2
+
+
+def check_replay(values: dict[str, Any]) -> None:
+    """Say why a run cannot be replayed, or not with this config.
+
+    Args:
+        values: of the config, checked.
+
+    Raises:
+        ValueError: for the first reason found.
+    """
+    if values["replay_events"] is None:
+        return
+    if values["device"] != "cpu":
+        fail("device", f"{values['device']} given with replay_events", "cpu")
+    if values["resume_from_checkpoint"] is not False:
+        problem = "given with replay_events, which replays a run from its start"
+        fail("resume_from_checkpoint", problem, "false")
+    run, output_dir = run_folder(values["replay_events"]), Path(values["output_dir"]).resolve()
+    if run.is_relative_to(output_dir):
+        fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
+    _check_there(run, "config.yaml", "receipts.jsonl", "logs/events.jsonl")
+    saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    _check_keys(saved, values)
+    _check_there(
+        run, *(f"{schedule_file(Path('logs'), n)}" for n in range(values["num_generators"]))
+    )
+    try:
+        receipts, events = _lines(run / "receipts.jsonl"), read_events(run)
+    except json.JSONDecodeError:  # a run that was killed leaves a torn line
+        receipts = events = []
+    if not receipts or not events or not receipts[-1].get("finished"):
+        fail("replay_events", f"the run in {run} did not finish", _ALLOWED)
+    lost = {event["event"] for event in events} & set(_RESTARTS)
+    if lost or any(line["attempt"] > 0 for line in (*receipts, *events)):
+        what = " and a ".join(sorted(lost)) or "resume"
+        problem = f"the run in {run} had a {what}, and what was lost with it is in no log"
+        fail("replay_events", problem, "a run in one piece")
+
+
+def _check_there(run: Path, *names: str) -> None:
+    for name in names:
+        if not (run / name).is_file():
+            fail("replay_events", f"{run} has no {name}", _ALLOWED)
+
+
+def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
+    moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
+    for key in given:
+        if key not in FREE:
+            _compare(key, _elsewhere(saved.get(key), moved), given[key])
+
+
+def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
+    """A saved value as it would be where the model and the run lie elsewhere."""
+    if isinstance(value, dict):
+        return {key: _elsewhere(item, moved) for key, item in value.items()}
+    if isinstance(value, str):
+        for before, after in moved.items():
+            if value == before or value.startswith(f"{before}/"):
+                return after + value[len(before) :]
+    return value
+
+
+def _compare(key: str, saved: Any, given: Any) -> None:
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for name in saved | given:
+            _compare(f"{key}.{name}", saved.get(name), given.get(name))
+    elif saved != given:
+        fail(key, f"{shown(given)} given, and the run to replay had another", shown(saved))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
