@@ -164,7 +164,7 @@ def test_an_admission_that_is_never_granted_says_what_it_waited_for():
     async def run():
         ledger = make(eta=0, groups_per_step=1, num_steps=5)
         await admit_all(ledger)
-        with pytest.raises(TimeoutError, match="generator_0 waited for the training loop"):
+        with pytest.raises(TimeoutError, match="generator_0's rollout waited for the training loop"):
             await ledger.admit("generator_0", timeout_s=0.001)
 
     asyncio.run(run())
