@@ -31,9 +31,10 @@ from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
-from grpo_components.running.building import build, check_components
+from grpo_components.running.building import build, build_data, check_components
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import Cluster, Role
+from grpo_components.running.failed_samples import FailedSamples
 from grpo_components.running.quiet import quiet_libraries, without_prints
 from grpo_components.running.receipts import Receipts
 from grpo_components.running.resume import begin_run
@@ -101,9 +102,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             )
             learned = await role.result(summary, "generate_group", timeouts.rollout_s)
             await self.ledger.generated(entry.group_id, learned.response_tokens)
-            if len(learned.errors) == len(learned.rewards):
-                self.run_log.note(f"group {entry.group_id} is dropped: {learned.errors[0]}")
-                await self.ledger.failed(entry.group_id, learned.errors[0])
+            if self.failures.in_group(entry, learned):  # all of its samples failed
+                await self.ledger.dropped([entry.group_id], "failed")
                 continue
             self.run_log.generated(sum(learned.response_tokens))
             filtering = self.dynamic_sampling
@@ -223,6 +223,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             "buffer/size": taken.buffered,
             "buffer/dropped_stale": dropped,
             "buffer/filtered": self.ledger.dropped_groups["filtered"],  # since the start
+            "rollout/failed_samples": self.failures.count(),
         }
         return batch, taken, metrics
 
@@ -249,8 +250,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 )
 
         shares = [evaluate_share(i, g) for i, g in enumerate(self.generators)]
-        results = await asyncio.gather(*shares)
-        metrics = evaluation_metrics([result for share in results for result in share])
+        results = [result for share in await asyncio.gather(*shares) for result in share]
+        metrics = evaluation_metrics(self.failures.in_evaluation(step, results))
         self.run_log.evaluation(step, metrics)
         return metrics
 
@@ -285,9 +286,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         cfg = preflight.check(cfg)
         check_components(cfg)
         quiet_libraries(cfg.log_level)
-        tokenizer = build("tokenizer", cfg.tokenizer)
-        dataset = build("dataset", cfg.dataset, tokenizer)
-        self.held_out = build("eval_dataset", cfg.eval_dataset, tokenizer)
+        tokenizer, dataset, self.held_out = build_data(cfg)
         # EDIT ME: the objective per token, the weight of each token's loss in the batch's, and the
         # correction for what lies between generator and trainer; by value to the trainer.
         loss = build("loss", cfg.loss)
@@ -326,6 +325,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run_log = RunLog(
             self.output_dir, metric_logger, cfg.log_every_n_steps, cfg.num_steps, attempt
         )
+        limit, logs, note = cfg.max_failed_samples, self.output_dir / "logs", self.run_log.note
+        self.failures = FailedSamples(limit, logs, attempt, note)
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         if self.beginning.note:
             self.run_log.note(self.beginning.note)
@@ -333,7 +334,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         receipts = self.output_dir / "receipts.jsonl"
         self.receipts = Receipts(receipts, self.ledger, attempt, **receipt_settings(cfg))
         self.run_log.phase("starting Ray and the roles")
-        self.cluster = Cluster(self.output_dir, cfg.log_level, attempt)
+        self.cluster = Cluster(self.output_dir, cfg.log_level, attempt, cfg.object_store_memory)
         self.cluster.start()
         compared = (loss, self.reward_shaping)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)

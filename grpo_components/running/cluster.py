@@ -24,11 +24,18 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.supervision import RoleFailedError
 
+_LOOPBACK_ONLY = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Where the roles' own libraries listen, unless the user's environment says otherwise."""
 _SHUTDOWN_KILL_S = 5.0
 """How long stopped processes may take to be gone before they are killed."""
 
@@ -205,10 +212,18 @@ class Cluster:
         output_dir: of the run; logs go to its logs folder.
         log_level: of Ray and of the roles.
         attempt: which life of the run.
+        object_store_memory: bytes of shared memory for objects; more is spilled to Ray's folder.
+            None leaves it to Ray.
     """
 
-    def __init__(self, output_dir: Path, log_level: str, attempt: int) -> None:
-        self._logs = output_dir / "logs"
+    def __init__(
+        self,
+        output_dir: Path,
+        log_level: str,
+        attempt: int,
+        object_store_memory: int | None = None,
+    ) -> None:
+        self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
         self._log_level, self._attempt = log_level, attempt
         self._starting: list[tuple[Role, Any]] = []
         self._hosts: dict[str, Any] = {}
@@ -224,6 +239,8 @@ class Cluster:
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         # A secret of this run only; Ray would write one into the user's home.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Ray has no other switch that makes all of its processes listen on loopback only.
+        ray_constants.ENABLE_RAY_CLUSTER = False
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
@@ -232,6 +249,7 @@ class Cluster:
             logging_level=getattr(
                 logging, "ERROR" if self._log_level == "WARNING" else self._log_level
             ),
+            object_store_memory=self._object_store_memory,
             _temp_dir=str(self.temp_dir),
         )
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there, which exits
@@ -261,6 +279,7 @@ class Cluster:
             "OMP_NUM_THREADS": str(cpu_threads),
             # Threads that spin while they wait slow everyone down where roles share cores.
             "OMP_WAIT_POLICY": "PASSIVE",
+            **{name: os.environ.get(name, value) for name, value in _LOOPBACK_ONLY.items()},
             **(env or {}),
         }
         host = (

@@ -148,6 +148,8 @@ SCHEMA: Schema = {
         "active_steps": Rule(int, low=1, null=True),
         "num_cycles": Rule(int, low=0, null=True),
     },
+    "max_failed_samples": Rule(int, low=1, default=64),  # between two training steps
+    "object_store_memory": Rule(int, low=75 * 2**20, null=True, default=None),  # bytes, of Ray
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),

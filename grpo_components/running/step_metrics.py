@@ -35,7 +35,6 @@ def rollout_metrics(
         "rollout/reward_mean": mean([reward for reward, _ in scored]),
         "rollout/success_rate": mean([success for _, success in scored]),
         "rollout/response_tokens_mean": mean(tokens),
-        "rollout/failed_samples": len(samples) - len(scored),
         "staleness/mean": policy_version - version_sum / trained if trained else math.nan,
         "staleness/max": policy_version - min(token_versions, default=policy_version),
     }
@@ -45,19 +44,16 @@ def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]
     """Held-out success and reward, stamped with the version that sampled all of it.
 
     Args:
-        results: one per held-out prompt: reward, success, error, oldest_version, newest_version.
+        results: one per held-out prompt that was scored: reward, success, oldest_version,
+            newest_version.
     """
-    scored = [result for result in results if result["error"] is None]
-    if not scored:
-        error = results[0]["error"]
-        raise RuntimeError(f"no sample of an evaluation could be scored; the first: {error}")
     versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
     assert len(versions) == 1, f"an evaluation saw several policy versions: {sorted(versions)}"
     return {
-        "eval/success_rate": mean([result["success"] for result in scored]),
-        "eval/reward_mean": mean([result["reward"] for result in scored]),
+        "eval/success_rate": mean([result["success"] for result in results]),
+        "eval/reward_mean": mean([result["reward"] for result in results]),
         "eval/policy_version": versions.pop(),
-        "eval/prompts": len(scored),
+        "eval/prompts": len(results),
     }
 
 
