@@ -110,8 +110,18 @@ def check_components(cfg: DictConfig) -> None:
     with torch.device("meta"):
         model = build("model", cfg.model)
     base = Path(cfg.base_model_path)
-    to_hf = hf_converter(cfg.checkpointer.model_type, base)
-    shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(model.state_dict()).items()}
+    kind = cfg.checkpointer.model_type
+    try:
+        converted = hf_converter(kind, base)(model.state_dict())
+    except ValueError:
+        raise
+    except Exception as error:  # whatever torchtune raises on another family's names
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
+            f"so, {what}; allowed: the family of both model and {base / 'config.json'}"
+        ) from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
     try:
         check_names_and_shapes(shapes, checkpoint_shapes(base))
     except ValueError as error:
