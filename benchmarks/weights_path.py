@@ -248,6 +248,7 @@ class GeneratorSide:
             reward_timeout_s=1.0,
             group_size=1,
             rollouts_in_flight=1,
+            environment_timeout_s=60.0,
             seed=0,
             max_response_tokens=64,
             stop_token_ids=[],
@@ -258,8 +259,8 @@ class GeneratorSide:
             enforce_eager=True,
             recompute_kv_after_pull=False,
         )
-        self._unpack = generator.unpack_bucket
-        generator.unpack_bucket = self._timed_unpack
+        self._unpack = generator.unpack_buckets
+        generator.unpack_buckets = self._timed_unpack
         self._engine = self._generator._engine
         llm = self._engine._engine
         self._step, self._swap = llm.step, self._engine._swap_weights

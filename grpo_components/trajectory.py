@@ -201,6 +201,7 @@ class GroupSummary:
     response_tokens: list[int]
     """[G] sampled tokens of each response."""
     oldest_version: int
+    """-1 where nothing was sampled, as in a group whose environment failed."""
     newest_version: int
     finish_reasons: list[str]
     errors: list[str]
@@ -211,10 +212,12 @@ def summarize(group: Sequence[Trajectory]) -> GroupSummary:
     """Reduce one group to the numbers that scheduling, advantages and metrics need.
 
     Args:
-        group: the trajectories of one prompt; at least one token was sampled.
+        group: the trajectories of one prompt; at least one token was sampled, or all have failed.
     """
     versions = np.concatenate([t.token_versions[t.response_mask] for t in group])
-    assert len(versions), f"group {group[0].group_id} has no sampled token"
+    if not len(versions):
+        assert all(t.failed for t in group), f"group {group[0].group_id} has no sampled token"
+        versions = np.array([-1])
     return GroupSummary(
         group_id=group[0].group_id,
         prompt_index=group[0].prompt_index,

@@ -31,11 +31,12 @@ from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
-from grpo_components.running.building import build, check_components
+from grpo_components.running.building import build, build_data, check_components
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import build_cluster
 from grpo_components.running.evaluation import build_evaluation
 from grpo_components.running.event_log import open_turns
+from grpo_components.running.failed_samples import build_failed_samples
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.receipts import build_receipts
 from grpo_components.running.recovery import refill
@@ -109,9 +110,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             except RoleLostError:  # another generator takes the group
                 return await self.ledger.given_back(entry)
             await self.ledger.generated(entry.group_id, learned.response_tokens)
-            if len(learned.errors) == len(learned.rewards):
-                self.run_log.note(f"group {entry.group_id} is dropped: {learned.errors[0]}")
-                await self.ledger.failed(entry.group_id, learned.errors[0])
+            if self.failures.in_group(entry, learned):  # all of its samples failed
+                await self.ledger.dropped([entry.group_id], "failed")
                 continue
             self.run_log.generated(sum(learned.response_tokens))
             filtering = self.dynamic_sampling
@@ -160,6 +160,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         if self.beginning.checkpoint:
             await self.checkpoints.restore(self.beginning.checkpoint, self.trainers, self.buffer)
         await self.push()
+        for generator in self.generators:
+            await generator.role.call("begin_attempt", timeout_s=self.timeouts.weights_s)
         pulls = (self.pull(generator, "restore", has=-1) for generator in self.generators)
         await asyncio.gather(*pulls)
 
@@ -169,7 +171,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.receipts.close()
         self.beginning = roll_back(self.beginning, self.ledger, self.prompts)
         self.receipts = self.receipts.next_attempt(self.beginning.attempt)
-        self.run_log.attempt = self.turns.attempt = self.beginning.attempt
+        for log in (self.run_log, self.turns, self.failures):
+            log.attempt = self.beginning.attempt
         await asyncio.gather(self.server.begin_again(), self.buffer.begin_again())
 
     async def pull_if_due(self, generator: GeneratorState, entry: LedgerEntry) -> None:
@@ -248,7 +251,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             entries = await self.ledger.taken([group.group_id for group in taken.groups], stale)
             dropped += len(stale)
         waited_s, filtered = time.perf_counter() - started, self.ledger.dropped_groups["filtered"]
-        return batch, taken, entries, buffer_metrics(waited_s, taken.buffered, dropped, filtered)
+        counts = (taken.buffered, dropped, filtered, self.failures.count())
+        return batch, taken, entries, buffer_metrics(waited_s, *counts)
 
     def shaped_rewards(self, groups: list[Any], entries: list[LedgerEntry]) -> Any:
         """The batch's rewards [B, G], less KL and overlong penalties where the config has them."""
@@ -291,9 +295,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         cfg = preflight.check(cfg)
         check_components(cfg)
         quiet_libraries(cfg.log_level)
-        tokenizer = build("tokenizer", cfg.tokenizer)
-        dataset = build("dataset", cfg.dataset, tokenizer)
-        held_out = build("eval_dataset", cfg.eval_dataset, tokenizer)
+        tokenizer, dataset, held_out = build_data(cfg)
         # EDIT ME: the objective per token, the weight of each token's loss in the batch's, and the
         # correction for what lies between generator and trainer; by value to the trainer.
         loss = build("loss", cfg.loss)
@@ -307,7 +309,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
 
         self.timeouts = cfg.timeouts
-        self.evaluation = build_evaluation(cfg, held_out, self.temperature, self.pull)
         self.num_steps, self.groups_per_step = cfg.num_steps, cfg.groups_per_step
         self.group_size, self.rollouts_in_flight = cfg.group_size, cfg.rollouts_in_flight
         self.push_every_n_steps = cfg.push_every_n_steps
@@ -323,6 +324,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         attempt = self.beginning.attempt
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
         self.run_log = build_run_log(cfg, attempt, self.beginning.note)
+        self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
+        self.evaluation = build_evaluation(
+            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation
+        )
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
         self.receipts = build_receipts(cfg, self.ledger, attempt)

@@ -89,7 +89,6 @@ class Ledger:
         self.issued = 0
         self.trained_groups = 0
         self.dropped_groups: Counter[str] = Counter()
-        self._failed_in_a_row = 0
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
@@ -249,7 +248,6 @@ class Ledger:
     async def buffered(self, group_id: int) -> None:
         """Record that a group lies in the replay buffer, unless it was consumed already."""
         await self.turns.take("buffer", group=group_id)
-        self._failed_in_a_row = 0
         if group_id in self._living and self._living[group_id].state == "in_flight":
             self._living[group_id].state = "buffered"
         await self._wake()
@@ -307,8 +305,6 @@ class Ledger:
         if group_ids:
             group_ids = list(group_ids)
             await self.turns.take("drop", groups=group_ids, reason=reason, reissue=reissue)
-        if reason == "filtered":  # its samples were scored
-            self._failed_in_a_row = 0
         for group_id in group_ids:
             entry = self._living.pop(group_id)
             self.dropped_groups[reason] += 1
@@ -316,27 +312,12 @@ class Ledger:
             if reissue:
                 self._reissued.append((entry.prompt, entry.epoch))
 
-    async def failed(self, group_id: int, error: str) -> None:
-        """Record that not one sample of a group could be scored.
-
-        Raises:
-            RuntimeError: when that happens to a whole batch of groups in a row.
-        """
-        await self.dropped([group_id], "failed")
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._contract.groups_per_step:
-            raise RuntimeError(
-                f"no sample of {self._failed_in_a_row} groups in a row could be scored; "
-                f"the last one: {error}"
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """The whole account at this moment, between two training steps, in plain values."""
         assert not self.in_state("in_training"), "a checkpoint lies between two steps"
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "dropped_groups": dict(self.dropped_groups),
-            "failed_in_a_row": self._failed_in_a_row,
             "living": [vars(entry) | {"text": None, "parts": ()} for entry in self.living()],
             "reissued": self.waiting_prompts,
             "events": [asdict(event) for event in self._events],
@@ -355,7 +336,6 @@ class Ledger:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.dropped_groups = Counter(state["dropped_groups"])
-        self._failed_in_a_row = state["failed_in_a_row"]
         self._reissued = deque(state["reissued"])
         self._events = [GroupEvent(**event) for event in state["events"]]
         entries = [LedgerEntry(**entry) for entry in state["living"]]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchtune.models import convert_weights
 from torchtune.training.checkpointing import ModelType
 
+_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
 _ROTARY_FAMILIES = (
@@ -104,15 +105,17 @@ class TensorEntry:
     offset: int
     nbytes: int
     checksum: int
-    """xxh3 (64 bits) of the bytes."""
+    """xxh3 (64 bits) of name, dtype, shape and bytes."""
 
 
 Manifest = tuple[TensorEntry, ...]
 
 
-def checksum(raw: NDArray[np.uint8]) -> int:
-    """The xxh3 (64 bits) of an array's bytes."""
-    return xxhash.xxh3_64_intdigest(cast(Any, raw))
+def checksum(name: str, dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]) -> int:
+    """The xxh3 (64 bits) of a tensor: bytes under another name or shape have another one."""
+    digest = xxhash.xxh3_64(f"{name} {dtype} {list(shape)}".encode())
+    digest.update(cast(Any, raw))
+    return digest.intdigest()
 
 
 def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArray[np.uint8]]:
@@ -129,14 +132,15 @@ def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArra
     entries, parts, offset = [], [], 0
     for name, tensor in tensors:
         raw = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         entries.append(
             TensorEntry(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
+                dtype=dtype,
+                shape=shape,
                 offset=offset,
                 nbytes=raw.nbytes,
-                checksum=checksum(raw),
+                checksum=checksum(name, dtype, shape, raw),
             )
         )
         parts.append(raw)
@@ -152,15 +156,36 @@ def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
         bucket: [nbytes] uint8, may be read-only.
 
     Raises:
-        ValueError: naming the first tensor whose bytes are not those that were packed.
+        ValueError: naming the first tensor that is not as it was packed, or is there twice.
     """
     tensors: StateDict = {}
     for entry in manifest:
         raw = bucket[entry.offset : entry.offset + entry.nbytes]
-        if raw.nbytes != entry.nbytes or checksum(raw) != entry.checksum:
+        given = checksum(entry.name, entry.dtype, entry.shape, raw)
+        if raw.nbytes != entry.nbytes or given != entry.checksum:
             raise ValueError(f"weight tensor {entry.name} is damaged: its checksum is another")
+        if entry.name in tensors:
+            raise ValueError(f"weight tensor {entry.name} came twice")
         flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype), count=-1)
         tensors[entry.name] = flat.view(entry.shape)
+    return tensors
+
+
+def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> StateDict:
+    """The tensors of all buckets of a snapshot; see `unpack_bucket`.
+
+    Args:
+        buckets: each trainer rank's part, in any order.
+
+    Raises:
+        ValueError: naming the first tensor that is damaged, or is there twice.
+    """
+    tensors: StateDict = {}
+    for manifest, bucket in buckets:
+        part = unpack_bucket(manifest, bucket)
+        for name in sorted(part.keys() & tensors.keys()):
+            raise ValueError(f"weight tensor {name} came twice")
+        tensors |= part
     return tensors
 
 
@@ -184,6 +209,8 @@ def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
 def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, read from the safetensors headers.
 
+    The copy that some checkpoints have of a tied head is left out: nobody loads it.
+
     Raises:
         ValueError: if the folder has no safetensors of that layout.
     """
@@ -199,6 +226,10 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
             for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
                 if not name.endswith("rotary_emb.inv_freq"):  # a constant; nobody loads it
                     shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    config = model_path / "config.json"
+    hf_config = json.loads(config.read_text()) if config.is_file() else {}
+    if hf_config.get("tie_word_embeddings", hf_config.get("model_type") == "gemma"):
+        shapes.pop(_HEAD, None)
     return shapes
 
 
@@ -214,10 +245,9 @@ def check_names_and_shapes(
     Raises:
         ValueError: naming the first tensor that is missing, unknown or of another shape.
     """
-    tied_head = {"lm_head.weight"}  # some checkpoints write a tied head twice
-    for name in sorted(set(expected) - set(given) - tied_head):
+    for name in sorted(set(expected) - set(given)):
         raise ValueError(f"weights: lack the tensor {name}")
-    for name in sorted(set(given) - set(expected) - tied_head):
+    for name in sorted(set(given) - set(expected) - {_HEAD}):  # a tied head may be sent twice
         raise ValueError(f"weights: have an unknown tensor {name}")
     for name in sorted(set(given) & set(expected)):
         if tuple(given[name]) != tuple(expected[name]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,10 @@ class EnginePolicy:
         return lazy_stack(list(slots), 0)
 
 
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 class GroupCollector(Collector):
     """A torchrl collector whose rollout is one group, run to its end, as unpadded slots.
 
@@ -101,12 +106,16 @@ class GroupCollector(Collector):
     def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
         self._use_buffers = False
 
-    def rollout(self) -> list[SlotRollout]:
-        """Reset the environment and step it until every slot is done."""
-        tensordict = self.env.reset()
+    def rollout(self, call: Callable[..., Any] = _call) -> list[SlotRollout]:
+        """Reset the environment and step it until every slot is done.
+
+        Args:
+            call: makes a call into the environment.
+        """
+        tensordict = call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
         while not all(slot.done for slot in slots):
-            tensordict = self.env.step(self.policy(tensordict))
+            tensordict = call(self.env.step, self.policy(tensordict))
             for slot, before in zip(slots, tensordict.unbind(0), strict=True):
                 if not slot.done:
                     slot.extend(before)
@@ -131,6 +140,14 @@ class SlotRollout:
         self.score: Score | None = None
         self.done = False
 
+    @classmethod
+    def failed(cls, prompt_ids: NDArray[np.int64], error: str) -> SlotRollout:
+        """The slot of a rollout that did not come to its end: a failed sample without tokens."""
+        slot = cls(prompt_ids)
+        slot.finish_reason, slot.done = "error", True
+        slot.score = Score(math.nan, {}, False, error)
+        return slot
+
     def extend(self, turn: Any) -> None:
         """Append one policy turn and what the environment said after it."""
         after = turn["next"]
@@ -151,6 +168,11 @@ class SlotRollout:
         self.done = bool(after["done"])
         if self.done:
             self.score = after["score"]
+            if not isinstance(self.score, Score):
+                raise TypeError(f"the environment ended a slot with score {self.score!r:.200}")
+            if self.score.error is None and not math.isfinite(self.score.reward):
+                why = f"the environment gave the reward {self.score.reward}"
+                self.score = Score(math.nan, {}, False, why)
 
     def trajectory(
         self, prompt: Prompt, *, epoch: int, group_id: int, attempt: int, temperature: float

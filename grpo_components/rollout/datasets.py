@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 from torch.utils.data import Dataset
 
 Prompt = dict[str, Any]
@@ -95,9 +97,9 @@ def _rows(source: str, name: str | None, split: str) -> Iterable[Any]:
     path = Path(source)
     if path.suffix == ".jsonl":
         return _json_lines(path)
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
     try:
-        if path.suffix == ".parquet":
-            return datasets.Dataset.from_parquet(source)
         return datasets.load_dataset(source, name, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"dataset {source}: cannot be loaded: {error}") from error
@@ -110,8 +112,21 @@ def _json_lines(path: Path) -> Iterator[Any]:
         for number, line in enumerate(file, start=1):
             try:
                 yield json.loads(line.decode("utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"dataset {path}, row {number}: not readable: {error}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        after = f", after row {number}" if number else ""
+        raise ValueError(f"dataset {path}{after}: cannot be loaded: {error}") from error
 
 
 def _text(row: Any, field: str, where: str) -> str:
@@ -120,4 +135,8 @@ def _text(row: Any, field: str, where: str) -> str:
     value = row[field]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}, field {field}: must be a text that is not empty")
+    try:
+        value.encode()  # JSON can hold half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}, field {field}: is no Unicode text: {error}") from None
     return value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrl.envs import EnvBase
 
-from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_bucket
+from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.rollout.collector import EnginePolicy, GroupCollector, Prompt, SlotRollout
-from grpo_components.rollout.reward_pool import RewardPool, RewardSpec
+from grpo_components.rollout.environment_thread import EnvironmentThread
+from grpo_components.rollout.reward_pool import RewardPool, RewardPoolError, RewardSpec
 from grpo_components.rollout.schedule import open_schedule
-from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
+from grpo_components.rollout.vllm_engine import BASE_VERSION, EngineStoppedError, VLLMEngine
 from grpo_components.trajectory import (
     GroupSummary,
     PackedTrajectories,
@@ -28,6 +31,19 @@ from grpo_components.trajectory import (
 
 _REPLAY_THREADS = 1000
 """A replay's calls may come in another order, and none may keep another from its engine."""
+_log = logging.getLogger(__name__)
+_SHOWN = 1000
+"""Characters of a failure's message that are kept."""
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What one collector thread samples groups of one size with."""
+
+    environment: EnvironmentThread
+    env: Any
+    policy: EnginePolicy
+    collector: GroupCollector
 
 
 def sampling_seed(*identity: int) -> int:
@@ -47,6 +63,7 @@ class Generator:
         rewards: by the name in the config.
         reward_workers: processes that score.
         reward_timeout_s: deadline of one sample's rewards.
+        environment_timeout_s: deadline of one reset or step of an environment, rewards included.
         group_size: responses per prompt.
         rollouts_in_flight: groups generated at once, one collector thread each.
         seed: sampling seeds derive from it.
@@ -76,6 +93,7 @@ class Generator:
         rewards: dict[str, RewardSpec],
         reward_workers: int,
         reward_timeout_s: float,
+        environment_timeout_s: float,
         group_size: int,
         rollouts_in_flight: int,
         seed: int,
@@ -115,11 +133,12 @@ class Generator:
             stop_token_ids=stop_token_ids,
             truncation=truncation,
         )
+        self._environment_timeout_s = environment_timeout_s
         self._group_size, self._seed = group_size, seed
         threads = rollouts_in_flight if replayed_folder is None else _REPLAY_THREADS
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._collectors = threading.local()
-        self.version = BASE_VERSION
+        self.version = self._loading = BASE_VERSION
 
     async def generate_group(
         self, prompt: Prompt, epoch: int, group_id: int, attempt: int, temperature: float
@@ -176,16 +195,19 @@ class Generator:
             )
         )
         results = []
-        for slot in (slot for slots in rollouts for slot in slots):
+        slots = (slot for slots in rollouts for slot in slots)
+        for prompt, slot in zip(prompts, slots, strict=True):
             assert slot.score is not None
-            sampled = slot.versions[slot.response_mask]
+            versions = slot.versions[slot.response_mask].tolist()
             results.append(
                 {
+                    "prompt_index": prompt["prompt_index"],
+                    "prompt_text": prompt["prompt_text"],
                     "reward": slot.score.reward,
                     "success": slot.score.success,
                     "error": slot.score.error,
-                    "oldest_version": int(sampled.min()),
-                    "newest_version": int(sampled.max()),
+                    "oldest_version": min(versions, default=None),
+                    "newest_version": max(versions, default=None),
                 }
             )
         return results
@@ -203,15 +225,22 @@ class Generator:
             The acknowledgement: the version, and the checksum of all that was checked and loaded.
 
         Raises:
-            ValueError: naming the tensor that is damaged, missing, unknown or of another shape;
-                the old weights stay in use.
+            ValueError: naming the tensor that is damaged, missing, twice there, unknown or of
+                another shape, or a version older than what is loaded; the weights stay as they are.
         """
-        tensors = {}
-        for manifest, bucket in buckets:
-            tensors |= await asyncio.to_thread(unpack_bucket, manifest, bucket)
-        await asyncio.wrap_future(self._engine.load_weights(version, tensors))
+        tensors = await asyncio.to_thread(unpack_buckets, buckets)
+        # Without an await in between: others may have come while this one was checked.
+        if version < self._loading:
+            raise ValueError(f"weights of version {version} came after those of {self._loading}")
+        loading = self._engine.load_weights(version, tensors)
+        self._loading = version
+        await asyncio.wrap_future(loading)
         self.version = version
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
+
+    def begin_attempt(self) -> None:
+        """Accept weights of an older version than these: the run goes back to a checkpoint."""
+        self._loading = BASE_VERSION
 
     def close(self) -> None:
         """Stop the engine and the reward processes."""
@@ -230,26 +259,38 @@ class Generator:
         self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
     ) -> list[SlotRollout]:
         # A collector belongs to one thread; its environment has a fixed number of slots.
-        by_size: dict[int, tuple[Any, EnginePolicy, GroupCollector]]
-        by_size = self._collectors.__dict__.setdefault("by_size", {})
+        by_size: dict[int, _Seat] = self._collectors.__dict__.setdefault("by_size", {})
         if len(prompts) not in by_size:
-            env = self._build_environment(
-                num_slots=len(prompts), decode=self._decode, score=self._rewards.score
-            )
-            policy = self._build_policy()
-            by_size[len(prompts)] = env, policy, GroupCollector(env, policy)
-        env, policy, collector = by_size[len(prompts)]
-        env.ask(prompts)
-        policy.names, policy.seeds, policy.temperature = names, seeds, temperature
-        return collector.rollout()
+            by_size[len(prompts)] = self._seat(len(prompts))
+        seat = by_size[len(prompts)]
+        seat.policy.names, seat.policy.seeds = names, seeds
+        seat.policy.temperature = temperature
+        try:
+            seat.environment.call(seat.env.ask, prompts)
+            return seat.collector.rollout(seat.environment.call)
+        except (EngineStoppedError, RewardPoolError):
+            raise
+        except Exception as error:  # a user's environment: its failure is these samples', and told
+            del by_size[len(prompts)]  # its state is anyone's guess: the next group gets another
+            seat.environment.leave(seat.env.close)
+            _log.warning("an environment failed", exc_info=True)
+            problem = f"environment: {type(error).__name__}: {error}"[:_SHOWN]
+            return [SlotRollout.failed(np.asarray(p["prompt_ids"]), problem) for p in prompts]
+
+    def _seat(self, num_slots: int) -> _Seat:
+        environment = EnvironmentThread(self._environment_timeout_s)
+        arguments = {"num_slots": num_slots, "decode": self._decode, "score": self._rewards.score}
+        env = environment.call(partial(self._build_environment, **arguments))
+        policy = self._build_policy()
+        return _Seat(environment, env, policy, GroupCollector(env, policy))
 
     def _readable(self, trajectory: Trajectory) -> dict[str, Any]:
-        versions = trajectory.token_versions[trajectory.response_mask]
+        versions = trajectory.token_versions[trajectory.response_mask].tolist()
         return {
             "response": self._decode(trajectory.response_ids.tolist()),
             "finish_reason": trajectory.finish_reason,
             "response_tokens": len(versions),
-            "versions": [int(versions.min()), int(versions.max())],
+            "versions": [min(versions), max(versions)] if versions else None,
             "reward": trajectory.reward,
             "reward_terms": trajectory.reward_terms,
             "success": trajectory.success,

@@ -21,8 +21,15 @@ from typing import Any
 _START_TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG = 1
 
+_SHOWN = 1000
+"""Characters of a failure's message that are kept: it may quote the whole response."""
+
 Sample = dict[str, str]
 """What a reward sees: prompt_text, response_text, answer, finish_reason."""
+
+
+class RewardPoolError(RuntimeError):
+    """The rewards cannot be built, or their processes not be started: no sample's fault."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class RewardPool:
             The scores, in order.
 
         Raises:
-            RuntimeError: if the rewards cannot be built, or their processes not be started.
+            RewardPoolError: if the rewards cannot be built, or their processes not be started.
         """
         return list(self._threads.map(self._score_one, samples))
 
@@ -117,7 +124,7 @@ class RewardPool:
         if worker is None:
             with self._lock:  # or a process could be started behind the back of `close`
                 if self._closed:
-                    raise RuntimeError("the reward pool is closed")
+                    raise RewardPoolError("the reward pool is closed")
                 worker = self._own.worker = _Worker(self._rewards)
                 self._workers.add(worker)
         return worker
@@ -130,7 +137,7 @@ class RewardPool:
             problem = f"TimeoutError after {self._timeout_s:g} s"
         except (EOFError, ConnectionError):
             problem = "its process died"
-        except RuntimeError:
+        except RewardPoolError:
             self._drop(worker)
             raise
         self._drop(worker)
@@ -167,7 +174,7 @@ class _Worker:
             TimeoutError: after `timeout_s`.
             EOFError: if the process died.
             ConnectionError: likewise.
-            RuntimeError: if it did not start.
+            RewardPoolError: if it did not start.
         """
         if not self._ready:
             self._wait_until_ready()
@@ -187,10 +194,10 @@ class _Worker:
 
     def _wait_until_ready(self) -> None:
         if not self._connection.poll(_START_TIMEOUT_S):
-            raise RuntimeError(f"rewards: no process within {_START_TIMEOUT_S:g} s")
+            raise RewardPoolError(f"rewards: no process within {_START_TIMEOUT_S:g} s")
         problem = self._connection.recv()
         if problem is not None:
-            raise RuntimeError(problem)
+            raise RewardPoolError(problem)
         self._ready = True
 
 
@@ -213,13 +220,16 @@ def score_sample(
         try:
             value = float(reward(**sample))
         except Exception as error:  # a user's code: its failure is this sample's, and is reported
-            return Score(math.nan, {}, False, f"reward {name}: {type(error).__name__}: {error}")
+            problem = f"reward {name}: {type(error).__name__}: {error}"
+            return Score(math.nan, {}, False, problem[:_SHOWN])
         if not math.isfinite(value):
             return Score(math.nan, {}, False, f"reward {name}: gave {value}")
         terms[name] = value
         if spec.is_success:
             success = value >= getattr(reward, "max_reward", 1.0)
     total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
+    if not math.isfinite(total):
+        return Score(math.nan, {}, False, f"rewards: their weighted sum is {total}")
     return Score(total, terms, success, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import netrc
 import os
 import sys
@@ -45,6 +46,41 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"{key}: {node._component_} cannot be built: {what}") from error
 
 
+def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
+    """The tokenizer, the data set and the evaluation data set.
+
+    Args:
+        cfg: checked by preflight.
+
+    Raises:
+        ValueError: naming file, row and field of the first prompt that cannot be answered in the
+            policy's context.
+    """
+    tokenizer = build("tokenizer", cfg.tokenizer)
+    data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
+    response = cfg.generator.max_response_tokens
+    hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
+    limits = {
+        "generator.max_model_len": cfg.generator.max_model_len,
+        "model.max_seq_len": cfg.model.get("max_seq_len"),
+        "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
+        "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+    }
+    name, most = min(((k, v) for k, v in limits.items() if v is not None), key=lambda item: item[1])
+    for key, dataset in data.items():
+        for prompt in map(dataset.__getitem__, range(len(dataset))):
+            length = len(prompt["prompt_ids"])
+            if 0 < length <= most - response:
+                continue
+            source = cfg[key].get("source", cfg[key]._component_)
+            raise ValueError(
+                f"{key} {source}, row {prompt['prompt_index'] + 1}, field question: the prompt "
+                f"has {length} tokens; allowed: 1 to {most - response}, {name} less "
+                f"generator.max_response_tokens"
+            )
+    return tokenizer, data["dataset"], data["eval_dataset"]
+
+
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
     """The optimizer's node with a number for `lr`, and the schedule that stood there, if any."""
     if OmegaConf.is_dict(node.get("lr")):
@@ -74,8 +110,18 @@ def check_components(cfg: DictConfig) -> None:
     with torch.device("meta"):
         model = build("model", cfg.model)
     base = Path(cfg.base_model_path)
-    to_hf = hf_converter(cfg.checkpointer.model_type, base)
-    shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(model.state_dict()).items()}
+    kind = cfg.checkpointer.model_type
+    try:
+        converted = hf_converter(kind, base)(model.state_dict())
+    except ValueError:
+        raise
+    except Exception as error:  # whatever torchtune raises on another family's names
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
+            f"so, {what}; allowed: the family of both model and {base / 'config.json'}"
+        ) from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
     try:
         check_names_and_shapes(shapes, checkpoint_shapes(base))
     except ValueError as error:

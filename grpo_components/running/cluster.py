@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import ray
 from omegaconf import DictConfig
+from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
 from grpo_components.running.restarts import RestartBudget
@@ -28,6 +29,12 @@ from grpo_components.running.role import Family, Role
 from grpo_components.running.role_host import RoleHost, resource_use
 from grpo_components.running.supervision import RoleFailedError, root_cause
 
+_LOOPBACK_ONLY = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Where the roles' own libraries listen, unless the user's environment says otherwise."""
 _SHUTDOWN_KILL_S = 5.0
 """How long stopped processes may take to be gone before they are killed."""
 _HEARTBEAT_EVERY_S = 5.0
@@ -59,6 +66,8 @@ class Cluster:
         heartbeat_s: how late a role's sign of life may be.
         note: told of restarts, in words.
         record: told of restarts, for the event log.
+        object_store_memory: bytes of shared memory for objects; more is spilled to Ray's folder.
+            None leaves it to Ray.
     """
 
     def __init__(
@@ -71,8 +80,9 @@ class Cluster:
         heartbeat_s: float = 60.0,
         note: Callable[[str], None] = _LOG.warning,
         record: Callable[..., None] = _ignore,
+        object_store_memory: int | None = None,
     ) -> None:
-        self._logs = output_dir / "logs"
+        self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._note, self._record = heartbeat_s, note, record
@@ -97,6 +107,8 @@ class Cluster:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Ray would print a paragraph on every death, beside our own line.
         ray_worker.print_to_stdstream = _log_only
+        # Ray has no other switch that makes all of its processes listen on loopback only.
+        ray_constants.ENABLE_RAY_CLUSTER = False
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
@@ -105,6 +117,7 @@ class Cluster:
             logging_level=getattr(
                 logging, "ERROR" if self._log_level == "WARNING" else self._log_level
             ),
+            object_store_memory=self._object_store_memory,
             _temp_dir=str(self.temp_dir),
         )
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there, which exits
@@ -140,6 +153,7 @@ class Cluster:
             "OMP_NUM_THREADS": str(cpu_threads),
             # Threads that spin while they wait slow everyone down where roles share cores.
             "OMP_WAIT_POLICY": "PASSIVE",
+            **{name: os.environ.get(name, value) for name, value in _LOOPBACK_ONLY.items()},
             **(env or {}),
         }
         options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": variables}}
@@ -308,6 +322,7 @@ def build_cluster(
         heartbeat_s=cfg.timeouts.heartbeat_s,
         note=note,
         record=record,
+        object_store_memory=cfg.object_store_memory,
     )
 
 

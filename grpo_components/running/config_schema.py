@@ -27,6 +27,8 @@ class Rule:
     refused: Mapping[Any, str] = field(default_factory=dict)
     """Why, of values that one might expect among the choices."""
     or_path: bool = False
+    needed: bool = False
+    """Among a component's arguments: the recipe reads it, too."""
     default: Any = ABSENT
 
 
@@ -49,7 +51,7 @@ REFUSED_MODEL_TYPES = {
     "T5_ENCODER": "it is an encoder, and generates no text",
     "REWARD": "it gives scores, and generates no text",
 }
-MODEL_TYPE = Rule(str, choices=MODEL_TYPES, refused=REFUSED_MODEL_TYPES)
+MODEL_TYPE = Rule(str, choices=MODEL_TYPES, refused=REFUSED_MODEL_TYPES, needed=True)
 DATASET: Schema = {
     "_component_": PATH,
     "source": PATH,
@@ -148,7 +150,7 @@ SCHEMA: Schema = {
     "log_peak_memory_stats": FLAG,
     "profiler": {
         "_component_": PATH,
-        "enabled": FLAG,
+        "enabled": Rule(bool, default=False),
         "wait_steps": Rule(int, low=0, null=True),
         "warmup_steps": Rule(int, low=0, null=True),
         "active_steps": Rule(int, low=1, null=True),
@@ -158,6 +160,8 @@ SCHEMA: Schema = {
     "restart_window_s": Rule(float, above=0, default=3600.0),
     "min_generators": Rule(int, low=1, null=True, default=None),  # null: all of them
     "replay_events": Rule(str, null=True, default=None),
+    "max_failed_samples": Rule(int, low=1, default=64),  # between two training steps
+    "object_store_memory": Rule(int, low=75 * 2**20, null=True, default=None),  # bytes, of Ray
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),
@@ -213,7 +217,7 @@ def read_section(schema: Schema, given: Any, key: str) -> Any:
     for name, rule in schema.items():
         if not isinstance(rule, Rule):
             values[name] = read_section(rule, given.get(name), f"{prefix}{name}")
-        elif name in given or rule.default is not ABSENT or not is_node:
+        elif name in given or rule.default is not ABSENT or rule.needed or not is_node:
             values[name] = _read_value(rule, given.get(name, rule.default), f"{prefix}{name}")
     return {**given, **values} if is_node else values
 

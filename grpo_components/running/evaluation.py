@@ -14,6 +14,8 @@ from grpo_components.running.role import Role
 from grpo_components.running.step_metrics import evaluation_metrics
 from grpo_components.running.supervision import RoleLostError
 
+Scored = Callable[[int, list[dict[str, Any]]], list[dict[str, Any]]]
+
 
 class Sampling(Protocol):
     """What an evaluation needs of a generator."""
@@ -32,6 +34,7 @@ class Evaluation:
         temperature: by training step.
         timeout_s: longest wait for one batch.
         pull: brings a generator to the published weights; told what for.
+        scored: by step and results, those results that have a score; it counts the others.
     """
 
     def __init__(
@@ -42,9 +45,11 @@ class Evaluation:
         temperature: Schedule,
         timeout_s: float,
         pull: Callable[[Any, str], Awaitable[None]],
+        scored: Scored,
     ) -> None:
         self._held_out, self._batch = held_out, batch
-        self._temperature, self._timeout_s, self._pull = temperature, timeout_s, pull
+        self._temperature, self._timeout_s = temperature, timeout_s
+        self._pull, self._scored = pull, scored
 
     async def __call__(self, step: int, generators: Sequence[Sampling]) -> dict[str, float]:
         """Evaluate.
@@ -62,7 +67,8 @@ class Evaluation:
             results: list[Any] = await asyncio.gather(*shares, return_exceptions=True)
             failures = [result for result in results if isinstance(result, BaseException)]
             if not failures:
-                return evaluation_metrics([result for share in results for result in share])
+                everything = [result for share in results for result in share]
+                return evaluation_metrics(self._scored(step, everything))
             for failure in failures:
                 if not isinstance(failure, RoleLostError):  # else the others do its share
                     raise failure
@@ -83,6 +89,7 @@ def build_evaluation(
     held_out: Sequence[Any],
     temperature: Schedule,
     pull: Callable[[Any, str], Awaitable[None]],
+    scored: Scored,
 ) -> Evaluation:
     """The evaluation that a config asks for.
 
@@ -91,6 +98,7 @@ def build_evaluation(
         held_out: rows of the evaluation data set.
         temperature: by training step.
         pull: brings a generator to the published weights; told what for.
+        scored: by step and results, those results that have a score; it counts the others.
     """
     return Evaluation(
         held_out,
@@ -98,4 +106,5 @@ def build_evaluation(
         temperature=temperature,
         timeout_s=cfg.timeouts.rollout_s,
         pull=pull,
+        scored=scored,
     )

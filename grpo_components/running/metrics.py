@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torchtune.training.metric_logging import MetricLoggerInterface
+
+from grpo_components.running.output_folder import append_line
 
 
 class MetricLog:
@@ -40,12 +42,15 @@ class MetricLog:
             metrics (Mapping[str, Any]): a number (or one-element tensor or array) by metric key.
         """
         values = {key: _plain(value) for key, value in metrics.items()}
-        _write_line(self._metrics, {"step": step, **values})
+        append_line(self._metrics, _line({"step": step, **values}))
         evaluated = any(key.startswith("eval/") for key in values)
         if step % self._log_every_n_steps == 0 or evaluated:
             # TensorBoard and W&B keep NaN as a gap; a null they would refuse.
             payload = {key: math.nan if value is None else value for key, value in values.items()}
-            self._metric_logger.log_dict(payload, step)
+            try:
+                self._metric_logger.log_dict(payload, step)
+            except OSError as error:  # the logger's own file or server, which it does not name
+                raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def log_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled groups to `logs/rollouts.jsonl`, one line each.
@@ -55,7 +60,7 @@ class MetricLog:
             groups (Sequence[Mapping[str, Any]]): a group's texts, rewards and versions by name.
         """
         for group in groups:
-            _write_line(self._rollouts, {"step": step, **_plain(group)})
+            append_line(self._rollouts, _line({"step": step, **_plain(group)}))
 
     def close(self) -> None:
         """Close the files, then the logger (which may have to talk to a server)."""
@@ -64,9 +69,8 @@ class MetricLog:
         self._metric_logger.close()
 
 
-def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(record, allow_nan=False) + "\n")
-    file.flush()
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -43,6 +45,25 @@ def reopen_output_folder(folder: Path, cfg: DictConfig, attempt: int) -> None:
     OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
     for path in [*folder.glob("*.jsonl"), *folder.glob("logs/*.jsonl")]:
         cut_torn_line(path)
+
+
+def append_line(file: TextIO, line: str) -> None:
+    """Write one line of a run's file, out to the operating system.
+
+    Args:
+        file: opened for appending.
+        line: without its end.
+
+    Raises:
+        OSError: naming the file, if it cannot be written; no part of the line is written later.
+    """
+    try:
+        file.write(line + "\n")
+        file.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):  # or what is left of the line is tried at every close
+            file.close()
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error
 
 
 def cut_torn_line(path: Path) -> None:

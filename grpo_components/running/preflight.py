@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -46,6 +48,8 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 REWARD_CALL = dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"))
+_PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.\[\]-]+\}")
+SUFFIXES = (".jsonl", ".parquet")  # of local data sets
 PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
 
 
@@ -61,6 +65,7 @@ def check(cfg: DictConfig) -> DictConfig:
     Raises:
         ValueError: one line, "key: what is wrong; allowed: ...", for the first problem found.
     """
+    _check_interpolations("", OmegaConf.to_container(cfg, resolve=False))
     try:
         given = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -81,6 +86,16 @@ def check(cfg: DictConfig) -> DictConfig:
     check_replay(values)
     _check_components(values)
     return OmegaConf.create(values)
+
+
+def _check_interpolations(key: str, given: Any) -> None:
+    """Refuse OmegaConf's resolvers: a config is data, and some of them run code."""
+    if isinstance(given, str) and "${" in _PLAIN_INTERPOLATION.sub("", given):
+        fail(key, f"{shown(given)} given", "${key} alone, and no resolver")
+    items = given.items() if isinstance(given, dict) else ()
+    items = enumerate(given) if isinstance(given, list) else items
+    for name, value in items:
+        _check_interpolations(f"{key}.{name}" if key else str(name), value)
 
 
 def _check_values_together(v: dict[str, Any]) -> None:
@@ -110,6 +125,10 @@ def _check_values_together(v: dict[str, Any]) -> None:
         problem = "true given with device: cpu, where flex attention has no backward"
         fail("packing", problem, "false, or device: cuda")
     check_training(v)
+    memory = psutil.virtual_memory().total
+    if (v["object_store_memory"] or 0) > memory:
+        problem = f"{v['object_store_memory']} given, more than the memory of this machine"
+        fail("object_store_memory", problem, f"at most {memory}")
     prompt = v["dataset"].get("max_prompt_tokens") or 1
     longest = prompt + v["generator"]["max_response_tokens"]
     limits = {"tokens_per_micro_batch": v["tokens_per_micro_batch"]}
@@ -192,8 +211,12 @@ def _check_files(v: dict[str, Any]) -> None:
     files += [(f"tokenizer.{key}", Path(tokenizer[key])) for key in keys]
     for key in ("dataset", "eval_dataset"):
         source = v[key].get("source", "")
-        if source.startswith(("/", ".")) or source.endswith((".jsonl", ".parquet")):
-            files.append((f"{key}.source", Path(source)))
+        path = Path(source)
+        if source.startswith(("/", ".")) or path.suffix in SUFFIXES or path.exists():
+            files.append((f"{key}.source", path))
+            if path.is_dir() or (path.exists() and path.suffix not in SUFFIXES):
+                problem = f"{source} is a {'folder' if path.is_dir() else 'file of another kind'}"
+                fail(f"{key}.source", problem, f"a {' or '.join(SUFFIXES)} file, or a hub name")
     for key, file in files:
         if not file.is_file():
             fail(key, f"no file {file}", "an existing file")

@@ -15,6 +15,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from grpo_components.running.plain_text import one_line
+
 REFRESHES_PER_SECOND = 4
 STEPS_FOR_ETA = 20
 EVERY_STEP_UNTIL = 5
@@ -88,9 +90,9 @@ class Progress:
         """Leave a line above the display, such as an evaluation's result or a checkpoint's place.
 
         Args:
-            text (str): one line.
+            text (str): shown as one line, whatever is in it.
         """
-        self._print(Text(text))
+        self._print(Text(one_line(text)))
 
     def close(self) -> None:
         """End the live display; its last state stays on the screen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from omegaconf import DictConfig
 
 from grpo_components.exchange.ledger import GroupEvent, Ledger
 from grpo_components.exchange.turns import ReplayError
-from grpo_components.running.output_folder import cut_torn_line
+from grpo_components.running.output_folder import append_line, cut_torn_line
 from grpo_components.running.replay import Original, read_original
 
 FORMAT = 1
@@ -168,13 +169,23 @@ class Receipts:
         self._acknowledged = []
 
     def close(self) -> None:
-        """Write the end record, however the run ended: which groups and prompts are left."""
+        """Write the end record, however the run ended: which groups and prompts are left.
+
+        Raises:
+            OSError: if it cannot be written; not where the run has failed, which is told already.
+        """
         if self._file.closed:
             return
+        finished = self._step == self._ledger.num_steps
+        with contextlib.nullcontext() if finished else contextlib.suppress(OSError):
+            self._write_end(finished)
+        self._file.close()
+
+    def _write_end(self, finished: bool) -> None:
         events = self._ledger.drain_events()
         self._write(
             "end",
-            finished=self._step == self._ledger.num_steps,
+            finished=finished,
             step=self._step,
             policy_version=self._policy_version,
             generators=self._generators,
@@ -195,12 +206,10 @@ class Receipts:
                 for prompt, epoch in self._ledger.waiting_prompts
             ],
         )
-        self._file.close()
 
     def _write(self, record: str, **fields: Any) -> None:
         line = json.dumps({"record": record, "attempt": self._attempt, **fields}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        append_line(self._file, line)
 
 
 def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:

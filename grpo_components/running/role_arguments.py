@@ -125,6 +125,8 @@ def role_arguments(
         "rewards": reward_specs(cfg.rewards),
         "reward_workers": cfg.reward_workers,
         "reward_timeout_s": cfg.timeouts.reward_s,
+        # Before the driver gives the generator up: then only this group is lost.
+        "environment_timeout_s": cfg.timeouts.rollout_s / 2,
         "group_size": cfg.group_size,
         "rollouts_in_flight": cfg.rollouts_in_flight,
         "seed": cfg.seed,

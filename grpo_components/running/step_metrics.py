@@ -35,14 +35,13 @@ def rollout_metrics(
         "rollout/reward_mean": mean([reward for reward, _ in scored]),
         "rollout/success_rate": mean([success for _, success in scored]),
         "rollout/response_tokens_mean": mean(tokens),
-        "rollout/failed_samples": len(samples) - len(scored),
         "staleness/mean": policy_version - version_sum / trained if trained else math.nan,
         "staleness/max": policy_version - min(token_versions, default=policy_version),
     }
 
 
 def buffer_metrics(
-    waited_s: float, buffered: int, dropped_stale: int, filtered: int
+    waited_s: float, buffered: int, dropped_stale: int, filtered: int, failed_samples: int
 ) -> dict[str, float]:
     """How a step got its batch.
 
@@ -51,6 +50,7 @@ def buffer_metrics(
         buffered: groups left in the buffer.
         dropped_stale: groups that were found too old.
         filtered: groups that were never buffered, since the start of the run.
+        failed_samples: whose reward or environment failed, since the step before.
     """
     return {
         "time/wait_for_batch": waited_s,
@@ -58,6 +58,7 @@ def buffer_metrics(
         "buffer/size": buffered,
         "buffer/dropped_stale": dropped_stale,
         "buffer/filtered": filtered,
+        "rollout/failed_samples": failed_samples,
     }
 
 
@@ -65,19 +66,16 @@ def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]
     """Held-out success and reward, stamped with the version that sampled all of it.
 
     Args:
-        results: one per held-out prompt: reward, success, error, oldest_version, newest_version.
+        results: one per held-out prompt that was scored: reward, success, oldest_version,
+            newest_version.
     """
-    scored = [result for result in results if result["error"] is None]
-    if not scored:
-        error = results[0]["error"]
-        raise RuntimeError(f"no sample of an evaluation could be scored; the first: {error}")
     versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
     assert len(versions) == 1, f"an evaluation saw several policy versions: {sorted(versions)}"
     return {
-        "eval/success_rate": mean([result["success"] for result in scored]),
-        "eval/reward_mean": mean([result["reward"] for result in scored]),
+        "eval/success_rate": mean([result["success"] for result in results]),
+        "eval/reward_mean": mean([result["reward"] for result in results]),
         "eval/policy_version": versions.pop(),
-        "eval/prompts": len(scored),
+        "eval/prompts": len(results),
     }
 
 

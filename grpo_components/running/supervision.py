@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import signal
 import sys
 import time
@@ -17,10 +18,17 @@ from yaml import YAMLError
 
 from grpo_components.exchange.turns import ReplayError
 from grpo_components.objective.dynamic_sampling import StarvedError
+from grpo_components.running.failed_samples import FailedSamplesError
+from grpo_components.running.plain_text import one_line, plain
 from grpo_components.training.skipped_steps import SkippedStepsError
 
-_TOLD_WITHOUT_TRACEBACK = (ReplayError, StarvedError, SkippedStepsError, TimeoutError, OSError)
+_TOLD_WITHOUT_TRACEBACK = (
+    *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError),
+    *(TimeoutError, OSError),
+)
 """Ends of a run that are no bug, besides a role's failure."""
+_CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
+"""Only `setup` lets these out; what a loop raises comes in a group."""
 
 
 FailureKind = Literal["died", "silent", "raised", "waited"]
@@ -108,20 +116,27 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         recipe_main()
-    except (ValueError, YAMLError, OmegaConfBaseException) as error:  # only `setup` lets these out
-        text = " ".join(str(error).split())
-        sys.stderr.write(f"config error: {text}\n")
-        return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"{'terminated' if terminated else 'interrupted'}: all roles stopped\n")
         return 143 if terminated else 130
     except Exception as error:  # the end of the run: whatever it was, say it
+        if isinstance(error, _CONFIG_ERRORS) or not _began(recipe_main, error):
+            sys.stderr.write(f"config error: {one_line(str(error)) or type(error).__name__}\n")
+            return 2
         cause = root_cause(error)
         if not isinstance(cause, (RoleFailedError, *_TOLD_WITHOUT_TRACEBACK)):
-            traceback.print_exception(cause)  # a bug, maybe in a forked recipe: show the place
-        sys.stderr.write(f"error: {str(cause) or type(cause).__name__}\n")
+            # A bug, maybe in a forked recipe: show the place.
+            sys.stderr.write(plain("".join(traceback.format_exception(cause))))
+        sys.stderr.write(f"error: {plain(str(cause)) or type(cause).__name__}\n")
         return 1
     return 0
+
+
+def _began(recipe_main: Callable[[], Any], error: Exception) -> bool:
+    """Whether an error comes from the recipe, and not from torchtune's reading of the config."""
+    recipe = inspect.unwrap(recipe_main)
+    frames = traceback.walk_tb(error.__traceback__)
+    return recipe is recipe_main or any(frame.f_code is recipe.__code__ for frame, _ in frames)
 
 
 def root_cause(error: BaseException) -> BaseException:

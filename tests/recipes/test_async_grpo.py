@@ -1,6 +1,7 @@
 """The recipe end to end, by the real `tune`, on real Ray, vLLM, torchrl and torchtune."""
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -175,7 +176,11 @@ KEYS = {
 
 @pytest.mark.slow
 def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
-    output, output_dir = succeed(tune, config="tiny_async_grpo_2x2")
+    process, output_dir = tune(config="tiny_async_grpo_2x2")
+    wait_for_step(process)
+    assert_loopback_only(process)
+    code, output = finish(process)
+    assert code == 0, output
     steps = metrics(output_dir)
     for record in steps[1:]:
         assert record.keys() >= KEYS
@@ -196,6 +201,18 @@ def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
     assert all(len(group["responses"]) == len(group["advantages"]) for group in groups)
     assert_checkpoint_loads(output_dir / "checkpoints" / "latest")
     assert "saved" in output
+
+
+def assert_loopback_only(process):
+    """Whatever listens in a run, in any of its processes, cannot be reached from elsewhere."""
+    listening = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sockets = each.net_connections("inet")
+            listening += [(each.name(), s.laddr.ip) for s in sockets if s.status == "LISTEN"]
+    addresses = [ipaddress.ip_address(ip.removeprefix("::ffff:")) for _, ip in listening]
+    assert len(addresses) > 5, "Ray, gloo and the roles listen"
+    assert all(address.is_loopback for address in addresses), listening
 
 
 def assert_checkpoint_loads(folder):
@@ -263,8 +280,7 @@ def test_every_part_of_the_objective_at_once(tune):
     assert all(record["loss/kl_reference"] >= 0 for record in steps)
     # Temperatures differ over the groups of a batch, and the trainer uses each one's own.
     assert all(record["mismatch/ratio_p50"] == pytest.approx(1, abs=0.05) for record in steps)
-    receipts = [r for r in records(output_dir / "receipts.jsonl") if r["record"] == "step"]
-    assert sum(record["groups"]["filtered"]["count"] for record in receipts) > 0
+    assert sum(record["groups"]["filtered"]["count"] for record in receipts(output_dir)) > 0
     code, table = audit(output_dir)
     assert code == 0, table
 
@@ -362,6 +378,63 @@ def test_a_copied_recipe_with_another_loss_and_other_knobs_runs(tune, tmp_path):
     assert all(record["staleness/max"] <= 3 for record in steps)
     code, table = audit(output_dir)
     assert code == 0, table
+
+
+UNRELIABLE = """
+import zlib
+
+from grpo_components.rollout.environments import SingleTurnEnvironment
+
+
+class Environment(SingleTurnEnvironment):
+    def _step(self, tensordict):
+        if self._prompts[0]["prompt_index"] % 5 == 3 and len(self._prompts) > 1:
+            raise RuntimeError("no such level")
+        return super()._step(tensordict)
+
+
+class Reward:
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        if zlib.crc32(response_text.encode()) % 4 == 0:
+            raise ValueError(f"cannot read \\x1b[2J{response_text!r}")
+        return float(answer in response_text)
+"""
+
+
+@pytest.mark.slow
+def test_rewards_and_environments_that_fail_cost_their_samples_only(tune, tmp_path):
+    """In an object store that holds no more than a few snapshots of the weights."""
+    (tmp_path / "unreliable.py").write_text(UNRELIABLE)
+    output, output_dir = succeed(
+        tune,
+        *SHORT,
+        *(
+            "environment=unreliable.Environment",
+            "rewards.correctness._component_=unreliable.Reward",
+        ),
+        *("~rewards.correctness.answer_format", "max_failed_samples=1000"),
+        "object_store_memory=80000000",
+    )
+    assert "failed in" in output and "\x1b" not in output
+    failed = records(output_dir / "logs" / "failed_samples.jsonl")
+    assert all(record["prompt"].startswith("Question: ") for record in failed)
+    groups = [record for record in failed if "group_id" in record]
+    lost = [record for record in groups if any("no such level" in e for e in record["errors"])]
+    assert lost and all(list(record["errors"].values()) == [4] for record in lost)
+    assert any("reward correctness: ValueError" in e for r in groups for e in r["errors"])
+    assert len(groups) < len(failed), "evaluations' failures are there, too"
+    steps = metrics(output_dir)[1:]
+    counted = sum(record["rollout/failed_samples"] for record in steps)
+    assert 0 < counted <= sum(sum(record["errors"].values()) for record in failed)
+    trained = {g["group_id"] for r in receipts(output_dir) for g in r["trained"]}
+    assert trained and not trained & {record["group_id"] for record in lost}
+    code, table = audit(output_dir)
+    assert code == 0, table
+
+
+def receipts(output_dir):
+    """The records of its steps."""
+    return [r for r in records(output_dir / "receipts.jsonl") if r["record"] == "step"]
 
 
 def wait_for_step(process, step=2):

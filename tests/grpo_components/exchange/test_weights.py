@@ -1,16 +1,20 @@
 """Weights keep their bits through names and buckets; damage is found before anything is loaded."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama3 import llama3
 from torchtune.models.phi3 import phi3, phi3_hf_to_tune
 from torchtune.models.qwen2 import qwen2, qwen2_hf_to_tune
 
 from grpo_components.exchange.weights import (
+    check_names_and_shapes,
+    checkpoint_shapes,
     hf_converter,
     layer_groups,
     pack_bucket,
@@ -99,6 +103,30 @@ def test_a_truncated_bucket_is_found():
     manifest, bucket = pack_bucket(tensors())
     with pytest.raises(ValueError, match="tensor d is damaged"):
         unpack_bucket(manifest, bucket[:-1])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"name": "z"}, {"dtype": "int32"}, {"shape": (5, 3)}, {"offset": 4}, {"nbytes": 8}]
+)
+def test_a_manifest_that_was_changed_is_found(changes):
+    manifest, bucket = pack_bucket(tensors())
+    with pytest.raises(ValueError, match=f"tensor {changes.get('name', 'a')} is damaged"):
+        unpack_bucket((replace(manifest[0], **changes), *manifest[1:]), bucket)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_a_tied_head_may_be_missing(tied, tmp_path):
+    """Or a lost one would leave the old one in use."""
+    shapes = {"lm_head.weight": torch.zeros(2, 3), "a": torch.zeros(1)}
+    save_file(shapes, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    expected = checkpoint_shapes(tmp_path)
+    check_names_and_shapes({"a": (1,), "lm_head.weight": (2, 3)}, expected)
+    if tied:
+        check_names_and_shapes({"a": (1,)}, expected)
+    else:
+        with pytest.raises(ValueError, match=r"lack the tensor lm_head\.weight"):
+            check_names_and_shapes({"a": (1,)}, expected)
 
 
 def test_an_empty_bucket_is_no_error():

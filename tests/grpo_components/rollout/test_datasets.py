@@ -76,6 +76,10 @@ def test_a_template_must_hold_the_question_once(jsonl, template):
         (b"{", "row 2"),
         (b"", "row 2"),
         (b"\xff\xfe", "row 2"),
+        (b"[" * 100_000, "row 2"),
+        (b"\x1f\x8b\x08\x00gzip", "row 2"),
+        (b'{"question": "a\\ud800?", "answer": "#### 2"}', "row 2.*question.*no Unicode"),
+        (b'{"question": "a?", "answer": "#### 2\\udfff"}', "row 2.*answer.*no Unicode"),
         (b"[]", "row 2.*question"),
         (b'{"answer": "#### 2"}', "row 2.*question"),
         (b'{"question": "a?"}', "row 2.*answer"),
@@ -113,9 +117,29 @@ def test_a_file_without_rows_is_named(tmp_path):
         load(write_lines(tmp_path / "empty.jsonl"))
 
 
-def test_a_file_that_is_no_parquet_is_named(tmp_path):
+@pytest.mark.parametrize("content", [b"question,answer", b"", b"PAR1" + bytes(64) + b"PAR1"])
+def test_a_file_that_is_no_parquet_is_named(tmp_path, content):
     with pytest.raises(ValueError, match=r"bad\.parquet"):
-        load(write_lines(tmp_path / "bad.parquet", b"question,answer"))
+        load(write_lines(tmp_path / "bad.parquet", content))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([], "no rows"),
+        ([{"question": "a?"}], "row 1.*no field answer"),
+        ([ROWS[0], {"question": None, "answer": "#### 1"}], "row 2, field question"),
+        ([{"question": 1, "answer": 2}], "row 1, field question"),
+    ],
+)
+def test_a_parquet_row_that_cannot_be_used_is_named_with_its_file_and_field(
+    tmp_path, rows, problem
+):
+    path = tmp_path / "bad.parquet"
+    schema = None if rows else pyarrow.schema([("question", pyarrow.string())])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+    with pytest.raises(ValueError, match=rf"bad\.parquet.*{problem}"):
+        load(path)
 
 
 def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):

@@ -3,8 +3,11 @@
 import asyncio
 import math
 import os
+import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
+from grpo_components.exchange.weights import (
+    check_names_and_shapes,
+    pack_bucket,
+    snapshot_checksum,
+)
+from grpo_components.objective.advantages import (
+    BatchNormalizedAdvantages,
+    GroupCenteredAdvantages,
+    GroupNormalizedAdvantages,
+    LeaveOneOutAdvantages,
+)
 from grpo_components.rollout.environments import SingleTurnEnvironment
 from grpo_components.rollout.reward_pool import Score
 from grpo_components.running.cluster import engine_environment
@@ -64,6 +77,8 @@ class FakeEngine:
         return future
 
     def load_weights(self, version, tensors):
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        check_names_and_shapes(shapes, {"a": (3,), "b": (3,)})  # as the real one does
         self.loaded.append((version, tensors))
         future = Future()
         future.set_result(None)
@@ -351,36 +366,50 @@ class Tokenizer:
 
 
 @pytest.fixture
-def generator(module, monkeypatch):
+def make_generator(module, monkeypatch):
+    """Build a generator over another environment."""
     monkeypatch.setattr(module, "VLLMEngine", FakeEngine)
     monkeypatch.setattr(
         module,
         "RewardPool",
         lambda *args, **kwargs: SimpleNamespace(score=scores, close=lambda: None),
     )
-    made = module.Generator(
-        model_path="",
-        device="cpu",
-        dtype="fp32",
-        build_tokenizer=Tokenizer,
-        build_environment=SingleTurnEnvironment,
-        rewards={},
-        reward_workers=1,
-        reward_timeout_s=1,
-        group_size=3,
-        rollouts_in_flight=2,
-        seed=42,
-        max_response_tokens=8,
-        stop_token_ids=[STOP],
-        truncation={},
-        max_model_len=64,
-        max_num_seqs=8,
-        gpu_memory_utilization=0.5,
-        enforce_eager=True,
-        recompute_kv_after_pull=False,
-    )
-    yield made
-    made.close()
+    made = []
+
+    def make(environment, **kwargs):
+        arguments = {
+            "model_path": "",
+            "device": "cpu",
+            "dtype": "fp32",
+            "build_tokenizer": Tokenizer,
+            "build_environment": environment,
+            "rewards": {},
+            "reward_workers": 1,
+            "reward_timeout_s": 1,
+            "environment_timeout_s": 60,
+            "group_size": 3,
+            "rollouts_in_flight": 2,
+            "seed": 42,
+            "max_response_tokens": 8,
+            "stop_token_ids": [STOP],
+            "truncation": {},
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+            "gpu_memory_utilization": 0.5,
+            "enforce_eager": True,
+            "recompute_kv_after_pull": False,
+        }
+        made.append(module.Generator(**arguments | kwargs))
+        return made[-1]
+
+    yield make
+    for generator in made:
+        generator.close()
+
+
+@pytest.fixture
+def generator(make_generator):
+    return make_generator(SingleTurnEnvironment)
 
 
 def group(generator, number, group_id):
@@ -437,12 +466,225 @@ def test_new_weights_from_all_ranks_reach_the_engine_together(generator):
     assert version == 5 and sorted(tensors) == ["a", "b"]
 
 
-def test_damaged_weights_are_refused_before_the_engine_sees_any(generator):
-    good, (manifest, bucket) = (pack_bucket([(name, torch.ones(3))]) for name in "ab")
+def bucket_of(*names, value=1.0):
+    return pack_bucket([(name, torch.full((3,), value)) for name in names])
+
+
+def flipped(manifest, bucket):
     bucket[5] ^= 1
-    with pytest.raises(ValueError, match="tensor b is damaged"):
-        asyncio.run(generator.load_weights(5, good, (manifest, bucket)))
-    assert generator.version == 0 and not generator._engine.loaded
+    return manifest, bucket
+
+
+def reordered(manifest, bucket):
+    """The names of two tensors of one shape change places."""
+    a, b = manifest
+    return (replace(a, name=b.name), replace(b, name=a.name)), bucket
+
+
+DAMAGED = {
+    "corrupted": ([flipped(*bucket_of("a", "b"))], "tensor a is damaged"),
+    "truncated": ([(bucket_of("a", "b")[0], bucket_of("a", "b")[1][:-1])], "tensor b is damaged"),
+    "empty": ([(bucket_of("a", "b")[0], np.empty(0, np.uint8))], "tensor a is damaged"),
+    "names exchanged": ([reordered(*bucket_of("a", "b"))], "tensor b is damaged"),
+    "manifests exchanged": (
+        [
+            (bucket_of("a")[0], bucket_of("b", value=2.0)[1]),
+            (bucket_of("b", value=2.0)[0], bucket_of("a")[1]),
+        ],
+        "tensor a is damaged",
+    ),
+    "a bucket lost": ([bucket_of("a")], "lack the tensor b"),
+    "a tensor lost": ([bucket_of("a"), bucket_of()], "lack the tensor b"),
+    "none came": ([], "lack the tensor a"),
+    "a bucket twice": ([bucket_of("a"), bucket_of("b"), bucket_of("a")], "tensor a came twice"),
+    "another rank's": ([bucket_of("a"), bucket_of("b", "c")], "unknown tensor c"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_weights_are_refused_before_the_engine_sees_any(generator, damage):
+    """And those that were loaded stay, with their version; the next whole ones are loaded."""
+    whole = [bucket_of("a", value=0.5), bucket_of("b", value=0.5)]
+    asyncio.run(generator.load_weights(4, *whole))
+    buckets, problem = DAMAGED[damage]
+    with pytest.raises(ValueError, match=problem):
+        asyncio.run(generator.load_weights(5, *buckets))
+    assert generator.version == 4
+    [(version, tensors)] = generator._engine.loaded
+    assert version == 4 and all((tensor == 0.5).all() for tensor in tensors.values())
+    asyncio.run(generator.load_weights(5, *reversed(whole)))  # the order of ranks is none
+    assert generator.version == 5
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_older_weights_that_come_after_newer_ones_are_refused(generator, monkeypatch, at_once):
+    buckets = [bucket_of("a"), bucket_of("b")]
+
+    async def one_after_the_other():
+        await generator.load_weights(6, *buckets)
+        await generator.load_weights(5, *buckets)
+
+    async def the_newer_overtakes():
+        newer_is_there = asyncio.Event()
+
+        async def unpack(function, given):
+            if given[0][0] == "delayed":
+                await newer_is_there.wait()
+                return function(given[1:])
+            return function(given)
+
+        monkeypatch.setattr(asyncio, "to_thread", unpack)
+        older = asyncio.create_task(generator.load_weights(5, ("delayed", None), *buckets))
+        await asyncio.sleep(0)
+        newer = asyncio.create_task(generator.load_weights(6, *buckets))
+        newer.add_done_callback(lambda _: newer_is_there.set())
+        await asyncio.gather(newer, older)
+
+    with pytest.raises(ValueError, match="version 5 came after those of 6"):
+        asyncio.run(the_newer_overtakes() if at_once else one_after_the_other())
+    assert generator.version == 6
+    assert [version for version, _ in generator._engine.loaded] == [6]
+
+
+# ---- environments that fail ---------------------------------------------------------------------
+
+
+class Breaks(SingleTurnEnvironment):
+    """Fails in the way that the prompt's text says, once each environment's life."""
+
+    made: ClassVar[list["Breaks"]] = []
+    released = threading.Event()
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.closed = threading.Event()
+        self.made.append(self)
+
+    def _reset(self, tensordict=None, **kwargs):
+        how = self._prompts[-1]["prompt_text"]
+        if how == "raises in reset":
+            raise RuntimeError("no such level")
+        if how == "hangs":
+            self.released.wait(30)
+        after = super()._reset(tensordict, **kwargs)
+        if how == "forgets a key":
+            after = lazy_stack([slot.exclude("tokens") for slot in after.unbind(0)], 0)
+        return after
+
+    def _step(self, tensordict):
+        how = self._prompts[-1]["prompt_text"]
+        if how == "raises in step":
+            raise KeyError("inventory")
+        if how == "exits":
+            raise SystemExit(3)
+        after = super()._step(tensordict)
+        for slot in after.unbind(0)[1:]:  # of the other samples
+            if how == "gives no score":
+                slot["score"] = NonTensorData(None)
+            if how == "gives nan":
+                slot["score"] = NonTensorData(Score(math.nan, {}, True, None))
+        return after
+
+    def close(self, **kwargs):
+        super().close(**kwargs)
+        self.closed.set()
+
+
+@pytest.fixture
+def breaking(make_generator):
+    Breaks.made.clear()
+    Breaks.released.clear()
+    yield make_generator(Breaks, environment_timeout_s=0.5, rollouts_in_flight=1)
+    Breaks.released.set()
+
+
+FAILURES = {
+    "raises in reset": "RuntimeError: no such level",
+    "raises in step": "KeyError: 'inventory'",
+    "exits": "RuntimeError: SystemExit(3)",
+    "hangs": "TimeoutError: the environment did not end its reset within 0.5 s",
+    "forgets a key": 'KeyError: \'key "tokens"',
+    "gives no score": "TypeError: the environment ended a slot with score None",
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_another(breaking, how):
+    bad = prompt(7) | {"prompt_text": how}
+    packed, summary, text = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
+    records = unpack(packed)
+    assert [t.finish_reason for t in records] == ["error"] * 3
+    assert all(math.isnan(t.reward) and not t.success for t in records)
+    assert all(f"environment: {FAILURES[how]}" in t.error for t in records)
+    assert not any(t.response_mask.any() for t in records), "nothing to train on"
+    assert summary.errors == [t.error for t in records]
+    assert summary.response_tokens == [0, 0, 0] and summary.oldest_version == -1
+    assert [r["versions"] for r in text["responses"]] == [None] * 3
+    _, summary, _ = group(breaking, number=4, group_id=4)
+    assert summary.errors == [] and len(Breaks.made) == 2
+    Breaks.released.set()
+    assert Breaks.made[0].closed.wait(10), "what was left behind is closed"
+
+
+def test_a_sample_without_a_number_for_a_reward_fails_alone(breaking):
+    bad = prompt(7) | {"prompt_text": "gives nan"}
+    _, summary, _ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
+    assert summary.finish_reasons[1:] == ["error", "error"] and len(Breaks.made) == 1
+    assert summary.finish_reasons[0] != "error" and math.isfinite(summary.rewards[0])
+    assert summary.errors == ["the environment gave the reward nan"] * 2
+
+
+def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking):
+    prompts = [prompt(i) for i in range(3)]
+    prompts += [prompt(i) | {"prompt_text": "raises in step"} for i in (3, 4)]
+    results = asyncio.run(breaking.evaluate(prompts, 1.0))
+    assert [result["error"] is None for result in results] == [True] * 3 + [False] * 2
+    assert [result["prompt_index"] for result in results] == list(range(5))
+    assert results[4]["prompt_text"] == "raises in step"
+    assert results[4]["oldest_version"] is None
+
+
+@pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError"])
+def test_a_failure_that_is_no_environments_is_the_generators(breaking, module, error):
+    """Without an engine, or without rewards, there is nothing to go on with."""
+
+    def fails(*_, **__):
+        raise getattr(module, error)("gone")
+
+    breaking._engine.submit = fails
+    with pytest.raises(getattr(module, error)):
+        group(breaking, number=4, group_id=4)
+
+
+def test_advantages_are_those_of_the_samples_that_were_scored(make_generator):
+    """No failed sample is a silent zero, neither its own nor in its siblings' mean."""
+
+    def some_fail(samples):
+        return [
+            Score(math.nan, {}, False, "reward correctness: TimeoutError after 1 s")
+            if number == 1
+            else Score(float(number), {"number": float(number)}, False, None)
+            for number, _ in enumerate(samples)
+        ]
+
+    def environment(*, num_slots, decode, score):
+        return SingleTurnEnvironment(num_slots=num_slots, decode=decode, score=some_fail)
+
+    generator = make_generator(environment, group_size=4)
+    packed, summary, _ = group(generator, number=4, group_id=4)
+    assert [t.finish_reason == "error" for t in unpack(packed)] == [False, True, False, False]
+    rewards = np.array([summary.rewards])
+    scored = np.delete(rewards, 1, axis=1)
+    kinds = (
+        GroupNormalizedAdvantages,
+        GroupCenteredAdvantages,
+        LeaveOneOutAdvantages,
+        BatchNormalizedAdvantages,
+    )
+    for kind in kinds:
+        advantages = kind()(rewards)[0]
+        assert advantages[1] == 0
+        assert np.delete(advantages, 1).tolist() == kind()(scored)[0].tolist()
 
 
 @pytest.mark.parametrize(

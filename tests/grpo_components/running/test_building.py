@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
-from grpo_components.running.building import build, check_components
+from grpo_components.running.building import build, build_data, check_components
 
 MODEL = {
     "vocab_size": 50,
@@ -106,8 +106,7 @@ def wrong(cfg):
     with pytest.raises(ValueError) as refused:
         check_components(cfg)
     message = str(refused.value)
-    assert "\n" not in message
-    return message
+    return " ".join(message.split())  # as `exit_code` shows it
 
 
 def test_what_fits_together_passes_with_and_without_a_scheduler(cfg):
@@ -147,6 +146,17 @@ def test_a_model_of_another_family_is_refused(cfg):
     assert wrong(cfg).startswith("model: lack the tensor model.layers.0.self_attn.")
 
 
+def test_a_model_type_of_another_family_than_the_model_is_refused(cfg):
+    cfg.checkpointer.model_type = "LLAMA3"
+    message = wrong(cfg)
+    assert message.startswith("checkpointer.model_type: LLAMA3 given, and torchtune.models.qwen2")
+
+
+def test_a_model_that_is_none_is_refused(cfg):
+    cfg.model = {"_component_": "collections.Counter"}
+    assert "AttributeError" in wrong(cfg)
+
+
 @pytest.mark.parametrize(
     ("key", "change", "start"),
     [
@@ -172,3 +182,74 @@ def test_checking_takes_no_memory_for_the_model(cfg):
     """A model of a thousand times this machine's memory is compared like any other."""
     cfg.model.vocab_size = 10**13
     assert wrong(cfg).startswith("model: model.embed_tokens.weight has shape [10000000000000, 32]")
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+MY_DATA = """
+class CharacterTokenizer:
+    def encode(self, text, add_bos, add_eos):
+        return [ord(character) for character in text]
+
+
+def empty_prompts(tokenizer):
+    return [{"prompt_index": 4, "prompt_ids": [], "prompt_text": "", "answer": "1"}]
+"""
+
+
+@pytest.fixture
+def data_cfg(tmp_path, monkeypatch):
+    (tmp_path / "my_data.py").write_text(MY_DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 100}))
+    rows = [{"question": "x" * size, "answer": "#### 1"} for size in (5, 20, 7)]
+    for name in ("train", "held_out"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    gsm8k = "grpo_components.rollout.datasets.gsm8k_dataset"
+    return OmegaConf.create(
+        {
+            "base_model_path": str(tmp_path),
+            "tokenizer": {"_component_": "my_data.CharacterTokenizer"},
+            "model": {"_component_": "a.Model"},
+            "dataset": {"_component_": gsm8k, "source": str(tmp_path / "train.jsonl")},
+            "eval_dataset": {"_component_": gsm8k, "source": str(tmp_path / "held_out.jsonl")},
+            "generator": {"max_response_tokens": 10, "max_model_len": None},
+            "tokens_per_micro_batch": 100,
+        }
+    )
+
+
+LIMITS = {
+    "max_position_embeddings": lambda cfg, most: Path(
+        cfg.base_model_path, "config.json"
+    ).write_text(json.dumps({"max_position_embeddings": most})),
+    "model.max_seq_len": lambda cfg, most: cfg.model.update(max_seq_len=most),
+    "generator.max_model_len": lambda cfg, most: cfg.generator.update(max_model_len=most),
+    "tokens_per_micro_batch": lambda cfg, most: cfg.update(tokens_per_micro_batch=most),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+def test_a_prompt_that_leaves_no_room_for_its_response_is_named_by_file_row_and_field(
+    data_cfg, limit, key
+):
+    LIMITS[limit](data_cfg, 30)
+    _, dataset, held_out = build_data(data_cfg)
+    assert len(dataset) == len(held_out) == 3
+    LIMITS[limit](data_cfg, 29)
+    other = {"dataset": "eval_dataset", "eval_dataset": "dataset"}[key]
+    data_cfg[other].num_rows = 1
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    start = f"{key} {data_cfg[key].source}, row 2, field question: the prompt has 20 tokens"
+    assert str(refused.value).startswith(start)
+    assert "1 to 19" in str(refused.value) and limit in str(refused.value)
+
+
+def test_an_empty_prompt_of_anyones_data_set_is_named(data_cfg):
+    data_cfg.dataset = {"_component_": "my_data.empty_prompts"}
+    with pytest.raises(ValueError, match=r"empty_prompts, row 5, field question.* has 0 tokens"):
+        build_data(data_cfg)

@@ -8,12 +8,16 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from grpo_components.running.cluster import Cluster
 from grpo_components.running.restarts import RestartBudget
 from grpo_components.running.supervision import RoleFailedError, RoleLostError
+
+STORE = 80 * 10**6
+"""Bytes of shared memory, nearly the least that Ray takes."""
 
 
 class Counter:
@@ -28,6 +32,12 @@ class Counter:
     def add(self, amount):
         self.value += amount
         return self.value
+
+    def block(self, size, value):
+        return np.full(size, value, np.uint8), value
+
+    def total_of(self, block):
+        return int(block.sum(dtype=np.int64))
 
     def wait(self):
         return self.release.wait(30)
@@ -75,7 +85,7 @@ def cluster(output_dir):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), path]))
     # Other tests of this process leave children of theirs, e.g. multiprocessing's resource tracker.
     not_ours = set(psutil.Process().children(recursive=True))
-    cluster = Cluster(output_dir, "WARNING", attempt=0)
+    cluster = Cluster(output_dir, "WARNING", attempt=0, object_store_memory=STORE)
     cluster.start()
     yield cluster
     children = set(psutil.Process().children(recursive=True)) - not_ours
@@ -111,6 +121,35 @@ def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir):
     assert psutil.pid_exists(record["pid"])
     assert record["attempt"] == 0
     assert (output_dir / "logs" / "counter.log").exists()
+
+
+def test_more_than_the_object_store_holds_is_spilled_and_nothing_is_lost(cluster):
+    """Also a block that is larger than all of it."""
+    role, sizes = spawn(cluster, "full"), [STORE // 3] * 6 + [STORE * 5 // 4]
+
+    async def run():
+        blocks = [role.submit("block", size, i, num_returns=2) for i, size in enumerate(sizes)]
+        for number, (_, value) in enumerate(blocks):
+            assert await role.result(value, "block", 60) == number
+        for number, (block, _) in enumerate(blocks):
+            total = await role.call("total_of", block, timeout_s=60)
+            assert total == number * sizes[number]
+
+    asyncio.run(run())
+    spilled = [p for p in cluster.temp_dir.rglob("*") if p.is_file() and p.stat().st_size > 10**7]
+    assert spilled
+
+
+def test_every_process_listens_on_loopback_only(cluster):
+    spawn(cluster, "listening")
+    sockets = [
+        (each.name(), connection.laddr.ip)
+        for each in psutil.Process().children(recursive=True)
+        for connection in each.net_connections("inet")
+        if connection.status == "LISTEN"
+    ]
+    assert len(sockets) > 3, "Ray listens"
+    assert {ip.removeprefix("::ffff:") for _, ip in sockets} == {"127.0.0.1"}, sockets
 
 
 def test_another_lane_runs_beside_a_blocking_call(cluster):

@@ -43,7 +43,14 @@ def evaluate(*generators, rows=10):
         generator.version = 7
 
     temperature = as_schedule("generator.temperature", 1.0)
-    evaluation = Evaluation(range(rows), batch=4, temperature=temperature, timeout_s=9.0, pull=pull)
+    evaluation = Evaluation(
+        range(rows),
+        batch=4,
+        temperature=temperature,
+        timeout_s=9.0,
+        pull=pull,
+        scored=lambda step, results: results,
+    )
     return asyncio.run(evaluation(3, generators))
 
 

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from grpo_components.running.output_folder import prepare_output_folder, reopen_output_folder
+from grpo_components.running.output_folder import (
+    append_line,
+    prepare_output_folder,
+    reopen_output_folder,
+)
 
 
 def cfg(**changes):
@@ -81,3 +85,12 @@ def test_a_reopened_folder_keeps_everything_but_a_torn_line(tmp_path):
     assert (folder / "checkpoints").is_dir()
     names = ("config_attempt_0.yaml", "config_attempt_1.yaml", "config.yaml")
     assert [OmegaConf.load(folder / name).seed for name in names] == [0, 1, 2]
+
+
+def test_a_full_disk_names_the_file_once_and_for_all(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")  # every write to it finds the disk full
+    with path.open("a") as file:
+        with pytest.raises(OSError, match=r"cannot be written: No space left.*metrics\.jsonl"):
+            append_line(file, "a record")
+        assert file.closed, "what is left of the line is not tried again"

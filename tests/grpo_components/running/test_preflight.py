@@ -155,7 +155,11 @@ def test_a_key_that_is_left_out_has_a_default_or_is_named(cfg, key):
         ("model=Qwen", "model: 'Qwen' given", "_component_ and its arguments"),
         ("model._component_=null", "model: null given", "_component_ and its arguments"),
         ("seed=${nothing}", "seed: Interpolation key 'nothing' not found", "that resolves"),
-        ("seed=${eval:1}", "seed: Unsupported interpolation type eval", "that resolves"),
+        *(
+            (f"seed={given}", f"seed: '{given}' given", "${key} alone, and no resolver")
+            for given in ("${eval:1}", "${oc.env:HOME}", "a ${oc.decode:b}", "${${seed}:1}")
+        ),
+        ("dataset.source=${dataset.${device}}", "dataset.source: ", "no resolver"),
     ],
 )
 def test_a_wrong_value_names_its_key_and_what_is_allowed(cfg, override, start, allowed):
@@ -567,3 +571,32 @@ def test_packed_rows_must_fit_the_models_positions(cfg, monkeypatch):
     message = refusal(cfg, *packing, "tokens_per_micro_batch=513")
     assert message.startswith("tokens_per_micro_batch: 513 given with packing: true")
     assert message.endswith("at most the model's 512")
+
+
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("rows.jsonl.gz", "is a file of another kind"),
+        ("rows.csv", "is a file of another kind"),
+        ("rows", "is a file of another kind"),
+        ("folder", "is a folder"),
+        ("folder.jsonl", "is a folder"),
+        ("nowhere.jsonl", "no file"),
+        ("nowhere/rows.parquet", "no file"),
+    ],
+)
+def test_a_local_data_set_that_is_no_file_of_rows_is_refused(cfg, key, name, problem):
+    path = Path(cfg.base_model_path) / name
+    if name.startswith("folder"):
+        path.mkdir()
+    elif name.startswith("rows"):
+        path.touch()
+    message = refusal(cfg, f"{key}.source={path}")
+    assert message.startswith(f"{key}.source: ") and problem in message and str(path) in message
+
+
+def test_the_object_store_must_fit_into_this_machine(cfg):
+    assert refusal(cfg, "object_store_memory=1").startswith("object_store_memory: 1 given")
+    assert refusal(cfg, "object_store_memory=1000000000000000").startswith("object_store_memory: ")
+    preflight.check(changed(cfg, "object_store_memory=80000000"))

@@ -242,3 +242,16 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 4096)
     except OSError:  # Linux says EIO when the other side has closed
         return b""
+
+
+@pytest.mark.parametrize("make", [pipe, lambda: terminal(Clock())])
+def test_a_note_with_text_of_a_model_is_one_line_that_gives_no_orders(make):
+    console = make()
+    progress = Progress(3, console)
+    progress.note("reward: ValueError: 'a\x1b[2J\x1b]0;mine\x07\nb [bold]c[/bold]'")
+    progress.close()
+    raw = console.file
+    written = raw.getvalue() if isinstance(raw, io.StringIO) else raw.buffer.getvalue().decode()
+    assert "\x1b[2J" not in written and "\x1b]" not in written and "\x07" not in written
+    shown = r"'a\x1b[2J\x1b]0;mine\x07 b [bold]c[/bold]'"
+    assert shown in written, "all of it, and no markup"

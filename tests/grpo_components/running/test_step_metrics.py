@@ -57,7 +57,6 @@ def test_staleness_is_per_sampled_token_and_rewards_are_per_scored_sample(groups
     scored = [t for t in records if not t.failed]
     assert metrics["staleness/mean"] == pytest.approx(staleness.mean())
     assert metrics["staleness/max"] == staleness.max()
-    assert metrics["rollout/failed_samples"] == len(records) - len(scored)
     tokens_per_sample = len(versions) / len(records)
     assert metrics["rollout/response_tokens_mean"] == pytest.approx(tokens_per_sample)
     expected = (
@@ -76,7 +75,6 @@ def test_a_batch_sampled_half_one_and_half_three_versions_ago():
         "rollout/reward_mean": 0.5,
         "rollout/success_rate": 0.5,
         "rollout/response_tokens_mean": 2.0,
-        "rollout/failed_samples": 0,
         "staleness/mean": 2.0,
         "staleness/max": 3,
     }
@@ -96,11 +94,10 @@ def test_staleness_is_that_of_the_trained_tokens_where_others_were_masked():
     assert math.isnan(nothing["staleness/mean"]) and nothing["staleness/max"] == 0
 
 
-def result(reward=1.0, success=True, error=None, oldest=4, newest=4):
+def result(reward=1.0, success=True, oldest=4, newest=4):
     return {
         "reward": reward,
         "success": success,
-        "error": error,
         "oldest_version": oldest,
         "newest_version": newest,
     }
@@ -116,25 +113,11 @@ def test_an_evaluation_is_the_mean_over_its_scored_prompts_and_names_its_version
     }
 
 
-def test_samples_that_could_not_be_scored_count_in_no_mean():
-    failed = result(math.nan, False, error="correctness: timed out")
-    metrics = evaluation_metrics([failed, result(), failed])
-    assert (metrics["eval/success_rate"], metrics["eval/reward_mean"]) == (1.0, 1.0)
-    assert metrics["eval/prompts"] == 1
-
-
-def test_an_evaluation_without_any_score_fails_with_the_first_reason():
-    failed = [result(math.nan, False, error=why) for why in ("timed out", "crashed")]
-    with pytest.raises(RuntimeError, match=r"no sample .* the first: timed out"):
-        evaluation_metrics(failed)
-
-
 @pytest.mark.parametrize(
     "mixed",
     [
         [result(), result(oldest=5, newest=5)],
         [result(oldest=3)],
-        [result(), result(math.nan, False, error="timed out", oldest=3, newest=3)],
     ],
 )
 def test_an_evaluation_of_mixed_versions_is_a_bug(mixed):

@@ -5,9 +5,11 @@ import signal
 
 import pytest
 from omegaconf import OmegaConf
+from torchtune import config
 from yaml import YAMLError
 
 from grpo_components.objective.dynamic_sampling import StarvedError
+from grpo_components.running.failed_samples import FailedSamplesError
 from grpo_components.running.supervision import (
     RoleFailedError,
     exit_code,
@@ -84,6 +86,7 @@ def test_the_line_of_a_wrong_config_has_all_of_the_message(capsys):
         (TimeoutError("no batch within 600 s"), "error: no batch within 600 s\n"),
         (TimeoutError(), "error: TimeoutError\n"),
         (SkippedStepsError("max_skipped_steps: 2"), "error: max_skipped_steps: 2\n"),
+        (FailedSamplesError("max_failed_samples: 2"), "error: max_failed_samples: 2\n"),
         (StarvedError("10 groups in a row"), "error: 10 groups in a row\n"),
         (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device\n"),
     ],
@@ -111,6 +114,40 @@ def test_an_unexpected_error_is_1_with_a_traceback_and_the_error_as_the_last_lin
     err = capsys.readouterr().err
     assert err.startswith("Traceback") and "in forked_recipe" in err
     assert err.splitlines()[-1] == "error: a bug in a fork"
+
+
+def test_text_of_a_model_in_an_error_gives_the_terminal_no_orders(capsys):
+    for error in (ValueError, TimeoutError, AssertionError):
+        exit_code(raising(error("in 'a\x1b[2J'")))
+    failed = RoleFailedError("generator_0", "failed: KeyError: '\x1b[31m'", "/runs/log")
+    exit_code(raising(failed))
+    err = capsys.readouterr().err
+    assert "\x1b" not in err and err.count(r"\x1b[2J") >= 3 and r"\x1b[31m" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "- a\n- b\n", "just text", "3", "config: x\n", "a: [1, 2\n", "a: \x00\n", "1: 2\n", None],
+)
+def test_a_file_that_torchtune_cannot_take_for_a_config_is_2_and_one_line(
+    text, tmp_path, monkeypatch, capsys
+):
+    """Whatever torchtune raises on it: the recipe was not reached."""
+    reached = []
+
+    @config.parse
+    def recipe_main(cfg):
+        reached.append(cfg)
+        raise ValueError("seed: missing")  # as preflight would
+
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", str(path)])
+    assert exit_code(recipe_main) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("config error: ") and err.count("\n") == 1
+    assert ("missing" in err) == bool(reached)
 
 
 def test_a_value_error_of_a_running_loop_is_no_wrong_config(capsys):

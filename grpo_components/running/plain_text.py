@@ -1,0 +1,24 @@
+"""Text of a model, a user's code or a library, made safe to show: a terminal must not obey it."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def plain(text: str) -> str:
+    r"""The text with control characters as escapes (`\x1b`), but for line ends and tabs."""
+    return "".join(
+        repr(character)[1:-1]
+        if unicodedata.category(character) in _UNPRINTABLE and character not in "\n\t"
+        else character
+        for character in text
+    )
+
+
+_UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Control and formatting characters (of direction, too), surrogates, line and paragraph ends."""
+
+
+def one_line(text: str) -> str:
+    """The same in one line, any white space as one space."""
+    return plain(" ".join(text.split()))

@@ -1,0 +1,64 @@
+"""An environment is called from one thread, answers in time or is left behind, and is closed."""
+
+import threading
+
+import pytest
+
+from grpo_components.rollout.environment_thread import EnvironmentThread
+
+
+def test_all_calls_are_made_by_one_thread_which_is_not_the_callers():
+    thread = EnvironmentThread(timeout_s=10)
+    made_by = {thread.call(threading.get_ident) for _ in range(5)}
+    assert len(made_by) == 1 and threading.get_ident() not in made_by
+    assert thread.call(divmod, 7, 2) == (3, 1)
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), TimeoutError("its own"), AssertionError("b")])
+def test_what_the_environment_raises_is_raised(error):
+    def fails():
+        raise error
+
+    thread = EnvironmentThread(timeout_s=10)
+    with pytest.raises(type(error)) as raised:
+        thread.call(fails)
+    assert raised.value is error
+    assert thread.call(int) == 0, "and the next call is made"
+
+
+@pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_is_a_failure_and_ends_neither_process_nor_thread(ends):
+    def leaves():
+        raise ends
+
+    thread = EnvironmentThread(timeout_s=10)
+    with pytest.raises(RuntimeError, match=type(ends).__name__):
+        thread.call(leaves)
+    assert thread.call(int) == 0
+
+
+def test_a_call_that_hangs_is_named_left_behind_and_closed_once_it_returns():
+    release, closed = threading.Event(), threading.Event()
+    before = set(threading.enumerate())
+    thread = EnvironmentThread(timeout_s=0.05)
+    (own,) = set(threading.enumerate()) - before
+
+    def step():
+        release.wait(30)
+
+    with pytest.raises(TimeoutError, match=r"did not end its step within 0\.05 s"):
+        thread.call(step)
+    thread.leave(closed.set)
+    assert own.daemon and own.is_alive() and not closed.is_set()
+    release.set()
+    own.join(10)
+    assert closed.is_set() and not own.is_alive()
+
+
+def test_a_failure_to_close_ends_the_thread_all_the_same():
+    before = set(threading.enumerate())
+    thread = EnvironmentThread(timeout_s=10)
+    (own,) = set(threading.enumerate()) - before
+    thread.leave(lambda: 1 / 0)
+    own.join(10)
+    assert not own.is_alive()

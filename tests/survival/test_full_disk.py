@@ -1,0 +1,175 @@
+"""A disk that is full: one error that names the file, and nothing lost of what was written."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.state_files import read_state, write_state
+from grpo_components.running.checkpoint_folder import latest
+from grpo_components.running.checkpoints import Checkpoints
+from grpo_components.running.metrics import MetricLog
+from grpo_components.running.output_folder import cut_torn_line
+from grpo_components.running.receipts import Receipts
+
+MIB = 2**20
+
+
+class Disk:
+    """A folder that `fill` leaves no room in."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def fill(self):
+        """Write until nothing more goes in; `free` makes room again."""
+        with (self.folder / "filler").open("ab", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while file.write(bytes(MIB)):
+                    pass
+            with contextlib.suppress(OSError):
+                while file.write(b"0"):
+                    pass
+
+    def free(self):
+        (self.folder / "filler").unlink()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    yield Disk(folder)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Silent:
+    """A metric logger that writes nothing."""
+
+    def log_dict(self, payload, step):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_metrics_on_a_full_disk_are_an_error_with_the_file_and_whole_lines_stay(disk):
+    log = MetricLog(str(disk.folder), Silent(), log_every_n_steps=1)
+    log.log(1, {"loss": 1.0})
+    disk.fill()
+    step = 1
+    with pytest.raises(OSError, match=r"cannot be written.*metrics\.jsonl") as failed:
+        while step < 10_000:
+            step += 1
+            log.log(step, {"loss": 1.0})
+    assert failed.value.errno == errno.ENOSPC
+    log.close()
+    disk.free()
+    path = disk.folder / "logs" / "metrics.jsonl"
+    cut_torn_line(path)  # as a resumed run does
+    assert [record["step"] for record in lines(path)] == list(range(1, step))
+
+
+def test_receipts_on_a_full_disk_are_an_error_and_closing_them_hides_no_other(disk):
+    prompts = iter([({"prompt_index": 0}, 0)])
+    ledger = Ledger(StalenessContract(1, 1), 3, prompts)
+    path = disk.folder / "receipts.jsonl"
+    settings = {"max_staleness": 1, "groups_per_step": 1, "group_size": 2}
+    failing, closed = (Receipts(path, ledger, attempt, **settings) for attempt in (0, 1))
+    disk.fill()
+    with pytest.raises(OSError, match=r"cannot be written.*receipts\.jsonl"):
+        for step in range(1, 10_000):
+            failing.step(step, step, {0: 1}, 1.0, "hash")
+    failing.close()
+    closed.close()  # the run has failed by something else: that is told, not this
+    disk.free()
+    cut_torn_line(path)
+    assert [record["record"] for record in lines(path)][:2] == ["start", "start"]
+
+
+class Writer:
+    """Stands for a role: writes a file as large as it is told."""
+
+    def __init__(self, name):
+        self.name, self.size = name, MIB // 2
+
+    async def call(self, method, *args, timeout_s, lane="main"):
+        if method != "write_state":
+            return None
+        try:
+            write_state(Path(args[0]), self.name, {})
+            with Path(args[0], f"{self.name}.bin").open("wb") as file:
+                file.write(bytes(self.size))
+        except OSError as error:
+            return str(error)
+        return None
+
+
+class Account:
+    """Stands for ledger and prompts."""
+
+    def __init__(self):
+        self.state = {"steps_done": 0, "living": []}
+
+    def state_dict(self):
+        return dict(self.state)
+
+
+@pytest.mark.parametrize("failure", ["error", "warn"])
+@pytest.mark.parametrize("full", ["from the start", "in the middle"])
+def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, failure, full):
+    notes, saved, account = [], [], Account()
+    folder = disk.folder / "checkpoints"
+    trainer, buffer = Writer("trainer"), Writer("buffer")
+    checkpoints = Checkpoints(
+        folder,
+        OmegaConf.create({"seed": 1}),
+        account,
+        account,
+        keep_last_n=1,
+        failure=failure,
+        in_background=False,
+        timeout_s=10,
+        saved=lambda step, path: saved.append(step),
+        note=notes.append,
+    )
+
+    async def save(step):
+        account.state["steps_done"] = step
+        checkpoints.hold()
+        await checkpoints.save(step, [trainer], buffer)
+
+    asyncio.run(save(1))
+    if full == "from the start":
+        disk.fill()
+    else:
+        trainer.size = 4 * MIB
+    if failure == "error":
+        with pytest.raises(OSError, match=r"checkpoint of step 2 .*No space left.*step_1"):
+            asyncio.run(save(2))
+    else:
+        asyncio.run(save(2))
+        assert "No space left" in notes[0] and "step_1" in notes[0]
+    assert saved == [1] and latest(folder) == folder / "step_1"
+    assert read_state(folder / "step_1" / "state", "driver")["ledger"]["steps_done"] == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1"]
+    if full == "from the start":
+        disk.free()
+    trainer.size = MIB // 2
+    asyncio.run(save(3))
+    assert latest(folder) == folder / "step_3"
