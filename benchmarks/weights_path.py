@@ -329,9 +329,7 @@ class GeneratorSide:
 
     async def load_from_memory(self, version: int, *buckets: Any) -> dict[str, float]:
         """The engine's part of a pull alone, and a plain copy of the same bytes."""
-        tensors: dict[str, torch.Tensor] = {}
-        for manifest, bucket in buckets:
-            tensors |= {name: t.clone() for name, t in self._unpack(manifest, bucket).items()}
+        tensors = {name: tensor.clone() for name, tensor in self._unpack(buckets).items()}
 
         async def load() -> None:
             await asyncio.wrap_future(self._engine.load_weights(version, tensors))

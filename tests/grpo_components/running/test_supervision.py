@@ -119,7 +119,7 @@ def test_an_unexpected_error_is_1_with_a_traceback_and_the_error_as_the_last_lin
 def test_text_of_a_model_in_an_error_gives_the_terminal_no_orders(capsys):
     for error in (ValueError, TimeoutError, AssertionError):
         exit_code(raising(error("in 'a\x1b[2J'")))
-    failed = RoleFailedError("generator_0", "failed: KeyError: '\x1b[31m'", "/runs/log")
+    failed = RoleFailedError("generator_0", "failed: KeyError: '\x1b[31m'", "/runs/log", "raised")
     exit_code(raising(failed))
     err = capsys.readouterr().err
     assert "\x1b" not in err and err.count(r"\x1b[2J") >= 3 and r"\x1b[31m" in err
