@@ -129,6 +129,9 @@ class Account:
     def state_dict(self):
         return dict(self.state)
 
+    def in_state(self, state):
+        return []
+
 
 @pytest.mark.parametrize("failure", ["error", "warn"])
 @pytest.mark.parametrize("full", ["from the start", "in the middle"])

@@ -544,6 +544,10 @@ def test_older_weights_that_come_after_newer_ones_are_refused(generator, monkeyp
         asyncio.run(the_newer_overtakes() if at_once else one_after_the_other())
     assert generator.version == 6
     assert [version for version, _ in generator._engine.loaded] == [6]
+    monkeypatch.undo()
+    generator.begin_attempt()  # the run goes back to a checkpoint
+    asyncio.run(generator.load_weights(5, *buckets))
+    assert generator.version == 5
 
 
 # ---- environments that fail ---------------------------------------------------------------------
