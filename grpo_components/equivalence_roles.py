@@ -190,7 +190,8 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
         rendezvous=str(rendezvous),
     )
     for own in (arguments.trainer, arguments.generator):
-        own.pop("num_gpus")  # Ray's business
+        for key in ("num_gpus", "min_living", "schedule_folder"):  # the run's business
+            own.pop(key, None)
     return arguments, prompts
 
 
