@@ -29,7 +29,7 @@ crash-anywhere: tiny-policy  ## Kill and freeze roles of runs at random moments 
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
 test: lint typecheck  ## Check style and types, run all tests (at most 25 minutes)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: install-dev  ## Check style and spelling
 	$(BIN)/ruff check

@@ -13,4 +13,4 @@ def pytest_collection_modifyitems(items):
     def whole(item):
         return item.get_closest_marker("slow") or "tiny_policy" in item.fixturenames
 
-    items.sort(key=lambda item: not whole(item))
+    items.sort(key=lambda item: not whole(item))  # the other worker steals from what is left

@@ -252,7 +252,7 @@ class Ledger:
             self._living[group_id].state = "buffered"
         await self._wake()
 
-    async def taken(self, group_ids: Sequence[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
+    async def taken(self, group_ids: Iterable[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
         """Record what was taken from the buffer; in a new run before any other task runs.
 
         Args:
@@ -265,8 +265,8 @@ class Ledger:
         await self._drop(stale, "stale", reissue=True)
         entries = [self._living[group_id] for group_id in group_ids]
         if entries:
-            step = self.steps_done + 1
-            await self.turns.take("sample", step=step, groups=list(group_ids))
+            groups = [entry.group_id for entry in entries]
+            await self.turns.take("sample", step=self.steps_done + 1, groups=groups)
         for entry in entries:
             entry.state = "in_training"
         await self._wake()
