@@ -335,6 +335,7 @@ class Ledger:
         """
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        self.published_version = 0
         self.dropped_groups = Counter(state["dropped_groups"])
         self._reissued = deque(state["reissued"])
         self._events = [GroupEvent(**event) for event in state["events"]]
