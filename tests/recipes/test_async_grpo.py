@@ -133,7 +133,9 @@ def assert_nothing_grows(heartbeats):
         growth = statistics.median(b["rss_mib"] for b in late) - statistics.median(
             b["rss_mib"] for b in settled
         )
-        assert growth < 32, f"{role} grew by {growth:.1f} MiB"
+        # vLLM touches the pages of its KV cache (1 GiB) one after the other.
+        limit = 256 if role == "generator_0" else 32
+        assert growth < limit, f"{role} grew by {growth:.1f} MiB"
 
 
 KEYS = {
