@@ -39,8 +39,8 @@ class ReachedRayError(BaseException):
 class NoCluster:
     """Takes the place of Ray: what is to be sent to a role must be fit to be sent."""
 
-    def __init__(self, output_dir, *_):
-        self.temp_dir = output_dir
+    def __init__(self, cfg, *_):
+        self.rendezvous = cfg.output_dir
 
     def start(self):
         pass
@@ -74,7 +74,8 @@ def recipe(tmp_path_factory):
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look for it
     spec.loader.exec_module(module)
-    module.Cluster = NoCluster
+    assert hasattr(module, "build_cluster")
+    module.build_cluster = NoCluster
     patched = pytest.MonkeyPatch()
     patched.setattr("datasets.load_dataset", no_hub)
     values = OmegaConf.to_container(OmegaConf.load(CONFIG))
