@@ -10,6 +10,7 @@ all positions in float32, takes their log-softmax and gathers; it gives no entro
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -194,14 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fields = Setting.__dataclass_fields__.keys() - {"vocabulary"}
     setting = Setting(**{name: getattr(parsed, name) for name in fields})
     each = setting.prompt_tokens + setting.response_tokens
-    print(machine_line(setting.device), end="\n\n")
-    print(
+    sys.stdout.write(
+        f"{machine_line(setting.device)}\n\n"
         f"{setting.sequences} sequences of {each} tokens, {setting.num_positions} logprobs wanted; "
-        f"width {setting.width}, float32.",
-        end="\n\n",
-        flush=True,
+        f"width {setting.width}, float32.\n\n"
     )
-    print(table(setting, parsed.vocabulary, parsed.repeats))
+    sys.stdout.flush()  # what follows takes minutes
+    sys.stdout.write(f"{table(setting, parsed.vocabulary, parsed.repeats)}\n")
 
 
 if __name__ == "__main__":

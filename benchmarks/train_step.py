@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -473,11 +474,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fields = Setting.__dataclass_fields__.keys() - {"vocabulary"}
     setting = Setting(**{name: getattr(parsed, name) for name in fields})
     setting = replace(setting, vocabulary=parsed.vocabulary[0])
-    print(machine_line(setting.device), batch_line(setting), sep="\n\n", end="\n\n", flush=True)
+    sys.stdout.write(f"{machine_line(setting.device)}\n\n{batch_line(setting)}\n\n")
+    sys.stdout.flush()  # what follows takes minutes
     if parsed.alone or setting.model != "tiny":
-        print(alone_table(setting, parsed.repeats))
+        table = alone_table(setting, parsed.repeats)
     else:
-        print(comparison_table(setting, parsed.vocabulary, parsed.repeats))
+        table = comparison_table(setting, parsed.vocabulary, parsed.repeats)
+    sys.stdout.write(f"{table}\n")
 
 
 if __name__ == "__main__":

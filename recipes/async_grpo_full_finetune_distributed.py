@@ -160,10 +160,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         if self.beginning.checkpoint:
             await self.checkpoints.restore(self.beginning.checkpoint, self.trainers, self.buffer)
         await self.push()
-        for generator in self.generators:
-            await generator.role.call("begin_attempt", timeout_s=self.timeouts.weights_s)
-        pulls = (self.pull(generator, "restore", has=-1) for generator in self.generators)
-        await asyncio.gather(*pulls)
+        living, timeout_s = [g for g in self.generators if not g.role.lost], self.timeouts.weights_s
+        await asyncio.gather(*(g.role.call("begin_attempt", timeout_s=timeout_s) for g in living))
+        await asyncio.gather(*(self.pull(g, "restore", has=-1) for g in living))
 
     async def begin_again(self) -> None:
         """Back to the last checkpoint, in the next attempt, after new trainers were started."""

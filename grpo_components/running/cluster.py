@@ -248,31 +248,33 @@ class Cluster:
         # Ranks that waited for a dead one fail too, and may have been heard first.
         causes = [role.cause_of_failure(_HEARTBEAT_EVERY_S) for role in self._together]
         failure = next((cause for cause in await asyncio.gather(*causes) if cause), failure)
-        began = time.monotonic()
-        repeated, self._raised = self._raised == failure.what, failure.what
-        pause_s = self._budget.spend(failure, repeated=repeated)
-        self._attempt += 1
-        self._record("rollback", role=failure.role, what=failure.what)
-        self._note(
-            f"{failure.role} {failure.what}; all trainers start again at the last checkpoint, as "
-            f"attempt {self._attempt} ({self._budget.used()})"
-        )
-        for role in self._together:
-            role.kill()
-        await asyncio.gather(*(role.settled() for role in self.roles))
-        self.rendezvous.unlink(missing_ok=True)
-        await asyncio.sleep(pause_s)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for role in self._together:
-                    tasks.create_task(role.begin_again())
-        except ExceptionGroup as failures:
-            again = root_cause(failures)
-            if not isinstance(again, RoleFailedError):
-                raise
-            await self._restart_together(again)
-        else:
-            self._note(f"the trainers are back after {time.monotonic() - began:.0f} s")
+        began, attempt = time.monotonic(), self._attempt + 1
+        while True:
+            repeated, self._raised = self._raised == failure.what, failure.what
+            pause_s = self._budget.spend(failure, repeated=repeated)
+            self._attempt = attempt
+            self._record("rollback", role=failure.role, what=failure.what)
+            self._note(
+                f"{failure.role} {failure.what}; all trainers start again at the last checkpoint, "
+                f"as attempt {attempt} ({self._budget.used()})"
+            )
+            for role in self._together:
+                role.kill()
+            await asyncio.gather(*(role.settled() for role in self.roles))
+            self.rendezvous.unlink(missing_ok=True)
+            await asyncio.sleep(pause_s)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for role in self._together:
+                        tasks.create_task(role.begin_again())
+            except ExceptionGroup as failures:
+                again = root_cause(failures)
+                if not isinstance(again, RoleFailedError):
+                    raise
+                failure = again
+            else:
+                self._note(f"the trainers are back after {time.monotonic() - began:.0f} s")
+                return
 
     def _started(self, role: str, identity: dict[str, Any]) -> None:
         record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}

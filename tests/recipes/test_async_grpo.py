@@ -101,13 +101,13 @@ def metrics(output_dir):
 
 @pytest.mark.slow
 def test_the_main_job_learns(tune):
-    """What `make demo` runs, but for the last 100 of its steps."""
-    output, output_dir = succeed(tune, "num_steps=150")
+    """What `make demo` runs, as it is."""
+    output, output_dir = succeed(tune)
     steps = metrics(output_dir)
     assert steps[0]["step"] == 0
     assert [record["step"] for record in steps] == list(range(len(steps)))
     assert 0.25 <= steps[0]["eval/success_rate"] <= 0.5
-    assert steps[-1]["eval/success_rate"] >= 0.85
+    assert steps[-1]["eval/success_rate"] >= 0.9
     assert max(record["staleness/max"] for record in steps[1:]) <= 2
     assert all(record.keys() >= KEYS for record in steps[1:])
     assert any(record["staleness/max"] > 0 for record in steps[1:]), "nothing was asynchronous"
@@ -123,7 +123,7 @@ def assert_nothing_grows(heartbeats):
     """No role uses more in the second half of a run than in the quarter before it."""
     for role in ("driver", "generator_0", "trainer_0", "replay_buffer", "parameter_server"):
         beats = [beat for beat in heartbeats if beat["role"] == role]
-        assert len(beats) >= 8, f"{role}: {len(beats)} heartbeats"
+        assert len(beats) >= 12, f"{role}: {len(beats)} heartbeats"
         quarter = len(beats) // 4
         settled, late = beats[quarter : 2 * quarter], beats[2 * quarter :]
         for what, slack in (("threads", 2), ("open_files", 4), ("processes", 1), ("objects", 40)):
@@ -456,3 +456,37 @@ def test_an_interrupted_run_ends_and_leaves_nothing(tune):
     returncode, output = finish(process, timeout_s=60)
     assert returncode == 130, output
     assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_dead_role_ends_a_run_without_restarts_with_its_name(tune):
+    role = "generator_0"
+    process, output_dir = tune("num_steps=1000", "max_restarts=0")
+    wait_for_step(process)
+    roles = records(output_dir / "logs" / "roles.jsonl")
+    os.kill(next(r["pid"] for r in roles if r["role"] == role), signal.SIGKILL)
+    returncode, output = finish(process, timeout_s=60)
+    assert returncode == 1, output
+    assert f"error: {role} died" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_an_error_inside_a_role_is_the_runs_error(tune, tmp_path):
+    """A reward whose module breaks in the reward process, found through the user's own file."""
+    (tmp_path / "my_rewards.py").write_text(
+        "class Broken:\n"
+        "    def __init__(self):\n"
+        "        import os\n"
+        "        if 'RAY_RAYLET_PID' in os.environ:\n"
+        "            raise RuntimeError('no licence key')\n"
+        "    def __call__(self, *, prompt_text, response_text, answer, finish_reason):\n"
+        "        return 0.0\n"
+    )
+    process, _ = tune(
+        "rewards.correctness._component_=my_rewards.Broken", "~rewards.correctness.answer_format"
+    )
+    returncode, output = finish(process, timeout_s=200)
+    assert returncode == 1, output
+    assert "error: generator_0 failed" in output
+    assert "no licence key" in output

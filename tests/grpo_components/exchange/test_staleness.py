@@ -292,7 +292,7 @@ class Run:
             self.waited[group_id] = self.ledger.policy_version - buffered_at
 
 
-@settings(max_examples=200)
+@settings(max_examples=400)
 @given(schedules())
 def test_every_schedule_ends_within_the_bound_loses_nothing_and_passes_the_audit(schedule):
     """A time-out of ledger or buffer would be a deadlock."""

@@ -23,9 +23,12 @@ STORE = 80 * 10**6
 class Counter:
     """A role with a blocking, a failing, an endless, and an asynchronous method."""
 
-    def __init__(self, start=0):
+    def __init__(self, start=0, fails_if_there=None):
         if start < 0:
             raise ValueError("start is below 0")
+        if fails_if_there and Path(fails_if_there).exists():
+            Path(fails_if_there).unlink()
+            raise OSError("the node is not ready")
         self.value = start
         self.release = threading.Event()
 
@@ -340,3 +343,29 @@ def test_roles_that_fail_together_begin_again_together_and_the_loops_with_them(
     asyncio.run(cluster.supervise(loops, begin_again))
     assert attempts == [[1, 1], [1, 1]] and began_again == [1]
     assert told[0].startswith("rank_1 died") and "as attempt 1" in told[0]
+
+
+def test_a_start_that_fails_on_the_way_back_is_tried_again_in_the_same_attempt(
+    restarting, output_dir, tmp_path
+):
+    cluster, told = restarting
+    cluster.roles.clear()
+    cluster._together.clear()
+    before, mark = cluster._attempt, tmp_path / "not_ready"
+    rank = spawn(cluster, "unlucky_rank", restarts_alone=False, fails_if_there=str(mark))
+    began_again = []
+
+    async def loops():
+        await rank.call("add", 1, timeout_s=30)
+        if not began_again:
+            mark.touch()
+            os.kill(pid_of(output_dir, "unlucky_rank"), signal.SIGKILL)
+            await rank.call("nap", 60, timeout_s=90)
+
+    async def begin_again():
+        began_again.append(cluster._attempt)
+
+    asyncio.run(cluster.supervise(loops, begin_again))
+    assert began_again == [before + 1]
+    assert all(f"as attempt {before + 1}" in line for line in told[:2])
+    assert "the node is not ready" in told[1] and "are back" in told[2]
