@@ -46,14 +46,19 @@ class EnvironmentThread:
                 f"the environment did not end its {name} within {self._timeout_s:g} s"
             ) from None
 
-    def leave(self, close: Callable[[], Any]) -> None:
+    def leave(self, close: Callable[[], Any]) -> Future[Any]:
         """Let the thread end, after the call that it is in.
 
         Args:
             close: its last call; what it raises is of no interest any more.
+
+        Returns:
+            Done once it was called.
         """
-        self._calls.put((close, (), Future()))
+        closing: Future[Any] = Future()
+        self._calls.put((close, (), closing))
         self._calls.put(None)
+        return closing
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ from grpo_components.trajectory import (
 
 _REPLAY_THREADS = 1000
 """A replay's calls may come in another order, and none may keep another from its engine."""
+_CLOSING_S = 5.0
+"""What environments get to close; one that hangs ends with the process."""
 _log = logging.getLogger(__name__)
 _SHOWN = 1000
 """Characters of a failure's message that are kept."""
@@ -38,7 +40,7 @@ _SHOWN = 1000
 
 @dataclass(frozen=True)
 class _Seat:
-    """What one collector thread samples groups of one size with."""
+    """What one rollout at a time samples a group of one size with."""
 
     environment: EnvironmentThread
     env: Any
@@ -137,7 +139,8 @@ class Generator:
         self._group_size, self._seed = group_size, seed
         threads = rollouts_in_flight if replayed_folder is None else _REPLAY_THREADS
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
-        self._collectors = threading.local()
+        self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
+        """By the number of their slots; as many exist as were ever needed at once."""
         self.version = self._loading = BASE_VERSION
 
     async def generate_group(
@@ -243,10 +246,12 @@ class Generator:
         self._loading = BASE_VERSION
 
     def close(self) -> None:
-        """Stop the engine and the reward processes."""
+        """Stop the engine, the reward processes, and the environments' own."""
         self._engine.close()
         self._rewards.close()
         self._threads.shutdown(cancel_futures=True)
+        seats = [seat for free in self._free_seats.values() for seat in free]
+        wait([seat.environment.leave(seat.env.close) for seat in seats], _CLOSING_S)
 
     async def _collect(
         self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
@@ -258,24 +263,26 @@ class Generator:
     def _collect_in_thread(
         self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
     ) -> list[SlotRollout]:
-        # A collector belongs to one thread; its environment has a fixed number of slots.
-        by_size: dict[int, _Seat] = self._collectors.__dict__.setdefault("by_size", {})
-        if len(prompts) not in by_size:
-            by_size[len(prompts)] = self._seat(len(prompts))
-        seat = by_size[len(prompts)]
+        free = self._free_seats[len(prompts)]
+        try:
+            seat = free.pop()
+        except IndexError:
+            seat = self._seat(len(prompts))
         seat.policy.names, seat.policy.seeds = names, seeds
         seat.policy.temperature = temperature
         try:
             seat.environment.call(seat.env.ask, prompts)
-            return seat.collector.rollout(seat.environment.call)
+            slots = seat.collector.rollout(seat.environment.call)
         except (EngineStoppedError, RewardPoolError):
             raise
         except Exception as error:  # a user's environment: its failure is these samples', and told
-            del by_size[len(prompts)]  # its state is anyone's guess: the next group gets another
+            # Its state is anyone's guess: the next group gets another.
             seat.environment.leave(seat.env.close)
             _log.warning("an environment failed", exc_info=True)
             problem = f"environment: {type(error).__name__}: {error}"[:_SHOWN]
             return [SlotRollout.failed(np.asarray(p["prompt_ids"]), problem) for p in prompts]
+        free.append(seat)
+        return slots
 
     def _seat(self, num_slots: int) -> _Seat:
         environment = EnvironmentThread(self._environment_timeout_s)

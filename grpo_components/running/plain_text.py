@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import unicodedata
 
 
@@ -22,3 +23,11 @@ _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 def one_line(text: str) -> str:
     """The same in one line, any white space as one space."""
     return plain(" ".join(text.split()))
+
+
+class PlainFormatter(logging.Formatter):
+    """Log records, and the tracebacks in them, as plain text: an error may quote a response."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text."""
+        return plain(super().format(record))

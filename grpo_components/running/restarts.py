@@ -31,7 +31,8 @@ class RestartBudget:
 
         Args:
             failure: what happened to it.
-            repeated: the same call failed so before, and was made again after a restart.
+            repeated: it failed so before, in the same call or in one of its method, and no call of
+                that method was answered since.
 
         Returns:
             Seconds to wait before it: 1, 2, 4, ... to 30 with its restarts in the window.

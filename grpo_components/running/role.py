@@ -142,6 +142,8 @@ class Role:
             family.roles.append(self)
         self._remembers, self._names = remembers, names
         self._last: Call | None = None
+        self._raised: dict[str, str] = {}
+        """By method: what its calls raised last, since one of them was answered."""
         self._life, self._start_timeout_s = -1, 0.0
         self._start_life()
         self._restarting: asyncio.Task[None] | None = None
@@ -196,9 +198,13 @@ class Role:
             try:
                 answer = await self.answer(part, what, timeout_s)
             except RoleFailedError as failure:
-                repeated, call.raised = call.raised == failure.what, failure.what
+                repeated = failure.what in (call.raised, self._raised.get(call.method))
+                call.raised = failure.what
+                if failure.kind == "raised":
+                    self._raised[call.method] = failure.what
                 await self._failed(failure, call.life, repeated=repeated)
             else:
+                self._raised.pop(call.method, None)
                 if call.method == self._remembers:
                     self._last = call
                 return answer

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from grpo_components.running.plain_text import PlainFormatter
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.supervision import RoleFailedError
 
@@ -55,6 +56,7 @@ class RoleHost:
         os.dup2(descriptor, 2)
         faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
         logging.basicConfig(level=log_level, force=True)
+        logging.getLogger().handlers[0].setFormatter(PlainFormatter(logging.BASIC_FORMAT))
         quiet_libraries(log_level)
         sys.path += [folder for folder in module_path if folder not in sys.path]
         self._cpu_threads = cpu_threads

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import uuid
@@ -130,9 +129,8 @@ def assert_nothing_grows(heartbeats):
             if what in beats[0]:
                 most = max(beat[what] for beat in settled)
                 assert max(beat[what] for beat in late) <= most + slack, (role, what)
-        growth = statistics.median(b["rss_mib"] for b in late) - statistics.median(
-            b["rss_mib"] for b in settled
-        )
+        # Memory goes up and down with the lengths in a batch: what leaks raises its peaks.
+        growth = max(b["rss_mib"] for b in late) - max(b["rss_mib"] for b in settled)
         # vLLM touches the pages of its KV cache (1 GiB) one after the other.
         limit = 256 if role == "generator_0" else 32
         assert growth < limit, f"{role} grew by {growth:.1f} MiB"
@@ -486,7 +484,7 @@ def test_an_error_inside_a_role_is_the_runs_error(tune, tmp_path):
     process, _ = tune(
         "rewards.correctness._component_=my_rewards.Broken", "~rewards.correctness.answer_format"
     )
-    returncode, output = finish(process, timeout_s=200)
+    returncode, output = finish(process)
     assert returncode == 1, output
     assert "error: generator_0 failed" in output
-    assert "no licence key" in output
+    assert "no licence key; and the same again after a restart" in output

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -133,12 +134,8 @@ class Account:
         return []
 
 
-@pytest.mark.parametrize("failure", ["error", "warn"])
-@pytest.mark.parametrize("full", ["from the start", "in the middle"])
-def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, failure, full):
-    notes, saved, account = [], [], Account()
-    folder = disk.folder / "checkpoints"
-    trainer, buffer = Writer("trainer"), Writer("buffer")
+def make_checkpoints(folder, failure, account):
+    notes, saved = [], []
     checkpoints = Checkpoints(
         folder,
         OmegaConf.create({"seed": 1}),
@@ -151,6 +148,15 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, fai
         saved=lambda step, path: saved.append(step),
         note=notes.append,
     )
+    return checkpoints, notes, saved
+
+
+@pytest.mark.parametrize("failure", ["error", "warn"])
+@pytest.mark.parametrize("full", ["from the start", "in the middle"])
+def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, failure, full):
+    account, folder = Account(), disk.folder / "checkpoints"
+    trainer, buffer = Writer("trainer"), Writer("buffer")
+    checkpoints, notes, saved = make_checkpoints(folder, failure, account)
 
     async def save(step):
         account.state["steps_done"] = step
@@ -176,3 +182,32 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, fai
     trainer.size = MIB // 2
     asyncio.run(save(3))
     assert latest(folder) == folder / "step_3"
+
+
+@pytest.mark.parametrize("failure", ["error", "warn"])
+@pytest.mark.parametrize("lost", ["a file lies there", "no permission"])
+def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(tmp_path, failure, lost):
+    account, folder = Account(), tmp_path / "run" / "checkpoints"
+    folder.parent.mkdir()
+    if lost == "no permission":
+        if os.geteuid() == 0:
+            pytest.skip("root may write anywhere")
+        folder.parent.chmod(0o500)
+    else:
+        folder.touch()
+    checkpoints, notes, saved = make_checkpoints(folder, failure, account)
+
+    async def save():
+        checkpoints.hold()
+        await checkpoints.save(1, [Writer("trainer")], Writer("buffer"))
+
+    if failure == "error":
+        with pytest.raises(
+            OSError, match=r"checkpoint of step 1 could not be .*the last one is no"
+        ):
+            asyncio.run(save())
+    else:
+        asyncio.run(save())
+        assert str(folder.parent) in notes[0]
+    assert not saved
+    folder.parent.chmod(0o700)

@@ -630,6 +630,26 @@ def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_anot
     assert Breaks.made[0].closed.wait(10), "what was left behind is closed"
 
 
+def test_environments_are_made_as_many_as_are_needed_at_once_and_closed_in_the_end(
+    make_generator,
+):
+    Breaks.made.clear()
+    generator = make_generator(Breaks, rollouts_in_flight=3)
+
+    async def rollouts():
+        for _ in range(6):
+            await generator.evaluate([prompt(i) for i in range(7)], 1.0)
+            await asyncio.gather(*(generator.generate_group(prompt(4), 0, 3, 0, 1) for _ in "abc"))
+
+    threads = threading.active_count()
+    asyncio.run(rollouts())
+    slots = sorted(env.batch_size[0] for env in Breaks.made)
+    assert slots[0] == 1 and len(slots) <= 4 and set(slots[1:]) == {3}, "the last chunk has one"
+    assert threading.active_count() <= threads + 3 + len(slots)
+    generator.close()
+    assert all(env.closed.is_set() for env in Breaks.made)
+
+
 def test_a_sample_without_a_number_for_a_reward_fails_alone(breaking):
     bad = prompt(7) | {"prompt_text": "gives nan"}
     _, summary, _ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))

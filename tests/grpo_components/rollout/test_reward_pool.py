@@ -42,6 +42,8 @@ class Moody:
     def __call__(self, *, prompt_text, response_text, answer, finish_reason):
         if response_text == "raise":
             raise KeyError("no luck")
+        if response_text == "long":
+            raise ValueError("x" * 10_000)
         if response_text == "nan":
             return float("nan")
         if response_text == "exit":
@@ -150,6 +152,7 @@ def test_work_is_spread_over_the_processes(make_pool):
     ("response", "problem"),
     [
         ("raise", "reward mood: KeyError: 'no luck'"),
+        ("long", f"reward mood: ValueError: {'x' * 10_000}"[:1000]),
         ("nan", "reward mood: gave nan"),
         ("exit", "reward mood: its process died"),
     ],
@@ -161,6 +164,12 @@ def test_a_failed_reward_is_no_reward_and_no_end(make_pool, response, problem):
     assert (bad.terms, bad.success, bad.error) == ({}, False, problem)
     assert good.error is after.error is None
     assert good.success and after.success
+
+
+def test_a_sum_that_is_no_number_is_no_reward(make_pool):
+    huge = {name: reward("Number", weight=1e308) for name in ("one", "other")}
+    (score,) = make_pool(**huge).score(samples("1"))
+    assert score.error == "rewards: their weighted sum is inf" and math.isnan(score.reward)
 
 
 def test_a_runaway_power_is_ended_and_the_samples_after_it_are_scored(make_pool):

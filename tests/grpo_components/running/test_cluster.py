@@ -57,9 +57,19 @@ class Counter:
     def fail(self):
         raise KeyError("no such thing")
 
+    def fail_slowly(self):
+        time.sleep(1)
+        self.fail()
+
     def nap(self, seconds):
         time.sleep(seconds)
         return self.value
+
+    def fail_once(self, mark):
+        if not Path(mark).exists():
+            Path(mark).touch()
+            self.fail()
+        return "done"
 
     def nap_once(self, mark):
         if not Path(mark).exists():
@@ -285,6 +295,33 @@ def test_what_a_role_raises_twice_ends_the_run(restarting):
     with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; and the same again"):
         asyncio.run(role.call("fail", timeout_s=30))
     assert len(told) == 2
+
+
+def test_what_calls_of_one_method_raise_in_turn_ends_the_run(restarting):
+    """Each of them alone fails once only: the other has ended its process before."""
+    cluster, told = restarting
+    role = spawn(cluster, "broken_for_all")
+
+    async def run():
+        calls = [role.call("fail_slowly", timeout_s=60, lane=lane) for lane in ("main", "beside")]
+        await asyncio.gather(*calls)
+
+    with pytest.raises(RoleFailedError, match="KeyError: 'no such thing'; and the same again"):
+        asyncio.run(run())
+    assert len(told) == 2
+
+
+def test_the_same_error_after_an_answer_is_another_one(restarting, tmp_path):
+    cluster, told = restarting
+    role = spawn(cluster, "unlucky")
+
+    async def run():
+        for number in range(2):
+            mark = str(tmp_path / f"{number}")
+            assert await role.call("fail_once", mark, timeout_s=60) == "done"
+
+    asyncio.run(run())
+    assert sum("starting it again" in line for line in told) == 2
 
 
 def test_a_silent_call_restarts_its_role_and_writes_down_who_waits_where(restarting, output_dir):

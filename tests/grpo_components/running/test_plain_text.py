@@ -1,12 +1,14 @@
 """What a model writes is shown, and not obeyed."""
 
+import logging
+import sys
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.running.plain_text import one_line, plain
+from grpo_components.running.plain_text import PlainFormatter, one_line, plain
 
 ORDERS = {
     "clear the screen": "\x1b[2J",
@@ -36,3 +38,13 @@ def test_no_control_character_is_left_and_printable_text_is_unchanged(text):
     assert orders(one_line(text)) == []
     if text.isprintable():
         assert plain(text) == text
+
+
+def test_an_error_in_a_log_is_told_with_its_traceback_and_gives_no_orders():
+    try:
+        raise ValueError("in '\x1b[2J'")
+    except ValueError:
+        record = logging.LogRecord("a", 30, "b", 1, "%s\r", ("%s\x07",), sys.exc_info())
+    written = PlainFormatter(logging.BASIC_FORMAT).format(record)
+    assert written.startswith(r"WARNING:a:%s\x07\r") and "Traceback" in written
+    assert "\x1b" not in written and r"in '\x1b[2J'" in written
