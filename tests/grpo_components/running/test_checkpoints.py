@@ -43,12 +43,17 @@ class Disk:
     def _see(self, event, args):
         if not self.folder:
             return
-        named = event in ("os.mkdir", "os.rename", "os.symlink") or (
+        writes = event in ("os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir") or (
             event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         )
-        # Within a folder that is being removed, files are named relative to it.
-        if event in ("os.remove", "os.rmdir") or (named and self.folder in f"{args}"):
+        if writes and self.folder in f"{args}{self._parent(event, args)}":
             self.spend()
+
+    @staticmethod
+    def _parent(event, args):
+        """Within a folder that is being removed, files are named relative to it."""
+        relative = event in ("os.remove", "os.rmdir") and args[1] != -1
+        return os.readlink(f"/proc/self/fd/{args[1]}") if relative else ""
 
     def spend(self):
         self.left -= 1
@@ -86,16 +91,21 @@ def one_rank(tmp_path_factory):
 
 
 class LocalRole:
-    """A role in this process, called as through the cluster."""
+    """A role in this process, called as through the cluster.
 
-    def __init__(self, role):
-        self.role = role
+    Roles with one lock take turns: side by side, who makes a folder that both need is chance, and
+    with it how many changes of files there are.
+    """
+
+    def __init__(self, role, turns):
+        self.role, self.turns = role, turns
 
     async def call(self, method, *args, timeout_s, lane="main"):
         function = getattr(self.role, method)
-        if asyncio.iscoroutinefunction(function):
-            return await function(*args)
-        return await asyncio.to_thread(function, *args)
+        async with self.turns:
+            if asyncio.iscoroutinefunction(function):
+                return await function(*args)
+            return await asyncio.to_thread(function, *args)
 
     def submit(self, method, *args, num_returns):
         self.submitted = getattr(self.role, method)(*args)
@@ -206,13 +216,17 @@ class Run:
         await self.buffer.add(*parts)
         self.checkpoints.hold()
 
+    def roles(self):
+        turns = asyncio.Lock()
+        return [LocalRole(self.policy, turns)], LocalRole(self.buffer, turns)
+
     async def save(self, step=None):
-        trainers, buffer = [LocalRole(self.policy)], LocalRole(self.buffer)
+        trainers, buffer = self.roles()
         await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer)
 
     async def restore(self, folder):
         self.ledger.load_state_dict(read_state(folder / "state", "driver")["ledger"])
-        trainers, buffer = [LocalRole(self.policy)], LocalRole(self.buffer)
+        trainers, buffer = self.roles()
         await self.checkpoints.restore(folder, trainers, buffer)
 
 
