@@ -188,13 +188,28 @@ class Cluster:
     async def ready(self, timeout_s: float) -> None:
         """Wait until every spawned role is built; each is recorded in logs/roles.jsonl.
 
+        Roles whose process ends meanwhile are started again.
+
         Raises:
             RoleFailedError: naming the first role that failed or took too long.
         """
         starting, self._starting = self._starting, []
+        alone = [role for role in starting if role not in self._together]
         async with asyncio.TaskGroup() as tasks:
-            for role in starting:
+            for role in alone:
                 tasks.create_task(role.ready(timeout_s))
+            tasks.create_task(self._ready_together(set(starting) - set(alone), timeout_s))
+
+    async def _ready_together(self, starting: set[Role], timeout_s: float) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for role in starting:
+                    tasks.create_task(role.ready(timeout_s))
+        except ExceptionGroup as failures:
+            failure = root_cause(failures)
+            if not isinstance(failure, RoleFailedError) or failure.kind != "died":
+                raise
+            await self._restart_together(failure, self._attempt)
 
     async def supervise(
         self, loops: Callable[[], Awaitable[None]], begin_again: Callable[[], Awaitable[None]]
@@ -239,25 +254,27 @@ class Cluster:
                     names = [role.name for role in self._together]
                     if not isinstance(failure, RoleFailedError) or failure.role not in names:
                         raise
-                    await self._restart_together(failure)
+                    await self._restart_together(failure, self._attempt + 1)
                     await begin_again()
                 else:
                     return
 
-    async def _restart_together(self, failure: RoleFailedError) -> None:
+    async def _restart_together(self, failure: RoleFailedError, attempt: int) -> None:
         # Ranks that waited for a dead one fail too, and may have been heard first.
         causes = [role.cause_of_failure(_HEARTBEAT_EVERY_S) for role in self._together]
-        failure = next((cause for cause in await asyncio.gather(*causes) if cause), failure)
-        began, attempt = time.monotonic(), self._attempt + 1
+        found = [cause for cause in await asyncio.gather(*causes) if cause]
+        failure = min(found, key=lambda cause: cause.kind != "died", default=failure)
+        began, how = time.monotonic(), "all trainers start again"
+        rollback = attempt != self._attempt
+        if rollback:
+            how += f" at the last checkpoint, as attempt {attempt}"
         while True:
             repeated, self._raised = self._raised == failure.what, failure.what
             pause_s = self._budget.spend(failure, repeated=repeated)
             self._attempt = attempt
-            self._record("rollback", role=failure.role, what=failure.what)
-            self._note(
-                f"{failure.role} {failure.what}; all trainers start again at the last checkpoint, "
-                f"as attempt {attempt} ({self._budget.used()})"
-            )
+            event = "rollback" if rollback else "restart"
+            self._record(event, role=failure.role, what=failure.what)
+            self._note(f"{failure.role} {failure.what}; {how} ({self._budget.used()})")
             for role in self._together:
                 role.kill()
             await asyncio.gather(*(role.settled() for role in self.roles))

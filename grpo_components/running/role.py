@@ -242,15 +242,18 @@ class Role:
                 self._nobody_waits.set()
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until the role is built.
+        """Wait until the role is built; where its process ends before that, it gets another.
 
         Raises:
             RoleFailedError: if it cannot be built, or takes too long.
         """
-        self._start_timeout_s = timeout_s
-        identity = await self.answer(self._starting, "its start", timeout_s)
-        self._pid = identity["pid"] if identity["node"] == socket.gethostname() else 0
-        self._started(self.name, identity)
+        self._start_timeout_s, life = timeout_s, self._life
+        try:
+            await self._built()
+        except RoleFailedError as failure:
+            if failure.kind != "died":  # what is wrong with it is wrong the next time, too
+                raise
+            await self._failed(failure, life)
 
     async def watch(
         self, interval_s: float, patience_s: float, beat: Callable[[str, dict[str, Any]], None]
@@ -294,7 +297,7 @@ class Role:
         await self._end_life()
         self._last = None
         self._start_life()
-        await self.ready(self._start_timeout_s)
+        await self._built()
 
     async def settled(self) -> None:
         """Wait until no restart is under way, however it ends."""
@@ -311,6 +314,11 @@ class Role:
         with contextlib.suppress(RayError):
             ray.kill(self._host)
         self._signal(signal.SIGKILL)
+
+    async def _built(self) -> None:
+        identity = await self.answer(self._starting, "its start", self._start_timeout_s)
+        self._pid = identity["pid"] if identity["node"] == socket.gethostname() else 0
+        self._started(self.name, identity)
 
     def _must_wait(self) -> bool:
         """Whether a restart is under way that the caller is not part of."""
@@ -353,7 +361,7 @@ class Role:
                 await asyncio.sleep(pause_s)
                 self._start_life()
                 try:
-                    await self.ready(self._start_timeout_s)
+                    await self._built()
                     if self._last is not None:
                         self._last.make(self._host, self._life)
                         await self.answer(self._last.reference(0), self._last.method, 60)

@@ -2,8 +2,9 @@
 
     python tests/survival/crash_anywhere.py --runs 5 --faults 10 --seed 0
 
-Every run has to complete, with receipts that the audit passes. Synchronous runs (every other one)
-must moreover train the very batches of an undisturbed run, bit for bit.
+Every run has to complete, with receipts that the audit passes and a reward that is not worse than
+an undisturbed run's within noise. Synchronous runs (every other one) must moreover train the very
+batches of an undisturbed one, bit for bit.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def random_faults(chance, count):
 
 
 def run(folder, faults, synchronous):
-    """One run with its audit; returns its output and its batches by step."""
+    """One run with its audit; returns its output, its batches and its mean rewards by step."""
     folder.mkdir()
     recipe, environment = forked_recipe(folder, faults)
     output_dir = folder / "run"
@@ -76,7 +77,28 @@ def run(folder, faults, synchronous):
     receipts = [json.loads(line) for line in (output_dir / "receipts.jsonl").open()]
     batches = {r["step"]: r["batch_hash"] for r in receipts if r["record"] == "step"}
     assert sorted(batches) == list(range(1, NUM_STEPS + 1))
-    return done.stdout, batches
+    lines = [json.loads(line) for line in (output_dir / "logs" / "metrics.jsonl").open()]
+    rewards = {line["step"]: line["rollout/reward_mean"] for line in lines if line["step"]}
+    return done.stdout, batches, rewards
+
+
+def late(rewards):
+    """Mean reward of the last third of the steps, and its standard error."""
+    last = [rewards[step] for step in sorted(rewards)[-NUM_STEPS // 3 :]]
+    return statistics.mean(last), statistics.stdev(last) / len(last) ** 0.5
+
+
+def recoveries(output):
+    """(role, what befell it, seconds until it was back), from a run's output."""
+    befallen, found = {}, []
+    for line in output.splitlines():
+        if told := re.match(r"(\w+) (died|gave no sign of life|did not answer|failed)", line):
+            whose = "trainers" if "all trainers start again" in line else told[1]
+            befallen.setdefault(whose, told[2])
+        elif back := re.match(r"(?:the )?(\w+) (?:is|are) back after (\d+) s", line):
+            role = back[1].partition("_")[0] if back[1][-1].isdigit() else back[1]
+            found.append((role, befallen.pop(back[1]), int(back[2])))
+    return found
 
 
 def main():
@@ -87,27 +109,35 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance, recovered = random.Random(options.seed), defaultdict(list)
-    struck, undisturbed = 0, None
+    struck, undisturbed = 0, {}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(options.runs):
             synchronous = number % 2 == 1
-            if synchronous and undisturbed is None:
-                undisturbed = run(Path(scratch) / "undisturbed", [], synchronous=True)[1]
+            kind = "synchronous" if synchronous else "asynchronous"
+            if kind not in undisturbed:
+                undisturbed[kind] = run(Path(scratch) / kind, [], synchronous)[1:]
             faults = random_faults(chance, options.faults)
-            output, batches = run(Path(scratch) / f"{number}", faults, synchronous)
-            if synchronous and batches != undisturbed:
+            output, batches, rewards = run(Path(scratch) / f"{number}", faults, synchronous)
+            expected_batches, expected_rewards = undisturbed[kind]
+            if synchronous and batches != expected_batches:
                 raise SystemExit(f"{faults}\n{output}\nother batches than an undisturbed run's")
+            (reward, error), (expected, its_error) = late(rewards), late(expected_rewards)
+            if reward < expected - 3 * (error**2 + its_error**2) ** 0.5:
+                raise SystemExit(f"{faults}\n{output}\nreward {reward:.3f}, not {expected:.3f}")
             happened = output.count("chaos: ")
             struck += happened
-            for role, seconds in re.findall(r"(\w+) (?:is|are) back after (\d+) s", output, re.M):
-                recovered[role].append(int(seconds))
-            kind = "synchronous" if synchronous else "asynchronous"
-            sys.stdout.write(f"run {number}, {kind}: {happened} faults, complete, audit passed\n")
+            for role, what, seconds in recoveries(output):
+                recovered[role, what].append(seconds)
+            sys.stdout.write(
+                f"run {number}, {kind}: {happened} faults, complete, audit passed, reward "
+                f"{reward:.3f} (undisturbed {expected:.3f} +- {its_error:.3f})"
+                f"{', the very batches' if synchronous else ''}\n"
+            )
             sys.stdout.flush()
-    for role, seconds in sorted(recovered.items()):
+    for (role, what), seconds in sorted(recovered.items()):
         middle = statistics.median(seconds)
         sys.stdout.write(
-            f"{role}: back {len(seconds)} times, after {middle:g} s ({min(seconds)} to "
+            f"{role} {what}: back {len(seconds)} times, after {middle:g} s ({min(seconds)} to "
             f"{max(seconds)} s)\n"
         )
     sys.stdout.write(f"{struck} faults in {options.runs} runs; nothing was lost\n")

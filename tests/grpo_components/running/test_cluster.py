@@ -23,12 +23,15 @@ STORE = 80 * 10**6
 class Counter:
     """A role with a blocking, a failing, an endless, and an asynchronous method."""
 
-    def __init__(self, start=0, fails_if_there=None):
+    def __init__(self, start=0, fails_if_there=None, dies_if_there=None):
         if start < 0:
             raise ValueError("start is below 0")
         if fails_if_there and Path(fails_if_there).exists():
             Path(fails_if_there).unlink()
             raise OSError("the node is not ready")
+        if dies_if_there and Path(dies_if_there).exists():
+            Path(dies_if_there).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         self.value = start
         self.release = threading.Event()
 
@@ -287,6 +290,23 @@ def test_what_a_role_returned_outlives_it_and_its_last_call_of_a_kind_is_made_ag
         assert await sink.answer(listed, "a list", 30) == [7]  # whoever asks for it
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_process_that_ends_before_its_role_is_built_is_started_again(restarting, tmp_path, alone):
+    """In the same attempt: nothing was trained yet."""
+    cluster, told = restarting
+    cluster._together.clear()
+    mark, attempt = tmp_path / "mark", cluster._attempt
+    mark.touch()
+    other = cluster.spawn(f"waits_{alone}", "test_cluster.Counter", restarts_alone=alone)
+    role = spawn(
+        cluster, f"newborn_{alone}", start=3, dies_if_there=str(mark), restarts_alone=alone
+    )
+    assert asyncio.run(role.call("add", 1, timeout_s=30)) == 4
+    assert asyncio.run(other.call("add", 1, timeout_s=30)) == 1
+    assert told[0].startswith(f"newborn_{alone} died") and "back after" in told[1]
+    assert "attempt" not in told[0] and cluster._attempt == attempt
 
 
 def test_what_a_role_raises_twice_ends_the_run(restarting):
