@@ -106,7 +106,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 group, summary, entry.text = role.submit(
                     "generate_group", *identity, temperature, num_returns=3
                 )
-                learned = await role.result(summary, "generate_group", timeouts.rollout_s)
+                turn = self.turns.awaited("finish", group=entry.group_id)
+                learned = await role.result(summary, "generate_group", timeouts.rollout_s, turn)
             except RoleLostError:  # another generator takes the group
                 return await self.ledger.given_back(entry)
             await self.ledger.generated(entry.group_id, learned.response_tokens)
@@ -325,13 +326,13 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run_log = build_run_log(cfg, attempt, self.beginning.note)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
         self.evaluation = build_evaluation(
-            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation
+            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation, self.turns
         )
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
         self.receipts = build_receipts(cfg, self.ledger, attempt)
         self.run_log.phase("starting Ray and the roles")
-        self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns.note)
+        self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)
         self.cluster.start()
         compared = (loss, self.reward_shaping)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)

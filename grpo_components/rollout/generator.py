@@ -82,6 +82,7 @@ class Generator:
         schedule_folder: gets the engine's schedule; None writes none.
         replayed_folder: has the schedule to keep; None for a new run.
         replay_timeout_s: longest wait for what the schedule to keep has next.
+        life: of this process, from 0.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Generator:
         schedule_folder: str | None = None,
         replayed_folder: str | None = None,
         replay_timeout_s: float = 0.0,
+        life: int = 0,
     ) -> None:
         self._rewards = RewardPool(rewards, num_workers=reward_workers, timeout_s=reward_timeout_s)
         self._tokenizer = build_tokenizer()
@@ -125,7 +127,9 @@ class Generator:
             enforce_eager=enforce_eager,
             recompute_kv_after_pull=recompute_kv_after_pull,
             seed=seed,
-            schedule=open_schedule(number, schedule_folder, replayed_folder, replay_timeout_s),
+            schedule=open_schedule(
+                number, schedule_folder, replayed_folder, replay_timeout_s, life
+            ),
         )
         self._build_environment = build_environment
         self._build_policy = partial(

@@ -12,12 +12,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.state_files import read_state, write_state
 from grpo_components.running.checkpoint_folder import latest
 from grpo_components.running.checkpoints import Checkpoints
 from grpo_components.running.metrics import MetricLog
-from grpo_components.running.output_folder import cut_torn_line
 from grpo_components.running.receipts import Receipts
 
 MIB = 2**20
