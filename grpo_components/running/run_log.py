@@ -99,6 +99,7 @@ class RunLog:
         entries: Sequence[LedgerEntry],
         texts: Sequence[Mapping[str, Any] | None],
         advantages: Sequence[Any],
+        token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
         """Write trained groups as text.
 
@@ -108,12 +109,17 @@ class RunLog:
             texts: the first of these groups as a person would read them; what a checkpoint has
                 brought has none.
             advantages: of each group's responses.
+            token_logprobs: of each response of a group, by group id; empty where not asked for.
         """
-        groups = [
-            {"attempt": self.attempt, "group_id": entry.group_id, **text, "advantages": row}
-            for entry, text, row in zip(entries, texts, advantages, strict=False)
-            if text is not None
-        ]
+        groups: list[dict[str, Any]] = []
+        for entry, text, row in zip(entries, texts, advantages, strict=False):
+            if text is None:
+                continue
+            group = {"attempt": self.attempt, "group_id": entry.group_id, **text, "advantages": row}
+            if found := token_logprobs.get(entry.group_id):
+                both = zip(text["responses"], found, strict=True)
+                group["responses"] = [{**response, **logprobs} for response, logprobs in both]
+            groups.append(group)
         self._metric_log.log_rollouts(step, groups)
 
     def checkpoint(self, step: int, folder: str) -> None:
