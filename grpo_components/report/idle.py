@@ -59,6 +59,7 @@ class Idle:
         elif kind in ("rollback", "start"):
             for role in list(self._tasks):
                 self._forget(role, now)
+            self._busy.clear()
             self._last = None
 
     def _begin(self, role: str, task: Any, now: float) -> None:
@@ -78,6 +79,9 @@ class Idle:
             self._busy[role] += now - self._since.pop(role)
 
     def _close_step(self, step: int, now: float) -> None:
+        while self.steps and self.steps[-1] >= step:  # an earlier attempt's, done again
+            self.steps.pop()
+            self.shares.pop()
         if self._last is not None and now > self._last:
             for role, since in self._since.items():
                 self._busy[role] += now - since

@@ -260,8 +260,9 @@ function showRollouts() {
     const sizes = all.filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
     scale = Math.max(1e-4, sizes[Math.floor(sizes.length * 0.99)] || 0);
     for (const group of groups) group.difference = largest(group, what);
-    const none = sizes.length ? "" : ": not measured here";
-    legend.lastElementChild.textContent = `+${number(scale, 4)} nats: ${what}${none}`;
+    const [left, right] = what.split(" - ");
+    legend.lastElementChild.textContent = `+${number(scale, 4)} nats; ` + (sizes.length
+      ? `blue: the ${left} finds the token likelier than the ${right}` : "not measured here");
     legend.firstElementChild.textContent = `-${number(scale, 4)}`;
   };
   const page = () => {

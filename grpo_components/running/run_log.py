@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.report.page import write_report
 from grpo_components.running.building import build
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.progress import Progress
@@ -175,9 +176,14 @@ class RunLog:
         )
 
     def close(self) -> None:
-        """End the display and close the files and the logger."""
+        """End the display, close the files and the logger, and write the report."""
         self._progress.close()
         self._metric_log.close()
+        if self._steps:
+            try:
+                self.note(f"report: {write_report(self._output_dir)}")
+            except Exception as error:  # whatever it is, the run itself has nothing to do with it
+                self.note(f"no report was written: {type(error).__name__}: {error}")
 
 
 def build_run_log(cfg: DictConfig, attempt: int, note: str) -> RunLog:

@@ -243,6 +243,34 @@ def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys
     assert "(means of 1 steps)" in rows["reward"]
 
 
+def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys):
+    log, _ = make()
+    log.close()
+    assert not (tmp_path / "report.html").exists(), "there is nothing to see yet"
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    assert (tmp_path / "report.html").stat().st_size > 1e6
+
+
+def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
+    make, clock, monkeypatch, capsys
+):
+    def broken(folder):
+        raise KeyError("a\nline of\x1b[31m a record")
+
+    monkeypatch.setattr(run_log, "write_report", broken)
+    log, logger = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no report was written: KeyError: ") and "\x1b" not in last
+    assert logger.closed
+
+
 def test_closing_closes_the_logger(make):
     log, logger = make()
     log.close()
