@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_components.report.run_files import Record
+from grpo_components.report.shown import label
 
 MOST_POINTS = 1000
 """Of one curve; where a run has more steps, each point stands for several."""
@@ -158,7 +159,7 @@ def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> di
         y: the values, finite.
         trace: plotly's other settings.
     """
-    lines = {"type": "scatter", "mode": "lines", "name": name}
+    lines = {"type": "scatter", "mode": "lines", "name": label(name)}
     return {**lines, "x": short(x), "y": short(y), **trace}
 
 

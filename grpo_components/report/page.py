@@ -28,6 +28,7 @@ from grpo_components.report.timeline import timeline
 _FIRST_AND_LAST = 10
 """Steps that the first and the last figure of a tile are means of."""
 _MOST_EVENTS = 200
+_LONGEST_TILE = 80
 _LOGPROBS_HOW = "add <code>log_token_logprobs=true</code> to the command of the run"
 
 
@@ -77,6 +78,7 @@ def _page(folder: Path, most_groups: int) -> str:
     sections = metric_charts(metrics)
     others = sections.pop("Other metrics")
     html = [_smoothing()]
+    sections = {name: found for name, found in sections.items() if found}
     for name, found in sections.items():
         html.append(_section(name, _charts(found, charts)))
     history = _charts(over_time, charts) + _history(receipts, told)
@@ -183,7 +185,7 @@ def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
         "groups dropped": ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none",
     }
     return [
-        f'<div class="tile"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>'
+        f'<div class="tile"><b>{escaped(value, _LONGEST_TILE)}</b><span>{escaped(name)}</span></div>'
         for name, value in tiles.items()
     ]
 

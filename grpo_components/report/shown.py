@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_components.running.plain_text import plain
 
+_LONGEST_LABEL = 60
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]+")
 
 
@@ -29,6 +30,11 @@ def text(value: Any, longest: int | None = None) -> str:
 def escaped(value: Any, longest: int | None = None) -> str:
     """The same as HTML."""
     return html.escape(text(value, longest))
+
+
+def label(value: Any) -> str:
+    """The same in a chart: plotly takes some tags in its texts for markup."""
+    return html.escape(text(value, _LONGEST_LABEL), quote=False).replace("\n", " ")
 
 
 def script_json(value: Any) -> str:

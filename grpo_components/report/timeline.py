@@ -9,6 +9,7 @@ from typing import Any
 from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve, short
 from grpo_components.report.idle import Idle
 from grpo_components.report.run_files import Record
+from grpo_components.report.shown import label
 
 _TOLD = ("start", "restart", "rollback")
 """Events that the page lists."""
@@ -88,11 +89,11 @@ def _lives_chart(
         own = [life for life in lives if life["role"] == name]
         ends = [life["started"] for life in own[1:]] + [last]
         for number, (life, end) in enumerate(zip(own, ends, strict=True), start=1):
-            bars["y"].append(name)
+            bars["y"].append(label(name))
             bars["base"].append(round((life["started"] - first) / 60, 3))
             bars["x"].append(round((end - life["started"]) / 60, 3))
             what = f"life {number}, attempt {life.get('attempt', 0)}, pid {life.get('pid', '?')}"
-            bars["text"].append(what)
+            bars["text"].append(label(what))
     traces: list[dict[str, Any]] = [
         {
             **{"type": "bar", "orientation": "h", "name": "lives", **bars},
@@ -103,7 +104,7 @@ def _lives_chart(
     for kind, symbol, color in (("restart", "x", "#c2410c"), ("rollback", "diamond", "#7c3aed")):
         found = [event for event in told if event["event"] == kind and event.get("role") in names]
         if found:
-            places = {"x": [e["minute"] for e in found], "y": [e["role"] for e in found]}
+            places = {"x": [e["minute"] for e in found], "y": [label(e["role"]) for e in found]}
             marker = {"symbol": symbol, "size": 10, "color": color}
             trace = {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **places}
             traces.append(trace)

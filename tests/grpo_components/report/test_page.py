@@ -77,6 +77,7 @@ def test_nothing_that_a_run_says_becomes_a_tag(run):
     data = [json.loads(script) for attrs, script in found.scripts if attrs]
     assert r"\u202e" in data[1][0]["responses"][0]["text"]
     assert "alert(2)" in html, "it is shown all the same"
+    assert "<" not in json.dumps(data[0]).replace("<extra></extra>", ""), "plotly knows some tags"
 
 
 def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
