@@ -271,10 +271,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self, step: int, metrics: dict, entries: list[LedgerEntry], advantages: Any
     ) -> None:
         """Log one step's metrics, and a few of its groups as text."""
-        self.run_log.step(step, metrics)
         shown = [entry.text for entry in entries[: self.rollouts_logged]]
         texts = [text and await self.buffer.answer(text, "a group's text", 60) for text in shown]
-        self.run_log.rollouts(step, entries, texts, advantages)
+        self.run_log.rollouts(step, entries, texts, advantages, metrics.pop("token_logprobs"))
+        self.run_log.step(step, metrics)
 
     async def on_trainers(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every trainer rank at once (they meet in collectives)."""

@@ -20,6 +20,7 @@ FREE = (
     *("gpus_per_reference", "save_every_n_steps", "metric_logger", "log_every_n_steps"),
     *("log_peak_memory_stats", "profiler", "keep_last_n", "async_checkpoint"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
+    "log_token_logprobs",
 )
 """Keys that a replay may change: what is trained does not depend on them. `base_model_path` may
 change, too, where the same model lies elsewhere."""

@@ -109,6 +109,7 @@ def role_arguments(
         else None,
         "skipped_folder": str(skipped_folder(cfg.output_dir)),
         "collective_timeout_s": cfg.timeouts.collective_s,
+        "logged_responses": cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
         "num_gpus": gpus("trainer"),
     }
     reference = {
@@ -130,6 +131,7 @@ def role_arguments(
         "group_size": cfg.group_size,
         "rollouts_in_flight": cfg.rollouts_in_flight,
         "seed": cfg.seed,
+        "log_token_texts": cfg.log_token_logprobs,
         "max_response_tokens": engine.max_response_tokens,
         "stop_token_ids": list(engine.stop_token_ids or stop_tokens),
         "truncation": {name: engine[name] for name in TRUNCATION},
