@@ -323,7 +323,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.beginning = begin_run(cfg, self.ledger, self.prompts)
         attempt = self.beginning.attempt
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
-        self.run_log = build_run_log(cfg, attempt, self.beginning.note)
+        self.run_log = build_run_log(cfg, attempt, self.beginning.note, dataset, held_out)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
         self.evaluation = build_evaluation(
             cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation, self.turns

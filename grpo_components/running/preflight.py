@@ -49,7 +49,8 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 REWARD_CALL = dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"))
 _PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.\[\]-]+\}")
-SUFFIXES = (".jsonl", ".parquet")  # of local data sets
+# Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
 
 

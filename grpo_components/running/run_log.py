@@ -186,18 +186,19 @@ class RunLog:
                 self.note(f"no report was written: {type(error).__name__}: {error}")
 
 
-def build_run_log(cfg: DictConfig, attempt: int, note: str) -> RunLog:
+def build_run_log(cfg: DictConfig, attempt: int, note: str, *data: Any) -> RunLog:
     """The run log that a config asks for.
 
     Args:
         cfg: checked by preflight.
         attempt: which life of the run.
         note: what the person who watches should know first; may be empty.
+        data: the data sets; their own `note`, where they have one, is told, too.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     run_log = RunLog(folder, logger, every, cfg.num_steps, attempt)
-    if note:
-        run_log.note(note)
+    for told in filter(None, (note, *(getattr(dataset, "note", "") for dataset in data))):
+        run_log.note(told)
     return run_log
