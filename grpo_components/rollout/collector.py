@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.collectors import Collector
@@ -15,10 +17,17 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import step_mdp
 
 from grpo_components.rollout.reward_pool import Score
-from grpo_components.rollout.vllm_engine import VLLMEngine
+from grpo_components.rollout.vllm_engine import Completion, VLLMEngine
 from grpo_components.trajectory import Trajectory
 
 Prompt = dict[str, Any]
+
+_NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "stop")
+
+
+def sampling_seed(*identity: int) -> int:
+    """A seed from what a sample is, (seed, group, sample), not from when or where it is drawn."""
+    return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> 1)
 
 
 class EnginePolicy:
@@ -26,7 +35,7 @@ class EnginePolicy:
 
     Args:
         engine: shared by all collectors of the process.
-        max_response_tokens: longest response.
+        max_response_tokens: longest response, what the environment says included.
         stop_token_ids: a response ends with the first of these.
         truncation: see `VLLMEngine.submit`.
     """
@@ -39,9 +48,9 @@ class EnginePolicy:
         stop_token_ids: Sequence[int],
         truncation: Mapping[str, float],
     ) -> None:
+        self._max_response_tokens = max_response_tokens
         self._submit = partial(
             engine.submit,
-            max_tokens=max_response_tokens,
             stop_token_ids=stop_token_ids,
             truncation=truncation,
         )
@@ -53,16 +62,17 @@ class EnginePolicy:
         """Of the next rollout."""
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write `response`, `logprobs`, `versions` and `finish_reason` into every slot."""
+        """Write `response`, `logprobs`, `versions` and `finish_reason` into every slot.
+
+        A slot that is done gets an empty response.
+        """
         slots = tensordict.unbind(0)
         futures = [
-            self._submit(
-                slot["tokens"].tolist(), name=name, seed=seed, temperature=self.temperature
-            )
+            None if slot["done"] else self._sample(slot, name, seed)
             for slot, name, seed in zip(slots, self.names, self.seeds, strict=True)
         ]
         for slot, future in zip(slots, futures, strict=True):
-            completion = future.result()
+            completion = _NOTHING if future is None else future.result()
             slot.update(
                 TensorDict(
                     response=completion.token_ids,
@@ -72,6 +82,21 @@ class EnginePolicy:
                 )
             )
         return lazy_stack(list(slots), 0)
+
+    def _sample(self, slot: TensorDictBase, name: str, seed: int) -> Future[Completion]:
+        used = int(slot["response_tokens"])
+        left = self._max_response_tokens - used
+        if left < 1:
+            limit = f"generator.max_response_tokens is {self._max_response_tokens}"
+            raise ValueError(f"the response is not over after {used} tokens, and {limit}")
+        return self._submit(
+            slot["tokens"].tolist(),
+            max_tokens=left,
+            name=name,
+            # A later turn must not draw the numbers of the first again.
+            seed=sampling_seed(seed, used) if used else seed,
+            temperature=self.temperature,
+        )
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
@@ -115,6 +140,8 @@ class GroupCollector(Collector):
         tensordict = call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
         while not all(slot.done for slot in slots):
+            for slot, state in zip(slots, tensordict.unbind(0), strict=True):
+                state["response_tokens"] = torch.tensor(len(slot.response_ids))
             tensordict = call(self.env.step, self.policy(tensordict))
             for slot, before in zip(slots, tensordict.unbind(0), strict=True):
                 if not slot.done:
@@ -149,11 +176,17 @@ class SlotRollout:
         return slot
 
     def extend(self, turn: Any) -> None:
-        """Append one policy turn and what the environment said after it."""
+        """Append one policy turn and what the environment said after it.
+
+        Raises:
+            ValueError: if the environment changed what had been said before.
+        """
         after = turn["next"]
         response = turn["response"].numpy()
-        known = len(self.prompt_ids) + len(self.response_ids) + len(response)
-        said = after["tokens"].numpy()[known:]
+        known = np.concatenate([self.prompt_ids, self.response_ids, response])
+        if not np.array_equal(after["tokens"].numpy()[: len(known)], known):
+            raise ValueError("the environment changed tokens that had been said before")
+        said = after["tokens"].numpy()[len(known) :]
         self.response_ids = np.concatenate([self.response_ids, response, said])
         self.response_mask = np.concatenate(
             [self.response_mask, np.ones(len(response), bool), np.zeros(len(said), bool)]
@@ -164,7 +197,9 @@ class SlotRollout:
         self.versions = np.concatenate(
             [self.versions, turn["versions"].numpy(), np.full(len(said), -1, np.int32)]
         )
-        self.finish_reason = turn["finish_reason"]
+        # The environment's word counts, where it has one: it knows limits that the policy does not.
+        has_word = "finish_reason" in after.keys()  # noqa: SIM118 -- of a TensorDict
+        self.finish_reason = (after if has_word else turn)["finish_reason"]
         self.done = bool(after["done"])
         if self.done:
             self.score = after["score"]

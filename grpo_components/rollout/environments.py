@@ -13,7 +13,46 @@ from torchrl.envs import EnvBase
 from grpo_components.rollout.reward_pool import Score
 
 Prompt = dict[str, Any]
-"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer."""
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer, and `seed` for
+what is random in the environment; other columns of the data set may follow."""
+
+
+def set_token_specs(env: EnvBase, num_slots: int) -> None:
+    """Give an environment the specs of ragged token lists, one per slot.
+
+    Args:
+        env: whose batch size is [num_slots].
+        num_slots: prompts asked at once.
+    """
+    slots = torch.Size([num_slots])
+    ragged: Any = (num_slots, -1)
+    env.observation_spec = Composite(tokens=Unbounded(shape=ragged, dtype=torch.int64), shape=slots)
+    env.action_spec = Composite(
+        response=Unbounded(shape=ragged, dtype=torch.int64),
+        finish_reason=NonTensor(shape=slots),
+        shape=slots,
+    )
+    env.reward_spec = Composite(reward=Unbounded(shape=torch.Size([num_slots, 1])), shape=slots)
+    flag = Binary(1, shape=torch.Size([num_slots, 1]), dtype=torch.bool)
+    env.done_spec = Composite(
+        done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=slots
+    )
+
+
+def slot_state(tokens: Any, *, done: bool, truncated: bool = False) -> TensorDict:
+    """One slot's part of what an environment returns.
+
+    Args:
+        tokens: [T] everything said so far, prompt included.
+        done: the response has ended.
+        truncated: it was a limit that ended it.
+    """
+    return TensorDict(
+        tokens=torch.as_tensor(tokens, dtype=torch.int64),
+        done=torch.tensor([done]),
+        terminated=torch.tensor([done and not truncated]),
+        truncated=torch.tensor([truncated]),
+    )
 
 
 class SingleTurnEnvironment(EnvBase):
@@ -23,6 +62,8 @@ class SingleTurnEnvironment(EnvBase):
         num_slots: prompts asked at once (for a group: the same prompt `group_size` times).
         decode: token ids to text.
         score: samples (prompt_text, response_text, answer, finish_reason) to scores, in order.
+        encode: not used here.
+        max_response_tokens: not used here.
     """
 
     # Token lists are ragged, so that torchrl must not preallocate from the specs.
@@ -34,27 +75,13 @@ class SingleTurnEnvironment(EnvBase):
         num_slots: int,
         decode: Callable[[list[int]], str],
         score: Callable[[list[dict[str, str]]], list[Score]],
+        encode: Any = None,
+        max_response_tokens: Any = None,
     ) -> None:
         super().__init__(batch_size=torch.Size([num_slots]), device=None)
         self._decode, self._score = decode, score
         self._prompts: list[Prompt] = []
-        slots = torch.Size([num_slots])
-        ragged: Any = (num_slots, -1)
-        self.observation_spec = Composite(
-            tokens=Unbounded(shape=ragged, dtype=torch.int64), shape=slots
-        )
-        self.action_spec = Composite(
-            response=Unbounded(shape=ragged, dtype=torch.int64),
-            finish_reason=NonTensor(shape=slots),
-            shape=slots,
-        )
-        self.reward_spec = Composite(
-            reward=Unbounded(shape=torch.Size([num_slots, 1])), shape=slots
-        )
-        flag = Binary(1, shape=torch.Size([num_slots, 1]), dtype=torch.bool)
-        self.done_spec = Composite(
-            done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=slots
-        )
+        set_token_specs(self, num_slots)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Set the prompts, one per slot, of the next `reset`."""
@@ -62,7 +89,7 @@ class SingleTurnEnvironment(EnvBase):
         self._prompts = list(prompts)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> LazyStackedTensorDict:
-        return lazy_stack([self._slot(p["prompt_ids"], done=False) for p in self._prompts], 0)
+        return lazy_stack([slot_state(p["prompt_ids"], done=False) for p in self._prompts], 0)
 
     def _step(self, tensordict: TensorDictBase) -> LazyStackedTensorDict:
         slots = tensordict.unbind(0)
@@ -77,20 +104,11 @@ class SingleTurnEnvironment(EnvBase):
         ]
         results = []
         for slot, score in zip(slots, self._score(samples), strict=True):
-            result = self._slot(torch.cat([slot["tokens"], slot["response"]]), done=True)
+            result = slot_state(torch.cat([slot["tokens"], slot["response"]]), done=True)
             result["reward"] = torch.tensor([score.reward])
             result["score"] = NonTensorData(score)
             results.append(result)
         return lazy_stack(results, 0)
-
-    def _slot(self, tokens: Any, done: bool) -> TensorDict:
-        flag = torch.tensor([done])
-        return TensorDict(
-            tokens=torch.as_tensor(tokens, dtype=torch.int64),
-            done=flag,
-            terminated=flag.clone(),
-            truncated=torch.zeros_like(flag),
-        )
 
     def _set_seed(self, seed: int | None) -> None:
         """Nothing here is random: sampling seeds belong to the policy."""

@@ -16,8 +16,15 @@ from numpy.typing import NDArray
 from torchrl.envs import EnvBase
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
-from grpo_components.rollout.collector import EnginePolicy, GroupCollector, Prompt, SlotRollout
+from grpo_components.rollout.collector import (
+    EnginePolicy,
+    GroupCollector,
+    Prompt,
+    SlotRollout,
+    sampling_seed,
+)
 from grpo_components.rollout.environment_thread import EnvironmentThread
+from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.reward_pool import RewardPool, RewardPoolError, RewardSpec
 from grpo_components.rollout.schedule import open_schedule
 from grpo_components.rollout.token_texts import token_texts
@@ -49,11 +56,6 @@ class _Seat:
     collector: GroupCollector
 
 
-def sampling_seed(*identity: int) -> int:
-    """A seed from what a sample is, (seed, group, sample), not from when or where it is drawn."""
-    return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> 1)
-
-
 class Generator:
     """One engine, its collectors and its reward processes.
 
@@ -62,15 +64,18 @@ class Generator:
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
         build_tokenizer: makes the torchtune tokenizer.
-        build_environment: makes an environment from num_slots, decode and score.
+        build_environment: makes an environment from num_slots, decode, encode, score and
+            max_response_tokens.
+        slots_apart: each response has an environment and a thread of its own, and not its group.
         rewards: by the name in the config.
         reward_workers: processes that score.
         reward_timeout_s: deadline of one sample's rewards.
-        environment_timeout_s: deadline of one reset or step of an environment, rewards included.
+        environment_timeout_s: deadline of a rollout's calls into its environment together, rewards
+            included.
         group_size: responses per prompt.
         rollouts_in_flight: groups generated at once, one collector thread each.
         seed: sampling seeds derive from it.
-        max_response_tokens: longest response.
+        max_response_tokens: longest response, what the environment says included.
         stop_token_ids: a response ends with the first of these.
         truncation: what else than the temperature bends the sampled distribution, by vLLM's names;
             the trainer cannot account for it.
@@ -95,6 +100,7 @@ class Generator:
         dtype: str,
         build_tokenizer: Callable[[], Any],
         build_environment: Callable[..., EnvBase],
+        slots_apart: bool = False,
         rewards: dict[str, RewardSpec],
         reward_workers: int,
         reward_timeout_s: float,
@@ -143,8 +149,10 @@ class Generator:
             truncation=truncation,
         )
         self._environment_timeout_s = environment_timeout_s
-        self._group_size, self._seed, self._log_token_texts = group_size, seed, log_token_texts
+        self._max_response_tokens, self._log_token_texts = max_response_tokens, log_token_texts
+        self._group_size, self._seed, self._slots_apart = group_size, seed, slots_apart
         threads = rollouts_in_flight if replayed_folder is None else _REPLAY_THREADS
+        threads *= group_size if slots_apart else 1
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
         """By the number of their slots; as many exist as were ever needed at once."""
@@ -165,7 +173,10 @@ class Generator:
         Returns:
             The packed group, its summary, and the group as a person would read it.
         """
-        prompts = [prompt] * self._group_size
+        prompts = [
+            {**prompt, "seed": sampling_seed(self._seed, 2, group_id, i)}
+            for i in range(self._group_size)
+        ]
         seeds = [sampling_seed(self._seed, 0, group_id, i) for i in range(self._group_size)]
         names = [f"group {group_id} sample {i}" for i in range(self._group_size)]
         slots = await self._collect(prompts, names, seeds, temperature)
@@ -190,6 +201,10 @@ class Generator:
         Returns:
             For each prompt: reward, success, oldest and newest version, error.
         """
+        prompts = [
+            {**prompt, "seed": sampling_seed(self._seed, 3, prompt["prompt_index"])}
+            for prompt in prompts
+        ]
         chunks = [
             prompts[i : i + self._group_size] for i in range(0, len(prompts), self._group_size)
         ]
@@ -263,9 +278,16 @@ class Generator:
     async def _collect(
         self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
     ) -> list[SlotRollout]:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._collect_in_thread, prompts, names, seeds, temperature
+        size = 1 if self._slots_apart else len(prompts)
+        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        rollouts = await asyncio.gather(
+            *(
+                run(self._collect_in_thread, prompts[p], names[p], seeds[p], temperature)
+                for p in parts
+            )
         )
+        return [slot for slots in rollouts for slot in slots]
 
     def _collect_in_thread(
         self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
@@ -278,8 +300,13 @@ class Generator:
         seat.policy.names, seat.policy.seeds = names, seeds
         seat.policy.temperature = temperature
         try:
+            seat.environment.begin()
             seat.environment.call(seat.env.ask, prompts)
             slots = seat.collector.rollout(seat.environment.call)
+            longest = max(len(slot.response_ids) for slot in slots)
+            if longest > self._max_response_tokens:
+                limit = f"generator.max_response_tokens is {self._max_response_tokens}"
+                raise ValueError(f"the response got {longest} tokens, and {limit}")
         except (EngineStoppedError, RewardPoolError):
             raise
         except Exception as error:  # a user's environment: its failure is these samples', and told
@@ -293,17 +320,31 @@ class Generator:
 
     def _seat(self, num_slots: int) -> _Seat:
         environment = EnvironmentThread(self._environment_timeout_s)
-        arguments = {"num_slots": num_slots, "decode": self._decode, "score": self._rewards.score}
-        env = environment.call(partial(self._build_environment, **arguments))
+        build = partial(
+            self._build_environment,
+            num_slots=num_slots,
+            decode=self._decode,
+            encode=partial(encode_text, self._tokenizer),
+            score=self._rewards.score,
+            max_response_tokens=self._max_response_tokens,
+        )
+        env = environment.call(build)
         policy = self._build_policy()
         return _Seat(environment, env, policy, GroupCollector(env, policy))
 
     def _readable(self, trajectory: Trajectory) -> dict[str, Any]:
         versions = trajectory.token_versions[trajectory.response_mask].tolist()
-        token_ids = trajectory.response_ids.tolist()
+        token_ids, mask = trajectory.response_ids.tolist(), trajectory.response_mask
         texts = {"tokens": token_texts(token_ids, self._decode)} if self._log_token_texts else {}
+        edges = np.flatnonzero(np.diff(mask)) + 1
+        turns = zip(np.split(trajectory.response_ids, edges), np.split(mask, edges), strict=True)
+        said = [
+            {"by": "policy" if own.all() else "environment", "text": self._decode(ids.tolist())}
+            for ids, own in turns
+        ]
         return {
             "response": self._decode(token_ids),
+            **({"turns": said} if not mask.all() else {}),
             "finish_reason": trajectory.finish_reason,
             "response_tokens": len(versions),
             "versions": [min(versions), max(versions)] if versions else None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import netrc
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -13,6 +15,7 @@ from urllib.parse import urlparse
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
+from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.exchange.weights import (
     check_names_and_shapes,
@@ -21,6 +24,9 @@ from grpo_components.exchange.weights import (
 )
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.rollout.prompt_mix import PromptMix
+
+# Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
+SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +92,44 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
                     f"generator.max_response_tokens"
                 )
     return tokenizer, data["dataset"], data["eval_dataset"]
+
+
+def parameters_of(component: Any) -> list[inspect.Parameter]:
+    """What a class or function takes; of an `EnvBase`, whose metaclass takes anything, as well."""
+    own_call = isinstance(component, type) and type(component).__call__ is not type.__call__
+    if own_call and component.__init__ is not object.__init__:
+        return list(inspect.signature(component.__init__).parameters.values())[1:]
+    return list(inspect.signature(component).parameters.values())
+
+
+def build_environment(node: DictConfig, **offered: Any) -> Any:
+    """An environment of the config; in the generator's process.
+
+    Args:
+        node: with `_component_` and its arguments, of which some may be components, too.
+        offered: what the generator has for it; it gets those that its signature names.
+    """
+    parameters = parameters_of(_get_component_from_path(node._component_))
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    names = offered if takes_any else {parameter.name for parameter in parameters}
+    parts = {key: config.instantiate(node[key]) for key in nested_components(node)}
+    return config.instantiate(node, **{k: v for k, v in offered.items() if k in names}, **parts)
+
+
+def nested_components(node: Mapping[str, Any]) -> list[str]:
+    """The arguments of a component that are components themselves."""
+    return [
+        key
+        for key, value in node.items()
+        if isinstance(value, Mapping | DictConfig) and "_component_" in value
+    ]
+
+
+def has_slots_apart(node: DictConfig) -> bool:
+    """Whether an environment of the config is built for each response, and not for each group."""
+    if node == SHIPPED_ENVIRONMENT:
+        return False
+    return bool(getattr(_get_component_from_path(node._component_), "slots_apart", False))
 
 
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:

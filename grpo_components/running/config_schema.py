@@ -85,7 +85,7 @@ SCHEMA: Schema = {
     "dataset": DATASET,
     "eval_dataset": DATASET,
     "shuffle": FLAG,
-    "environment": COMPONENT,
+    "environment": {"_component_": PATH, "max_turns": COUNT},
     "rewards": {"*": {"_component_": PATH, **REWARD_KEYS}},
     "num_generators": COUNT,
     "num_trainers": COUNT,

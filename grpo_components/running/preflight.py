@@ -22,6 +22,12 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.training import FormattedCheckpointFiles
 
 from grpo_components.objective.schedules import as_schedule
+from grpo_components.running.building import (
+    SHIPPED_ENVIRONMENT,
+    build,
+    nested_components,
+    parameters_of,
+)
 from grpo_components.running.config_schema import (
     MODEL_TYPES,
     REFUSED_MODEL_TYPES,
@@ -41,12 +47,10 @@ from grpo_components.running.training_checks import check_heads, check_training
 ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "dataset": (1, ()),
     "eval_dataset": (1, ()),
-    "environment": (0, ("num_slots", "decode", "score")),
+    "environment": (0, ("num_slots", "decode", "encode", "score", "max_response_tokens")),
     "optimizer": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
-# Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
-SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 REWARD_CALL = dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"))
 _PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.\[\]-]+\}")
 # Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
@@ -124,6 +128,10 @@ def _check_values_together(v: dict[str, Any]) -> None:
     if weighs and v["loss"]["_component_"].endswith(".DecoupledPPOLoss"):
         problem = f"{v['off_policy']['_component_']} given, and DecoupledPPOLoss weighs by itself"
         fail("off_policy", problem, "NoCorrection or GeometricMask")
+    turns, most = v["environment"].get("max_turns"), v["generator"]["max_response_tokens"]
+    if turns is not None and turns > most:
+        problem = f"{turns} given, and a turn takes a token or more of a response"
+        fail("environment.max_turns", problem, f"at most generator.max_response_tokens = {most}")
     _check_sampler(v["generator"])
     if v["packing"] and v["device"] == "cpu":
         problem = "true given with device: cpu, where flex attention has no backward"
@@ -264,6 +272,11 @@ def _check_components(v: dict[str, Any]) -> None:
         is_node = isinstance(rule, Mapping) and "_component_" in rule
         if is_node and v[key] not in (None, SHIPPED_ENVIRONMENT):
             _check_arguments(key, v[key], *ADDED.get(key, (0, ())))
+    for name in nested_components(v["environment"]):
+        part = v["environment"][name]
+        _check_arguments(f"environment.{name}", part, 0, ())
+        if part["_component_"].startswith("grpo_components."):
+            build(f"environment.{name}", OmegaConf.create(part))
     for name, node in v["rewards"].items():
         arguments = {key: node[key] for key in node if key not in REWARD_KEYS}
         reward = _check_arguments(f"rewards.{name}", arguments, 0, ())
@@ -294,7 +307,7 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
         fail(f"{key}._component_", problem, "a dotted path, installed or in the current folder")
     if not callable(component):
         fail(f"{key}._component_", f"{path} cannot be called", "a class or function")
-    parameters = list(inspect.signature(component).parameters.values())[leading:]
+    parameters = parameters_of(component)[leading:]
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     given = [name for name in node if name != "_component_"]
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):

@@ -13,7 +13,7 @@ from torchtune import config
 
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.rollout.reward_pool import reward_specs
-from grpo_components.running.building import split_learning_rate
+from grpo_components.running.building import build_environment, has_slots_apart, split_learning_rate
 from grpo_components.running.cluster import engine_environment
 from grpo_components.running.config_schema import TRUNCATION
 from grpo_components.running.replay import available_cpus, run_folder, stall_limit_s
@@ -122,7 +122,8 @@ def role_arguments(
         **shared,
         "model_path": cfg.base_model_path,
         "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
-        "build_environment": partial(config.instantiate, cfg.environment),
+        "build_environment": partial(build_environment, cfg.environment),
+        "slots_apart": has_slots_apart(cfg.environment),
         "rewards": reward_specs(cfg.rewards),
         "reward_workers": cfg.reward_workers,
         "reward_timeout_s": cfg.timeouts.reward_s,

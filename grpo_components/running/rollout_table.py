@@ -28,7 +28,7 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
 
 def rollout_rows(
     step: int, groups: Sequence[Mapping[str, Any]]
-) -> tuple[list[str], list[list[Any]]]:
+) -> tuple[list[Any], list[Any]]:
     """Names of the columns, and a row for each response.
 
     Args:

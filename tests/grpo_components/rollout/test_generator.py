@@ -27,7 +27,7 @@ from grpo_components.objective.advantages import (
     GroupNormalizedAdvantages,
     LeaveOneOutAdvantages,
 )
-from grpo_components.rollout.environments import SingleTurnEnvironment
+from grpo_components.rollout.environments import SingleTurnEnvironment, slot_state
 from grpo_components.rollout.reward_pool import Score
 from grpo_components.running.cluster import engine_environment
 from grpo_components.trajectory import summarize, unpack
@@ -269,7 +269,7 @@ class SeveralTurns(SingleTurnEnvironment):
             if self._turn <= i:
                 score, reward = slot["score"], slot["reward"]
                 said = torch.cat([slot["tokens"], torch.tensor([OTHER_TURN])])
-                slot = self._slot(said, done=False)
+                slot = slot_state(said, done=False)
                 slot["reward"], slot["score"] = reward, NonTensorData(score)
             results.append(slot)
         return lazy_stack(results, 0)
@@ -691,8 +691,8 @@ def test_advantages_are_those_of_the_samples_that_were_scored(make_generator):
             for number, _ in enumerate(samples)
         ]
 
-    def environment(*, num_slots, decode, score):
-        return SingleTurnEnvironment(num_slots=num_slots, decode=decode, score=some_fail)
+    def environment(**given):
+        return SingleTurnEnvironment(**given | {"score": some_fail})
 
     generator = make_generator(environment, group_size=4)
     packed, summary, _ = group(generator, number=4, group_id=4)

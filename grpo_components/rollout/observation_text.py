@@ -1,0 +1,37 @@
+"""What an environment says as token ids: control tokens in its frame, none in what it quotes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_CONTROL = re.compile(r"<(?=\||/?tool_(?:call|response)>)")
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text, alone, whose control tokens are found by their names.
+
+    torchtune's Llama 3 tokenizer would spell a `<|eot_id|>` out; its Qwen one would not.
+
+    Args:
+        tokenizer: torchtune's.
+        text: such as a message with its frame.
+    """
+    special: dict[str, int] = getattr(tokenizer, "special_tokens", {})
+    pattern = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+    token_ids: list[int] = []
+    for part in re.split(f"({pattern})", text) if special else [text]:
+        if part in special:
+            token_ids.append(special[part])
+        elif part:
+            token_ids += tokenizer.encode(part, add_bos=False, add_eos=False)
+    return token_ids
+
+
+def quoted(text: str) -> str:
+    """A text from outside, in which nothing reads as a control token or a tool's tag.
+
+    Args:
+        text: such as a tool's result, which the policy may have written itself.
+    """
+    return _CONTROL.sub("< ", text)

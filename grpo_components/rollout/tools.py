@@ -1,0 +1,214 @@
+"""Tool use: calls in the model family's format, run by the world between two of the turns."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_components.rollout.environments import Prompt
+from grpo_components.rollout.multi_turn import Reply
+from grpo_components.rollout.observation_text import quoted
+
+Tool = Callable[..., str]
+"""Called with a call's arguments by name; a ValueError is told to the policy, anything else is the
+environment's failure."""
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_LONGEST_EXPRESSION = 200
+_LARGEST = 1e100
+"""Of any number on the way, so that no expression takes long."""
+
+
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression: numbers, + - * / // % ** and parentheses.
+
+    Args:
+        expression: at most 200 characters; no name, call or attribute is known.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    if not isinstance(expression, str) or len(expression) > _LONGEST_EXPRESSION:
+        raise ValueError(f"expression must be a text of at most {_LONGEST_EXPRESSION} characters")
+    try:
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+    except (ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{expression!r} has no value: {error}") from None
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    return str(value)
+
+
+def _evaluate(node: ast.AST) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        value = _OPERATORS[type(node.op)](_evaluate(node.operand))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        # Before it is worked out: 9**9**9 would take all memory.
+        if isinstance(node.op, ast.Pow) and abs(right) * math.log10(max(abs(left), 1)) > 100:
+            raise ValueError("the power is too large")
+        value = _OPERATORS[type(node.op)](left, right)
+    else:
+        raise ValueError("only numbers, + - * / // % ** and parentheses are known")
+    if isinstance(value, complex) or not abs(value) <= _LARGEST:
+        raise ValueError("a number is too large, or none")
+    return value
+
+
+def python_tool(run: Callable[[str], str]) -> Tool:
+    """A tool that runs a program and tells what it printed.
+
+    Args:
+        run: program to output, in a sandbox.
+    """
+
+    def python(code: str) -> str:
+        if not isinstance(code, str):
+            raise ValueError("code must be a text")
+        return run(code) or "(the program printed nothing)"
+
+    return python
+
+
+class ToolUse:
+    """The world that answers a turn's tool calls, and ends with a turn that calls no tool.
+
+    A call that cannot be read, or names no tool, or has other arguments, is answered with an error
+    that says so; the policy may try again.
+
+    Args:
+        tools: by the name that the policy calls them by.
+        call_format: `hermes` (of Qwen2.5 and many others, an object in `<tool_call>` tags with the
+            keys `name` and `arguments`) or `llama3_json` (the turn is an object with the keys
+            `name` and `parameters`).
+        max_result_characters: of a result; what is longer is cut.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        call_format: str = "hermes",
+        max_result_characters: int = 1000,
+    ) -> None:
+        if call_format not in _FORMATS:
+            allowed = ", ".join(_FORMATS)
+            raise ValueError(f"call_format: {call_format!r} given; allowed: {allowed}")
+        self._tools = dict(tools)
+        self._find_calls, self._arguments_key, self._frame = _FORMATS[call_format]
+        self._max_result_characters = max_result_characters
+
+    def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
+        """Begin a conversation.
+
+        Args:
+            prompt: not used.
+            seed: not used.
+        """
+        return self._respond
+
+    def _respond(self, text: str) -> Reply:
+        calls = self._find_calls(text)
+        if not calls:
+            return Reply(done=True)
+        return Reply(self._frame([self._result(call) for call in calls]))
+
+    def _result(self, call: str) -> str:
+        try:
+            result = self._run(call)
+        except ValueError as error:
+            result = f"error: {error}"
+        if len(result) > self._max_result_characters:
+            result = f"{result[: self._max_result_characters]} (cut)"
+        return quoted(result)
+
+    def _run(self, call: str) -> str:
+        form = f'{{"name": ..., "{self._arguments_key}": {{...}}}}'
+        try:
+            given = json.loads(call)
+        except (ValueError, RecursionError):
+            raise ValueError(f"the call is not JSON; expected {form}") from None
+        arguments = given.get(self._arguments_key) if isinstance(given, dict) else None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the call has another form; expected {form}")
+        tool = self._tools.get(str(given.get("name")))
+        if tool is None:
+            known = ", ".join(self._tools)
+            raise ValueError(f"there is no tool {given.get('name')!r:.50}; known: {known}")
+        try:
+            inspect.signature(tool).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(f"wrong arguments: {error}") from None
+        return tool(**arguments)
+
+
+def shipped_tools(
+    tools: Sequence[str] = ("calculator",), call_format: str = "hermes", **settings: Any
+) -> ToolUse:
+    """`ToolUse` with tools by name, for a config.
+
+    Args:
+        tools: of `calculator`.
+        call_format: see `ToolUse`.
+        settings: others of `ToolUse`.
+
+    Raises:
+        ValueError: for a tool that is not there.
+    """
+    for name in tools:
+        if name not in _TOOLS:
+            raise ValueError(f"tools: {name!r} given; allowed: {', '.join(_TOOLS)}")
+    return ToolUse({name: _TOOLS[name]() for name in tools}, call_format, **settings)
+
+
+def _hermes_calls(text: str) -> list[str]:
+    """What stands between the tags; a call that is not closed runs to the end."""
+    pieces = text.split("<tool_call>")[1:]
+    return [piece.split("</tool_call>")[0].strip() for piece in pieces]
+
+
+def _hermes_frame(results: list[str]) -> str:
+    """As Qwen2.5's chat template has it, from the end of the policy's turn to its next."""
+    told = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
+    return f"\n<|im_start|>user{told}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def _llama3_calls(text: str) -> list[str]:
+    """The whole turn, where it is an object with a name."""
+    text = text.removeprefix("<|python_tag|>").strip()
+    return [text] if re.match(r'\{\s*"(name|parameters|type)"', text) else []
+
+
+def _llama3_frame(results: list[str]) -> str:
+    """As Llama 3.1's chat template has it."""
+    told = "".join(
+        f"<|start_header_id|>ipython<|end_header_id|>\n\n{json.dumps(result, ensure_ascii=False)}<|eot_id|>"
+        for result in results
+    )
+    return f"{told}<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+_FORMATS = {
+    "hermes": (_hermes_calls, "arguments", _hermes_frame),
+    "llama3_json": (_llama3_calls, "parameters", _llama3_frame),
+}
+_TOOLS: dict[str, Callable[[], Tool]] = {"calculator": lambda: calculator}
