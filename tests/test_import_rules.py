@@ -31,7 +31,13 @@ RECORD_AND_MATHS = (
     "grpo_components.objective",
     "grpo_components.exchange.staleness",
 )
-WITHOUT_TORCH = ("grpo_components.rollout.rewards", "grpo_components.rollout.reward_pool")
+WITHOUT_TORCH = (
+    "grpo_components.rollout.rewards",
+    "grpo_components.rollout.reward_pool",
+    "grpo_components.rollout.code_tests",
+    "grpo_components.rollout.code_sandbox",
+    "grpo_components.rollout.sandboxed",
+)
 HEAVY = ("ray", "vllm", "torchrl", "torchtune")
 
 

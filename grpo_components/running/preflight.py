@@ -272,9 +272,12 @@ def _check_components(v: dict[str, Any]) -> None:
             problem = f"objects of {node['_component_']} cannot be called: {error}"
             fail(f"rewards.{name}", problem, f"a class called with {', '.join(REWARD_CALL)}")
         if node["_component_"].startswith("grpo_components."):
-            config.instantiate(
-                OmegaConf.create(arguments)
-            )  # ours are quick to make, and say what is wrong
+            # Ours are quick to make, and say what is wrong.
+            made = config.instantiate(OmegaConf.create(arguments))
+            limit_s = v["timeouts"]["reward_s"]
+            if getattr(made, "wall_s", 0) >= limit_s:  # slow programs would be failed samples
+                problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
+                fail(f"rewards.{name}.wall_s", problem, "a number below timeouts.reward_s")
 
 
 def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tuple[str, ...]) -> Any:

@@ -600,3 +600,11 @@ def test_the_object_store_must_fit_into_this_machine(cfg):
     assert refusal(cfg, "object_store_memory=1").startswith("object_store_memory: 1 given")
     assert refusal(cfg, "object_store_memory=1000000000000000").startswith("object_store_memory: ")
     preflight.check(changed(cfg, "object_store_memory=80000000"))
+
+
+def test_programs_are_ended_before_their_reward_is(cfg):
+    node = {"_component_": "grpo_components.rollout.code_tests.CodeTests"}
+    cfg.rewards.code = node
+    preflight.check(cfg)
+    assert refusal(cfg, "timeouts.reward_s=8").startswith("rewards.code.wall_s: 8 given with time")
+    assert refusal(cfg, "rewards.code.cpu_s=0").startswith("cpu_s: 0 given")
