@@ -19,6 +19,7 @@ ROLES = {
     "grpo_components.exchange.replay_buffer",
     "grpo_components.rollout.generator",
     "grpo_components.training.reference",
+    "grpo_components.training.reward_model",
     "grpo_components.training.trainer",
 }
 ONLY_IMPORTERS = {
