@@ -100,7 +100,7 @@ class CodeSandbox:
             _refuse(f"a trial program ended with {outcome}")
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
-        """Run one program to its end, from any thread.
+        """Run one program to its end, from any thread; it ends with that thread.
 
         Args:
             program: source text.

@@ -1,5 +1,6 @@
 """Programs that a model might write: what they may do, and that they can do nothing else."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -157,8 +158,6 @@ def raw(*args):
 @pytest.mark.parametrize(
     "program",
     [
-        "while True: pass",
-        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
         "import threading\nfor _ in range(2): threading.Thread(target=lambda: sum(iter(int, 1)))"
         ".start()",
         "import os, signal\nfor n in range(1, 65):\n  try: signal.signal(n, signal.SIG_IGN)\n"
@@ -171,7 +170,7 @@ def test_endless_work_ends(sandbox, nothing_left, program):
 
 
 def test_endless_waiting_ends(nothing_left):
-    patient = CodeSandbox(Limits(wall_s=2))
+    patient = CodeSandbox(Limits(wall_s=1))
     outcome = patient.run("import os, time\nos.setsid()\nwhile True: time.sleep(1)")
     assert outcome.timed_out and outcome.status == 128 + 9
     assert patient.run("print(1)").stdout == "1\n"
@@ -208,15 +207,19 @@ def test_no_packet_leaves_the_sandbox(sandbox):
     assert "PermissionError" in outcome.stderr
 
 
+def is_sandbox(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(part.endswith("contain.py") for part in process.cmdline())
+    return False
+
+
 def test_many_threads_run_at_most_as_many_programs_as_they_may():
     pair = CodeSandbox(Limits(wall_s=30), max_programs=2)
 
     def most_at_once(number):
         outcome = pair.run(f"print({number} + 1)")
-        sandboxes = [
-            p for p in psutil.Process().children() if "contain.py" in " ".join(p.cmdline())
-        ]
-        return outcome.stdout == f"{number + 1}\n", len(sandboxes)
+        sandboxes = sum(map(is_sandbox, psutil.Process().children()))
+        return outcome.stdout == f"{number + 1}\n", sandboxes
 
     with ThreadPoolExecutor(6) as threads:
         right, counts = zip(*threads.map(most_at_once, range(8)), strict=True)

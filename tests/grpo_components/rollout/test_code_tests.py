@@ -1,12 +1,15 @@
 """Which programs earn the reward for code: those that do what was asked, and no others."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_components.rollout.code_tests import CodeTests
+from grpo_components.rollout.reward_pool import RewardPool, RewardSpec
 from grpo_components.rollout.sandboxed.asserts import Remote, decode, encode
 
 SQUARE = ["assert square(3) == 9", "assert square(-4) == 16"]
@@ -171,8 +174,40 @@ def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
 
 def test_all_tests_of_a_response_share_one_deadline():
     slow = "import time\nprint(int(input()) ** 2, flush=True)\ntime.sleep(1)"
-    hasty = CodeTests(wall_s=2.5)
+    hasty = CodeTests(wall_s=1.5)
     assert scored(hasty, fenced(slow), stdin_stdout=[SQUARES[0]] * 5) == 0.0
+
+
+def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_them():
+    spec = RewardSpec("grpo_components.rollout.code_tests.CodeTests", {"wall_s": 50.0}, 1.0, True)
+    before = set(psutil.Process().children(recursive=True))
+    pool = RewardPool({"code": spec}, num_workers=2, timeout_s=60)
+    programs = ["def square(x): return x * x", "import os\nos._exit(0)", "while True: pass"]
+    samples = [
+        {
+            "prompt_text": "",
+            "response_text": fenced(program),
+            "answer": json.dumps({"asserts": SQUARE}),
+            "finish_reason": "stop",
+        }
+        for program in [*programs, "import time\ntime.sleep(600)"]
+    ]
+    scores = pool.score(samples[:3])
+    assert [(score.reward, score.success, score.error) for score in scores] == [
+        (1.0, True, None),
+        (0.0, False, None),
+        (0.0, False, None),
+    ]
+    with ThreadPoolExecutor(1) as thread:
+        asleep = thread.submit(pool.score, samples[3:])
+        below = set()
+        while len(below) < 2 + 2 * 3:  # the workers, and two sandboxes of three processes each
+            assert not asleep.done()
+            below = set(psutil.Process().children(recursive=True)) - before
+        pool.close()
+        assert asleep.result()[0].error == "reward code: its process died"
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
 
 
 plain = st.recursive(
