@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -22,6 +23,7 @@ _OLDEST_KERNEL = (5, 14)
 """Since then processes are counted by user namespace, and mounts made read-only as a tree."""
 _GRACE_S = 30.0
 """What the sandbox itself gets to start and end, beside the program's wall clock."""
+_LONGEST_QUEUE_S = 600.0
 _ENDED_BY_CPU_LIMIT = 128 + 24  # SIGXCPU
 _SHOWN = 1000
 
@@ -87,6 +89,7 @@ class CodeSandbox:
 
     def __init__(self, limits: Limits | None = None, max_programs: int = 1) -> None:
         self._limits = limits or Limits()
+        self._max_programs = max_programs
         self._free = threading.BoundedSemaphore(max_programs)
         release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if (sys.platform, platform.machine()) != ("linux", "x86_64") or release < _OLDEST_KERNEL:
@@ -110,7 +113,12 @@ class CodeSandbox:
         Raises:
             SandboxError: if the program could not be started.
         """
-        with self._free, _memory_file(stdin) as given, _memory_file() as out, _memory_file() as err:
+        with (
+            self._place(),
+            _memory_file(stdin) as given,
+            _memory_file() as out,
+            _memory_file() as err,
+        ):
             files = (given.fileno(), out.fileno(), err.fileno())
             running = self._start(program, {}, *files, wall_s=wall_s)
             return self._outcome(running, out, err)
@@ -132,18 +140,32 @@ class CodeSandbox:
         Raises:
             SandboxError: if one of them could not be started.
         """
-        with self._free, _memory_file() as nothing, _memory_file() as err:
-            (to_other, of_other), (stdin, answers) = (os.pipe() for _ in range(2))
-            try:
-                beside = self._start(other, other_files, to_other, answers, nothing.fileno())
-                running = self._start(program, files, stdin, of_other, err.fileno())
-            finally:
-                for end in (to_other, of_other, stdin, answers):
-                    os.close(end)
-            try:
+        with self._place(), _memory_file() as nothing, _memory_file() as err:
+            with contextlib.ExitStack() as pipes:
+                to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]
+                for end in ends:
+                    pipes.callback(os.close, end)
+                beside = self._start(other, other_files, to_other, of_other, nothing.fileno())
+                try:
+                    running = self._start(program, files, to_program, of_program, err.fileno())
+                except SandboxError:
+                    beside.end()
+                    raise
+            try:  # now that nobody here holds the pipes: each sees the other one's end
                 return self._outcome(running, nothing, err)
             finally:
-                beside.end()
+                if (report := beside.end()) not in ("", TIMED_OUT):
+                    raise SandboxError(f"a program cannot be contained: {report}")
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        if not self._free.acquire(timeout=_LONGEST_QUEUE_S):
+            waited = f"no sandbox was free for a program within {_LONGEST_QUEUE_S:g} s"
+            raise SandboxError(f"{waited}; others run {self._max_programs} at a time")
+        try:
+            yield
+        finally:
+            self._free.release()
 
     def _start(
         self,
@@ -212,18 +234,20 @@ class _Running:
         pidfd = os.pidfd_open(self.process.pid)
         try:
             ended.register(pidfd, select.POLLIN)
-            if not ended.poll(timeout_s * 1000):
-                raise SandboxError(f"a sandbox did not end within {timeout_s:g} s")
+            on_time = bool(ended.poll(timeout_s * 1000))
         finally:
             os.close(pidfd)
-            self.end()
-        with open(self.report, encoding="utf-8", errors="replace") as file:
-            return self.process.returncode, file.read(_SHOWN)
+            report = self.end()
+        if not on_time:
+            raise SandboxError(f"a sandbox did not end within {timeout_s:g} s")
+        return self.process.returncode, report
 
-    def end(self) -> None:
-        """End it, with all that runs in it."""
+    def end(self) -> str:
+        """End it, with all that runs in it, and give back what the sandbox has to say."""
         self.process.kill()
         self.process.wait()
+        with open(self.report, encoding="utf-8", errors="replace") as file:
+            return file.read(_SHOWN)
 
 
 def _memory_file(text: str = "") -> IO[bytes]:

@@ -239,3 +239,10 @@ def test_objects_travel_as_numbers_and_can_only_be_called_and_asked():
     for compare in (bool, len, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
         with pytest.raises(TypeError):
             compare(remote)
+
+
+def test_no_descriptor_is_left_open(reward):
+    before = psutil.Process().num_fds()
+    for tests in ({"asserts": SQUARE}, {"stdin_stdout": SQUARES}):
+        scored(reward, fenced("def square(x): return 9\nprint(9)"), **tests)
+    assert psutil.Process().num_fds() == before
