@@ -190,7 +190,12 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
         rendezvous=str(rendezvous),
     )
     for own in (arguments.trainer, arguments.generator):
-        for key in ("num_gpus", "min_living", "schedule_folder"):  # the run's business
+        for key in (
+            "num_gpus",
+            "min_living",
+            "schedule_folder",
+            "numbered_lives",
+        ):
             own.pop(key, None)
     return arguments, prompts
 

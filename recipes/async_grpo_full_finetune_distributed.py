@@ -107,7 +107,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 group, summary, entry.text = role.submit(
                     "generate_group", *identity, temperature, num_returns=3
                 )
-                learned = await role.result(summary, "generate_group", timeouts.rollout_s)
+                turn = self.turns.awaited("finish", group=entry.group_id)
+                learned = await role.result(summary, "generate_group", timeouts.rollout_s, turn)
             except RoleLostError:  # another generator takes the group
                 return await self.ledger.given_back(entry)
             if scorer := self.reward_model:
@@ -275,10 +276,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self, step: int, metrics: dict, entries: list[LedgerEntry], advantages: Any
     ) -> None:
         """Log one step's metrics, and a few of its groups as text."""
-        self.run_log.step(step, metrics)
         shown = [entry.text for entry in entries[: self.rollouts_logged]]
         texts = [text and await self.buffer.answer(text, "a group's text", 60) for text in shown]
-        self.run_log.rollouts(step, entries, texts, advantages)
+        self.run_log.rollouts(step, entries, texts, advantages, metrics.pop("token_logprobs"))
+        self.run_log.step(step, metrics)
 
     async def on_trainers(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every trainer rank at once (they meet in collectives)."""
@@ -327,16 +328,16 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.beginning = begin_run(cfg, self.ledger, self.prompts)
         attempt = self.beginning.attempt
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
-        self.run_log = build_run_log(cfg, attempt, self.beginning.note)
+        self.run_log = build_run_log(cfg, attempt, self.beginning.note, dataset, held_out)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
         self.evaluation = build_evaluation(
-            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation
+            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation, self.turns
         )
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
         self.receipts = build_receipts(cfg, self.ledger, attempt)
         self.run_log.phase("starting Ray and the roles")
-        self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns.note)
+        self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)
         self.cluster.start()
         compared = (loss, self.reward_shaping)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)

@@ -7,7 +7,8 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 Event = dict[str, Any]
@@ -23,6 +24,8 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
     "push": ("version",),
     "publish": ("version",),
     "step": ("step",),
+    "evaluate": ("role", "step"),
+    "restart": ("role",),
 }
 """Events whose order a replay keeps, each with the fields that say whose turn it is."""
 _ENVELOPE = ("event", "number", "attempt", "time")
@@ -58,7 +61,7 @@ class Turns:
         self._number = 0
         self.replaying = recorded is not None
         """Whether the order of events is given."""
-        self._recorded = [event for event in recorded or () if event["event"] in ORDERED]
+        self._recorded = [event for event in recorded or () if _is_ordered(event)]
         self._done = 0
         self._left = Counter(_key(event["event"], event) for event in self._recorded)
         self._moved = asyncio.Event()
@@ -93,6 +96,10 @@ class Turns:
             finally:
                 self._waiting[waiter] -= 1
         return not self.replaying
+
+    def awaited(self, event: str, **concerns: Any) -> Callable[[], Awaitable[bool]] | None:
+        """The `turn` of an event, for who has to do more while waiting; None in a new run."""
+        return partial(self.turn, event, **concerns) if self.replaying else None
 
     def happened(self, event: str, **fields: Any) -> None:
         """Tell of an ordered event, without an await since its `turn`, and let the next one happen.
@@ -175,6 +182,15 @@ class Turns:
             f"event is number {self._next['number']}, {_words(self._next['event'], self._next)}; "
             f"waiting for their turn: {shown}"
         )
+
+
+def _is_ordered(event: Event) -> bool:
+    """What a generator was sampling in its earlier life shapes what comes; other roles' lives do
+    not: the same calls have the same answers in each.
+    """
+    if event["event"] == "restart":
+        return event["role"].startswith("generator_")
+    return event["event"] in ORDERED
 
 
 def _key(event: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:

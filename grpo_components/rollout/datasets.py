@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 from torch.utils.data import Dataset
 
+from grpo_components.rollout.data_rows import Row, read_rows
+from grpo_components.rollout.prompts import prompt_encoder
+from grpo_components.rollout.row_choice import Partition, RowFilters
+
 Prompt = dict[str, Any]
+ReadRow = Callable[[Row], tuple[str, str]]
+"""The question and the known answer of a row; it raises a ValueError that names the row."""
 
 
 class PromptDataset(Dataset[Prompt]):
@@ -20,10 +25,11 @@ class PromptDataset(Dataset[Prompt]):
 
     Args:
         prompts: each with prompt_index, prompt_ids, prompt_text, answer.
+        note: what a person should know of rows that were not used; may be empty.
     """
 
-    def __init__(self, prompts: list[Prompt]) -> None:
-        self._prompts = prompts
+    def __init__(self, prompts: list[Prompt], note: str = "") -> None:
+        self._prompts, self.note = prompts, note
         self.max_prompt_length = max(len(prompt["prompt_ids"]) for prompt in prompts)
         """Tokens of the longest prompt."""
 
@@ -34,109 +40,186 @@ class PromptDataset(Dataset[Prompt]):
         return self._prompts[index]
 
 
-def gsm8k_dataset(
+def question_and_answer(row: Row) -> tuple[str, str]:
+    """Fields `question` and `answer`, as they are."""
+    return row.text("question"), row.text("answer")
+
+
+def prompt_dataset(
     tokenizer: Any,
     *,
     source: str,
     name: str | None = None,
     split: str = "train",
-    prompt_template: str = "{question}",
-    max_prompt_tokens: int | None = None,
+    read: ReadRow = question_and_answer,
+    columns: Mapping[str, str] | None = None,
+    filters: Mapping[str, Mapping[str, Any]] | None = None,
+    partition: str | None = None,
     num_rows: int | None = None,
+    prompt_template: str = "{question}",
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+    max_prompt_tokens: int | None = None,
+    too_long: str = "error",
 ) -> PromptDataset:
-    """A data set in GSM8K's format: `question`, and an `answer` that ends in `#### 42`.
+    """A data set of rows with the fields `question` and `answer`, the answer as it is.
 
     Args:
         tokenizer: torchtune's.
-        source: a .jsonl or .parquet file, or the name of a data set on the Hugging Face hub.
-        name: configuration of a hub data set.
-        split: of a hub data set.
+        source: a .jsonl, .json, .parquet or .csv file, or the name of a Hugging Face data set.
+        name: configuration of a Hugging Face data set.
+        split: of a Hugging Face data set.
+        read: question and answer of a row, for builders of other formats.
+        columns: names of the source's columns, by field, where they have others.
+        filters: conditions by column of the source, see `RowFilters`.
+        partition: some of n parts of the rows, such as `1-9/10`, see `Partition`.
+        num_rows: use the first n rows that are left; None uses all.
         prompt_template: text of a prompt; `{question}` stands in it once.
+        chat_template: of the prompt as a chat: `torchtune`, or a model folder, see
+            `prompt_encoder`; None for the text alone.
+        system_prompt: of the chat.
         max_prompt_tokens: longest prompt allowed.
-        num_rows: use the first n rows only; None uses all.
+        too_long: what a longer one is: an `error`, or a row to `drop`.
 
     Returns:
-        The prompts.
+        The prompts. Their prompt_index is the row in the source, from 0, whatever was left out.
 
     Raises:
-        ValueError: naming file, row (from 1) and field of what cannot be used.
+        ValueError: naming the key, or source, row (from 1) and field of what cannot be used.
     """
-    if prompt_template.count("{question}") != 1:
-        raise ValueError("dataset.prompt_template: must contain {question} exactly once")
+    if too_long not in ("error", "drop"):
+        raise ValueError(f"dataset.too_long: {too_long!r} given; allowed: error | drop")
+    encode = prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt)
+    keep, in_part = RowFilters(filters or {}), Partition("1/1" if partition is None else partition)
     prompts: list[Prompt] = []
-    for number, row in enumerate(_rows(source, name, split), start=1):
-        if num_rows is not None and number > num_rows:
-            break
-        where = f"dataset {source}, row {number}"
-        question = _text(row, "question", where)
-        _, marker, answer = _text(row, "answer", where).rpartition("####")
-        answer = answer.strip().replace(",", "")
-        if not marker or not answer:
-            raise ValueError(f"{where}, field answer: does not end in `#### <answer>`")
-        text = prompt_template.replace("{question}", question)
-        ids = tokenizer.encode(text, add_bos=True, add_eos=False)
-        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            raise ValueError(
-                f"{where}, field question: the prompt has {len(ids)} tokens, "
-                f"dataset.max_prompt_tokens is {max_prompt_tokens}"
-            )
-        prompts.append(
-            {
-                "prompt_index": number - 1,
-                "prompt_ids": ids,
-                "prompt_text": text,
-                "answer": answer,
-            }
-        )
-    if not prompts:
-        raise ValueError(f"dataset {source}: has no rows")
-    return PromptDataset(prompts)
-
-
-def _rows(source: str, name: str | None, split: str) -> Iterable[Any]:
-    path = Path(source)
-    if path.suffix == ".jsonl":
-        return _json_lines(path)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    try:
-        return datasets.load_dataset(source, name, split=split)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"dataset {source}: cannot be loaded: {error}") from error
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    if not path.is_file():
-        raise ValueError(f"dataset {path}: no such file")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"dataset {path}, row {number}: not readable: {error}") from None
-
-
-def _parquet_rows(path: Path) -> Iterator[Any]:
+    left_out: Counter[str] = Counter()
     number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield row
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        after = f", after row {number}" if number else ""
-        raise ValueError(f"dataset {path}{after}: cannot be loaded: {error}") from error
+    for number, values in enumerate(read_rows(source, name, split), start=1):
+        where = f"dataset {source}, row {number}"
+        row = Row(values, where, columns or {})
+        if not keep(row):
+            left_out["filtered out"] += 1
+            continue
+        question, answer = read(row)
+        if not in_part(question):
+            left_out["in other parts"] += 1
+            continue
+        ids, text = encode(question)
+        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
+            if too_long == "error":
+                raise ValueError(
+                    f"{where}, field question: the prompt has {len(ids)} tokens, "
+                    f"dataset.max_prompt_tokens is {max_prompt_tokens}"
+                )
+            left_out[f"longer than {max_prompt_tokens} tokens"] += 1
+            continue
+        prompt = {"prompt_ids": ids, "prompt_text": text, "answer": answer}
+        prompts.append({"prompt_index": number - 1, **prompt})
+        if len(prompts) == num_rows:
+            break
+    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    if not prompts:
+        raise ValueError(f"dataset {source}: has no rows{f' left: {why}' if why else ''}")
+    note = f"dataset {source}: {len(prompts)} prompts of {number} rows; {why}" if why else ""
+    return PromptDataset(prompts, note)
 
 
-def _text(row: Any, field: str, where: str) -> str:
-    if not isinstance(row, dict) or field not in row:
-        raise ValueError(f"{where}: has no field {field}")
-    value = row[field]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}, field {field}: must be a text that is not empty")
-    try:
-        value.encode()  # JSON can hold half a surrogate pair, which no tokenizer takes
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}, field {field}: is no Unicode text: {error}") from None
-    return value
+def _after_hashes(row: Row) -> tuple[str, str]:
+    question = row.text("question")
+    _, marker, answer = row.text("answer").rpartition("####")
+    answer = answer.strip().replace(",", "")
+    if not marker or not answer:
+        row.refuse("answer", "does not end in `#### <answer>`")
+    return question, answer
+
+
+gsm8k_dataset = partial(prompt_dataset, read=_after_hashes)
+"""A data set in GSM8K's format: `question`, and an `answer` that ends in `#### 42`."""
+
+
+def _in_the_box(row: Row) -> tuple[str, str]:
+    problem, solution = row.text("problem"), row.text("solution")
+    for piece in reversed(re.split(r"\\boxed\s*\{", solution)[1:]):
+        depth = 1
+        for end, character in enumerate(piece):
+            depth += (character == "{") - (character == "}")
+            if depth == 0 and piece[:end].strip():
+                return problem, piece[:end].strip()
+            if depth == 0:
+                break
+    row.refuse("solution", r"has no answer in \boxed{}")
+
+
+math_dataset = partial(
+    prompt_dataset,
+    read=_in_the_box,
+    prompt_template="{question}\nReason step by step, and put the final answer in \\boxed{}.\n",
+)
+"""A data set in MATH's format: `problem`, and a `solution` whose last `\\boxed{}` is the answer."""
+
+
+def _numbers_and_target(row: Row) -> tuple[str, str]:
+    numbers, target = row.parsed("numbers"), row.parsed("target")
+    if not isinstance(numbers, list) or not numbers or not all(type(n) is int for n in numbers):
+        row.refuse("numbers", "must be a list of whole numbers")
+    if type(target) is not int:
+        row.refuse("target", "must be a whole number")
+    listed = ", ".join(map(str, numbers))
+    question = (
+        f"Make {target} out of the numbers {listed}: use each exactly once, with +, -, *, / and "
+        "parentheses."
+    )
+    return question, json.dumps({"numbers": numbers, "target": target})
+
+
+countdown_dataset = partial(
+    prompt_dataset,
+    read=_numbers_and_target,
+    prompt_template="{question} Give the expression in <answer> </answer>.\n",
+)
+"""Countdown: `numbers`, and the `target` to make of them; the `answer` is both, as JSON text."""
+
+
+def _prompt_and_tests(row: Row) -> tuple[str, str]:
+    prompt, tests = row.text("prompt"), row.parsed("tests")
+    if isinstance(tests, list):
+        tests = {"asserts": tests}
+    if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
+        columns = [tests["inputs"], tests["outputs"]]
+        if all(isinstance(texts, list) for texts in columns) and len({*map(len, columns)}) == 1:
+            pairs = zip(*columns, strict=True)
+            tests = {"stdin_stdout": [{"input": i, "output": o} for i, o in pairs]}
+    if not _are_tests(tests):
+        row.refuse(
+            "tests",
+            'must be {"stdin_stdout": [{"input": text, "output": text}, ...]} or '
+            '{"asserts": [text, ...]}, with at least one test',
+        )
+    return prompt, json.dumps(tests)
+
+
+def _are_tests(tests: Any) -> bool:
+    if not isinstance(tests, dict) or len(tests) != 1:
+        return False
+    ((kind, cases),) = tests.items()
+    if not isinstance(cases, list) or not cases:
+        return False
+    if kind == "asserts":
+        return all(isinstance(case, str) and case.strip() for case in cases)
+    return kind == "stdin_stdout" and all(
+        isinstance(case, dict)
+        and case.keys() == {"input", "output"}
+        and all(isinstance(text, str) for text in case.values())
+        for case in cases
+    )
+
+
+code_dataset = partial(
+    prompt_dataset,
+    read=_prompt_and_tests,
+    prompt_template="{question}\nWrite the program in Python, in a ```python block.\n",
+)
+"""Programs: `prompt`, and `tests` as JSON or as a mapping, which travel in `answer` as JSON text.
+
+The tests are `{"stdin_stdout": [{"input": text, "output": text}, ...]}`, or `{"asserts": [text,
+...]}`; a list of asserts, and `{"inputs": [...], "outputs": [...]}`, are understood, too."""

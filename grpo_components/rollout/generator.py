@@ -20,6 +20,7 @@ from grpo_components.rollout.collector import EnginePolicy, GroupCollector, Prom
 from grpo_components.rollout.environment_thread import EnvironmentThread
 from grpo_components.rollout.reward_pool import RewardPool, RewardPoolError, RewardSpec
 from grpo_components.rollout.schedule import open_schedule
+from grpo_components.rollout.token_texts import token_texts
 from grpo_components.rollout.vllm_engine import BASE_VERSION, EngineStoppedError, VLLMEngine
 from grpo_components.trajectory import (
     GroupSummary,
@@ -78,10 +79,12 @@ class Generator:
         gpu_memory_utilization: share of the GPU's memory for vLLM.
         enforce_eager: no CUDA graphs.
         recompute_kv_after_pull: recompute the KV of running requests under new weights.
+        log_token_texts: a group as a person would read it has the text of each token, too.
         number: which of the generators.
         schedule_folder: gets the engine's schedule; None writes none.
         replayed_folder: has the schedule to keep; None for a new run.
         replay_timeout_s: longest wait for what the schedule to keep has next.
+        life: of this process, from 0.
     """
 
     def __init__(
@@ -107,10 +110,12 @@ class Generator:
         gpu_memory_utilization: float,
         enforce_eager: bool,
         recompute_kv_after_pull: bool,
+        log_token_texts: bool = False,
         number: int = 0,
         schedule_folder: str | None = None,
         replayed_folder: str | None = None,
         replay_timeout_s: float = 0.0,
+        life: int = 0,
     ) -> None:
         self._rewards = RewardPool(rewards, num_workers=reward_workers, timeout_s=reward_timeout_s)
         self._tokenizer = build_tokenizer()
@@ -125,7 +130,9 @@ class Generator:
             enforce_eager=enforce_eager,
             recompute_kv_after_pull=recompute_kv_after_pull,
             seed=seed,
-            schedule=open_schedule(number, schedule_folder, replayed_folder, replay_timeout_s),
+            schedule=open_schedule(
+                number, schedule_folder, replayed_folder, replay_timeout_s, life
+            ),
         )
         self._build_environment = build_environment
         self._build_policy = partial(
@@ -136,7 +143,7 @@ class Generator:
             truncation=truncation,
         )
         self._environment_timeout_s = environment_timeout_s
-        self._group_size, self._seed = group_size, seed
+        self._group_size, self._seed, self._log_token_texts = group_size, seed, log_token_texts
         threads = rollouts_in_flight if replayed_folder is None else _REPLAY_THREADS
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
@@ -293,8 +300,10 @@ class Generator:
 
     def _readable(self, trajectory: Trajectory) -> dict[str, Any]:
         versions = trajectory.token_versions[trajectory.response_mask].tolist()
+        token_ids = trajectory.response_ids.tolist()
+        texts = {"tokens": token_texts(token_ids, self._decode)} if self._log_token_texts else {}
         return {
-            "response": self._decode(trajectory.response_ids.tolist()),
+            "response": self._decode(token_ids),
             "finish_reason": trajectory.finish_reason,
             "response_tokens": len(versions),
             "versions": [min(versions), max(versions)] if versions else None,
@@ -302,6 +311,7 @@ class Generator:
             "reward_terms": trajectory.reward_terms,
             "success": trajectory.success,
             "error": trajectory.error,
+            **texts,
         }
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.turns import ReplayError
 
 STOP = "stop"
@@ -30,6 +31,9 @@ class Schedule(Generic[_Command]):
         recorded: (engine step, name) of every command of the run to replay, in order; None takes
             commands as they come.
         timeout_s: longest wait for a recorded command.
+        life: of the generator's process, from 0.
+        killed: the recorded engine did not come to its end: after its last command this one goes
+            on until it is killed, too.
     """
 
     def __init__(
@@ -37,14 +41,18 @@ class Schedule(Generic[_Command]):
         path: Path | None = None,
         recorded: Iterable[tuple[int, str]] | None = None,
         timeout_s: float = 0.0,
+        *,
+        life: int = 0,
+        killed: bool = False,
     ) -> None:
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
+            self._write_line({"life": life})
         self._recorded = None if recorded is None else deque(recorded)
         self._left = Counter(name for _, name in self._recorded or ())
-        self._timeout_s = timeout_s
+        self._timeout_s, self._killed = timeout_s, killed
         self._arrived: deque[tuple[str, _Command]] = deque()
         self._changed = threading.Condition()
         self._entered: list[str] = []
@@ -60,7 +68,7 @@ class Schedule(Generic[_Command]):
             ReplayError: if the recorded run never had it, or not so often.
         """
         with self._changed:
-            if self._recorded is not None and name != STOP:
+            if self._recorded is not None and name != STOP and not self._killed:
                 if not self._left[name]:
                     raise ReplayError(f"the recorded run had no {name} here (any more)")
                 self._left[name] -= 1
@@ -148,9 +156,12 @@ class Schedule(Generic[_Command]):
     def _write(self, step: int) -> None:
         entered, self._entered = self._entered, []
         if entered and self._file is not None:
-            line = {"step": step, "entered": entered, "time": round(time.time(), 6)}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._write_line({"step": step, "entered": entered, "time": round(time.time(), 6)})
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
 
 
 def schedule_file(folder: Path, number: int) -> Path:
@@ -164,7 +175,7 @@ def schedule_file(folder: Path, number: int) -> Path:
 
 
 def open_schedule(
-    number: int, folder: str | None, replayed_folder: str | None, timeout_s: float
+    number: int, folder: str | None, replayed_folder: str | None, timeout_s: float, life: int = 0
 ) -> Schedule[Any]:
     """A generator's schedule, to write and maybe to keep.
 
@@ -173,11 +184,27 @@ def open_schedule(
         folder: gets the file; None writes none.
         replayed_folder: has the file of the run to replay; None for a new run.
         timeout_s: longest wait for a recorded command.
+        life: of the generator's process, from 0.
     """
-    recorded = None
+    recorded, killed = None, False
     if replayed_folder is not None:
-        with schedule_file(Path(replayed_folder), number).open(encoding="utf-8") as lines:
-            steps = [json.loads(line) for line in lines]
-        recorded = [(step["step"], name) for step in steps for name in step["entered"]]
+        lives = _read(schedule_file(Path(replayed_folder), number))
+        # A process that ended before its engine was built has left nothing.
+        recorded, killed = lives.get(life, []), life < max(lives, default=0)
     path = None if folder is None else schedule_file(Path(folder), number)
-    return Schedule(path, recorded, timeout_s)
+    if path is not None:
+        cut_torn_line(path)
+    return Schedule(path, recorded, timeout_s, life=life, killed=killed)
+
+
+def _read(path: Path) -> dict[int, list[tuple[int, str]]]:
+    """(engine step, name) of every command, by life."""
+    lives: dict[int, list[tuple[int, str]]] = {}
+    entered: list[tuple[int, str]] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in map(json.loads, lines):
+            if "life" in line:
+                entered = lives[line["life"]] = []
+            else:
+                entered += [(line["step"], name) for name in line["entered"]]
+    return lives

@@ -20,6 +20,7 @@ from grpo_components.exchange.weights import (
     hf_converter,
 )
 from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.rollout.prompt_mix import PromptMix
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -68,16 +69,22 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     }
     name, most = min(((k, v) for k, v in limits.items() if v is not None), key=lambda item: item[1])
     for key, dataset in data.items():
-        for prompt in map(dataset.__getitem__, range(len(dataset))):
-            length = len(prompt["prompt_ids"])
-            if 0 < length <= most - response:
-                continue
-            source = cfg[key].get("source", cfg[key]._component_)
-            raise ValueError(
-                f"{key} {source}, row {prompt['prompt_index'] + 1}, field question: the prompt "
-                f"has {length} tokens; allowed: 1 to {most - response}, {name} less "
-                f"generator.max_response_tokens"
-            )
+        if isinstance(dataset, PromptMix):
+            parts = {f"{key}.parts.{p}": dataset.parts[p].prompts for p in dataset.parts}
+        else:
+            parts = {key: dataset}
+        for part, prompts in parts.items():
+            for prompt in map(prompts.__getitem__, range(len(prompts))):
+                length = len(prompt["prompt_ids"])
+                if 0 < length <= most - response:
+                    continue
+                node: Any = OmegaConf.select(cfg, part)
+                source = node.get("source", node._component_)
+                raise ValueError(
+                    f"{part} {source}, row {prompt['prompt_index'] + 1}, field question: the "
+                    f"prompt has {length} tokens; allowed: 1 to {most - response}, {name} less "
+                    f"generator.max_response_tokens"
+                )
     return tokenizer, data["dataset"], data["eval_dataset"]
 
 

@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
+from grpo_components.exchange.turns import Turns
 from grpo_components.running.restarts import RestartBudget
 from grpo_components.running.role import Family, Role
 from grpo_components.running.role_host import RoleHost, resource_use
@@ -47,10 +48,6 @@ def _objects_in_scope() -> int:
     return len(core.get_all_reference_counts())
 
 
-def _ignore(*_: Any, **__: Any) -> None:
-    """No event log."""
-
-
 def _log_only(message: dict[str, Any], *_: Any, **__: Any) -> None:
     _LOG.info("%s", message)
 
@@ -65,7 +62,7 @@ class Cluster:
         budget: of restarts; none are allowed without one.
         heartbeat_s: how late a role's sign of life may be.
         note: told of restarts, in words.
-        record: told of restarts, for the event log.
+        turns: told of restarts; those of a replayed run happen again in their turn.
         object_store_memory: bytes of shared memory for objects; more is spilled to Ray's folder.
             None leaves it to Ray.
     """
@@ -79,13 +76,13 @@ class Cluster:
         budget: RestartBudget | None = None,
         heartbeat_s: float = 60.0,
         note: Callable[[str], None] = _LOG.warning,
-        record: Callable[..., None] = _ignore,
+        turns: Turns | None = None,
         object_store_memory: int | None = None,
     ) -> None:
         self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
-        self._heartbeat_s, self._note, self._record = heartbeat_s, note, record
+        self._heartbeat_s, self._note, self._turns = heartbeat_s, note, turns or Turns()
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []
@@ -133,6 +130,7 @@ class Cluster:
         min_living: int | None = None,
         restarts_alone: bool = True,
         remembers: str | None = None,
+        numbered_lives: bool = False,
         **kwargs: Any,
     ) -> Role:
         """Start one role's process; returns at once, `ready` waits.
@@ -146,6 +144,7 @@ class Cluster:
             min_living: with so many others of its family left, it can be given up.
             restarts_alone: whether the others can go on while it is restarted.
             remembers: the last call of this method is made again after a restart.
+            numbered_lives: the class is told which life of its process it is, as `life`.
             kwargs: of the class.
         """
         log_file = str(self._logs / f"{name}.log")
@@ -159,9 +158,10 @@ class Cluster:
         options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": variables}}
         identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
 
-        def start_host() -> tuple[Any, Any]:
+        def start_host(life: int) -> tuple[Any, Any]:
             host = ray.remote(RoleHost).options(**options).remote(*identity)
-            return host, host.start.remote(role_class, kwargs)
+            numbered = {"life": life} if numbered_lives else {}
+            return host, host.start.remote(role_class, kwargs | numbered)
 
         family = None
         if min_living is not None:
@@ -172,7 +172,7 @@ class Cluster:
             start_host,
             budget=self._budget,
             note=self._note,
-            record=self._record,
+            record=self._turns.happened,
             started=self._started,
             family=family,
             restarts_alone=restarts_alone,
@@ -246,6 +246,7 @@ class Cluster:
                         for role in self.roles:
                             watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, beat)
                             watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
+                            watching.append(tasks.create_task(self._replay_restarts(role)))
                         await loops()
                         for task in watching:
                             task.cancel()
@@ -273,7 +274,7 @@ class Cluster:
             pause_s = self._budget.spend(failure, repeated=repeated)
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
-            self._record(event, role=failure.role, what=failure.what)
+            self._turns.note(event, role=failure.role, what=failure.what)
             self._note(f"{failure.role} {failure.what}; {how} ({self._budget.used()})")
             for role in self._together:
                 role.kill()
@@ -292,6 +293,12 @@ class Cluster:
             else:
                 self._note(f"the trainers are back after {time.monotonic() - began:.0f} s")
                 return
+
+    async def _replay_restarts(self, role: Role) -> None:
+        while self._turns.replaying and await self._turns.turn("restart", role=role.name):
+            event = self._turns.upcoming(lambda event: event["event"] == "restart")
+            assert event is not None, "it is its turn"
+            await role.restart_as(event["what"])
 
     def _started(self, role: str, identity: dict[str, Any]) -> None:
         record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}
@@ -323,7 +330,7 @@ class Cluster:
 
 
 def build_cluster(
-    cfg: DictConfig, attempt: int, note: Callable[[str], None], record: Callable[..., None]
+    cfg: DictConfig, attempt: int, note: Callable[[str], None], turns: Turns
 ) -> Cluster:
     """The cluster that a config asks for.
 
@@ -331,7 +338,7 @@ def build_cluster(
         cfg: checked by preflight.
         attempt: which life of the run.
         note: told of restarts, in words.
-        record: told of restarts, for the event log.
+        turns: of the run.
     """
     return Cluster(
         Path(cfg.output_dir),
@@ -340,7 +347,7 @@ def build_cluster(
         budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
         heartbeat_s=cfg.timeouts.heartbeat_s,
         note=note,
-        record=record,
+        turns=turns,
         object_store_memory=cfg.object_store_memory,
     )
 

@@ -176,6 +176,7 @@ SCHEMA: Schema = {
     "checkpoint_failure": Rule(str, choices=("error", "warn"), default="error"),
     "reward_workers": Rule(int, low=1, default=1),
     "rollouts_logged_per_step": Rule(int, low=0, default=1),
+    "log_token_logprobs": Rule(bool, default=False),  # in the rollouts that are logged
     "logprob_chunk_tokens": Rule(int, low=1, default=1024),
     "data_parallel_replicate_dim": Rule(int, low=1, default=1),
     "tensor_parallel_dim": Rule(int, low=1, default=1),

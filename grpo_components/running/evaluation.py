@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
+from grpo_components.exchange.turns import Turns
 from grpo_components.objective.schedules import Schedule
 from grpo_components.running.role import Role
 from grpo_components.running.step_metrics import evaluation_metrics
@@ -35,6 +36,7 @@ class Evaluation:
         timeout_s: longest wait for one batch.
         pull: brings a generator to the published weights; told what for.
         scored: by step and results, those results that have a score; it counts the others.
+        turns: of the run.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class Evaluation:
         timeout_s: float,
         pull: Callable[[Any, str], Awaitable[None]],
         scored: Scored,
+        turns: Turns,
     ) -> None:
         self._held_out, self._batch = held_out, batch
         self._temperature, self._timeout_s = temperature, timeout_s
-        self._pull, self._scored = pull, scored
+        self._pull, self._scored, self._turns = pull, scored, turns
 
     async def __call__(self, step: int, generators: Sequence[Sampling]) -> dict[str, float]:
         """Evaluate.
@@ -76,12 +79,17 @@ class Evaluation:
     async def _evaluate_share(
         self, generator: Sampling, rows: Sequence[int], step: int
     ) -> list[dict[str, Any]]:
-        prompts = [self._held_out[row] for row in rows]
+        prompts, role = [self._held_out[row] for row in rows], generator.role
         async with generator.pulling:  # nobody swaps the weights during an evaluation
             await self._pull(generator, f"evaluation {step}")
             timeout_s = self._timeout_s * (2 + len(prompts) // self._batch)
             temperature = self._temperature(step)
-            return await generator.role.call("evaluate", prompts, temperature, timeout_s=timeout_s)
+            turn = self._turns.awaited("evaluate", role=role.name, step=step)
+            results = await role.call(
+                "evaluate", prompts, temperature, timeout_s=timeout_s, turn=turn
+            )
+            self._turns.happened("evaluate", role=role.name, step=step)
+            return results
 
 
 def build_evaluation(
@@ -90,6 +98,7 @@ def build_evaluation(
     temperature: Schedule,
     pull: Callable[[Any, str], Awaitable[None]],
     scored: Scored,
+    turns: Turns,
 ) -> Evaluation:
     """The evaluation that a config asks for.
 
@@ -99,6 +108,7 @@ def build_evaluation(
         temperature: by training step.
         pull: brings a generator to the published weights; told what for.
         scored: by step and results, those results that have a score; it counts the others.
+        turns: of the run.
     """
     return Evaluation(
         held_out,
@@ -107,4 +117,5 @@ def build_evaluation(
         timeout_s=cfg.timeouts.rollout_s,
         pull=pull,
         scored=scored,
+        turns=turns,
     )

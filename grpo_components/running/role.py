@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from grpo_components.running.calls import Call, Part
 from grpo_components.running.restarts import RestartBudget
 from grpo_components.running.role_host import DUMP_STACKS
 from grpo_components.running.supervision import RoleFailedError, RoleLostError, dump_task_stacks
@@ -24,64 +25,6 @@ from grpo_components.running.supervision import RoleFailedError, RoleLostError, 
 _DUMP_S = 0.5
 """What a silent process gets to write down where it is, before it is killed."""
 _ANSWERS_OF_THE_DEAD_S = 60.0
-
-
-class Call:
-    """One call of a role's method; made again where its process ends before it has answered.
-
-    Args:
-        role: name of the role.
-        method: of the role.
-        args: for it; parts of other calls arrive as their values, in lists as references.
-        num_returns: parts of the returned tuple.
-        lane: thread for a blocking method.
-        once: never made again.
-    """
-
-    def __init__(
-        self,
-        role: str,
-        method: str,
-        args: Sequence[Any],
-        num_returns: int,
-        lane: str,
-        once: bool,
-    ) -> None:
-        self.role, self.once = role, once
-        self.method, self._args, self._num_returns, self._lane = method, args, num_returns, lane
-        self.life = -1
-        """Of the role's process, in which it was made."""
-        self.raised = ""
-        """What came of it in an earlier life."""
-        self._references: list[Any] = []
-
-    def make(self, host: Any, life: int) -> None:
-        """Make the call, unless it was made in this life already."""
-        if self.life == life:
-            return
-        self.life = life
-        options = host.call.options(num_returns=self._num_returns)
-        made = options.remote(self.method, self._lane, *map(_with_references, self._args))
-        self._references = [made] if self._num_returns == 1 else made
-
-    def reference(self, number: int) -> Any:
-        """Ray's reference of one part of what it returns."""
-        assert self._references, f"{self.method} was not made yet: its role is being restarted"
-        return self._references[number]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part of what a call returns, whichever life of its role returns it."""
-
-    call: Call
-    number: int
-
-
-def _with_references(value: Any) -> Any:
-    if isinstance(value, Part):
-        return value.call.reference(value.number)
-    return [_with_references(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass
@@ -106,7 +49,8 @@ class Role:
     Args:
         name: of the role.
         log_file: its log.
-        start_host: makes the Ray actor that holds it, and the reference of what its start returns.
+        start_host: makes, for which of its lives, the Ray actor that holds it, and the reference of
+            what its start returns.
         budget: of restarts, of the run.
         note: told of each restart, in words.
         record: told of each restart, for the event log.
@@ -121,7 +65,7 @@ class Role:
         self,
         name: str,
         log_file: str,
-        start_host: Callable[[], tuple[Any, Any]],
+        start_host: Callable[[int], tuple[Any, Any]],
         *,
         budget: RestartBudget,
         note: Callable[[str], None],
@@ -145,6 +89,8 @@ class Role:
         self._raised: dict[str, str] = {}
         """By method: what its calls raised last, since one of them was answered."""
         self._life, self._start_timeout_s = -1, 0.0
+        self._over = asyncio.Event()
+        """Set when this life has ended and the next begins."""
         self._start_life()
         self._restarting: asyncio.Task[None] | None = None
         self._waiting = 0
@@ -179,8 +125,20 @@ class Role:
         parts = [Part(call, number) for number in range(num_returns)]
         return parts[0] if num_returns == 1 else parts
 
-    async def result(self, part: Part, what: str, timeout_s: float) -> Any:
+    async def result(
+        self,
+        part: Part,
+        what: str,
+        timeout_s: float,
+        turn: Callable[[], Awaitable[Any]] | None = None,
+    ) -> Any:
         """Wait for a call's result, over restarts of the role.
+
+        Args:
+            part: of the call.
+            what: it is, for the error.
+            timeout_s: longest wait.
+            turn: of a replay, waited for before the result counts: a restart may still lose it.
 
         Raises:
             RoleFailedError: naming the role that failed and could not be restarted.
@@ -204,14 +162,23 @@ class Role:
                     self._raised[call.method] = failure.what
                 await self._failed(failure, call.life, repeated=repeated)
             else:
+                if turn is not None and not await self._came(turn, call.life):
+                    continue
                 self._raised.pop(call.method, None)
                 if call.method == self._remembers:
                     self._last = call
                 return answer
 
-    async def call(self, method: str, *args: Any, timeout_s: float, lane: str = "main") -> Any:
+    async def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        lane: str = "main",
+        turn: Callable[[], Awaitable[Any]] | None = None,
+    ) -> Any:
         """Call a method and wait for its result; see `submit` and `result`."""
-        return await self.result(self.submit(method, *args, lane=lane), method, timeout_s)
+        return await self.result(self.submit(method, *args, lane=lane), method, timeout_s, turn)
 
     async def answer(self, part: Part | Awaitable[Any], what: str, timeout_s: float) -> Any:
         """Wait for what was returned already, or is about to be, without making its call again.
@@ -291,6 +258,14 @@ class Role:
             return failure
         return None
 
+    async def restart_as(self, what: str) -> None:
+        """Kill the process and start another, as in the run that is replayed.
+
+        Args:
+            what: had happened to it there.
+        """
+        await self._failed(RoleFailedError(self.name, what, self._log_file, "died"), self._life)
+
     async def begin_again(self) -> None:
         """Start anew, without recovering anything, once nobody waits for the role any more."""
         await self.settled()
@@ -320,6 +295,21 @@ class Role:
         self._pid = identity["pid"] if identity["node"] == socket.gethostname() else 0
         self._started(self.name, identity)
 
+    async def _came(self, turn: Callable[[], Awaitable[Any]], life: int) -> bool:
+        """Wait for a turn; False where that life of the role ends before it."""
+        if life != self._life:
+            return False
+        waiting = asyncio.ensure_future(turn())
+        over = asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+            came = waiting.done() or not waiting.cancel()
+        if came:
+            waiting.result()
+        return came
+
     def _must_wait(self) -> bool:
         """Whether a restart is under way that the caller is not part of."""
         return self._restarting is not None and asyncio.current_task() is not self._restarting
@@ -348,16 +338,17 @@ class Role:
                     if self._family is None or not self._family.can_spare(self):
                         raise
                     self.lost = True
-                    self._record("restart", role=self.name, what=final.what, given_up=True)
                     self._note(f"{self.name} is given up: it {final.what}")
                     await self._end_life()
+                    self._record("restart", role=self.name, what=final.what, given_up=True)
                     return
-                self._record("restart", role=self.name, what=failure.what, given_up=False)
                 self._note(f"{self.name} {failure.what}; starting it again ({self._budget.used()})")
                 if failure.kind == "silent":
                     self._signal(DUMP_STACKS)
                     await asyncio.sleep(_DUMP_S)
                 await self._end_life()
+                # Now, when all that it has answered has been told of.
+                self._record("restart", role=self.name, what=failure.what, given_up=False)
                 await asyncio.sleep(pause_s)
                 self._start_life()
                 try:
@@ -389,8 +380,10 @@ class Role:
 
     def _start_life(self) -> None:
         self._life += 1
+        self._over.set()
+        self._over = asyncio.Event()
         self._pid = 0  # not known yet
-        self._host, self._starting = self._start_host()
+        self._host, self._starting = self._start_host(self._life)
         self._names[self._host._actor_id.hex()] = self.name
 
     def _signal(self, number: int) -> None:

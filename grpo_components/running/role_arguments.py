@@ -111,6 +111,7 @@ def role_arguments(
         else None,
         "skipped_folder": str(skipped_folder(cfg.output_dir)),
         "collective_timeout_s": cfg.timeouts.collective_s,
+        "logged_responses": cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
         "num_gpus": gpus("trainer"),
     }
     reference = {
@@ -133,6 +134,7 @@ def role_arguments(
         "group_size": cfg.group_size,
         "rollouts_in_flight": cfg.rollouts_in_flight,
         "seed": cfg.seed,
+        "log_token_texts": cfg.log_token_logprobs,
         "max_response_tokens": engine.max_response_tokens,
         "stop_token_ids": list(engine.stop_token_ids or stop_tokens),
         "truncation": {name: engine[name] for name in TRUNCATION},
@@ -144,6 +146,7 @@ def role_arguments(
         "schedule_folder": str(Path(cfg.output_dir) / "logs"),
         "replayed_folder": cfg.replay_events and str(run_folder(cfg.replay_events) / "logs"),
         "replay_timeout_s": stall_limit_s(cfg.timeouts),
+        "numbered_lives": True,
         "num_gpus": gpus("generator"),
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib),

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.report.page import write_report
 from grpo_components.running.building import build
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.progress import Progress
@@ -99,6 +100,7 @@ class RunLog:
         entries: Sequence[LedgerEntry],
         texts: Sequence[Mapping[str, Any] | None],
         advantages: Sequence[Any],
+        token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
         """Write trained groups as text.
 
@@ -108,12 +110,17 @@ class RunLog:
             texts: the first of these groups as a person would read them; what a checkpoint has
                 brought has none.
             advantages: of each group's responses.
+            token_logprobs: of each response of a group, by group id; empty where not asked for.
         """
-        groups = [
-            {"attempt": self.attempt, "group_id": entry.group_id, **text, "advantages": row}
-            for entry, text, row in zip(entries, texts, advantages, strict=False)
-            if text is not None
-        ]
+        groups: list[dict[str, Any]] = []
+        for entry, text, row in zip(entries, texts, advantages, strict=False):
+            if text is None:
+                continue
+            group = {"attempt": self.attempt, "group_id": entry.group_id, **text, "advantages": row}
+            if found := token_logprobs.get(entry.group_id):
+                both = zip(text["responses"], found, strict=True)
+                group["responses"] = [{**response, **logprobs} for response, logprobs in both]
+            groups.append(group)
         self._metric_log.log_rollouts(step, groups)
 
     def checkpoint(self, step: int, folder: str) -> None:
@@ -169,23 +176,29 @@ class RunLog:
         )
 
     def close(self) -> None:
-        """End the display and close the files and the logger."""
+        """End the display, close the files and the logger, and write the report."""
         self._progress.close()
         self._metric_log.close()
+        if self._steps:
+            try:
+                self.note(f"report: {write_report(self._output_dir)}")
+            except Exception as error:  # whatever it is, the run itself has nothing to do with it
+                self.note(f"no report was written: {type(error).__name__}: {error}")
 
 
-def build_run_log(cfg: DictConfig, attempt: int, note: str) -> RunLog:
+def build_run_log(cfg: DictConfig, attempt: int, note: str, *data: Any) -> RunLog:
     """The run log that a config asks for.
 
     Args:
         cfg: checked by preflight.
         attempt: which life of the run.
         note: what the person who watches should know first; may be empty.
+        data: the data sets; their own `note`, where they have one, is told, too.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     run_log = RunLog(folder, logger, every, cfg.num_steps, attempt)
-    if note:
-        run_log.note(note)
+    for told in filter(None, (note, *(getattr(dataset, "note", "") for dataset in data))):
+        run_log.note(told)
     return run_log

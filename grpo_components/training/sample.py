@@ -17,10 +17,14 @@ class Sample:
     trajectory: Trajectory
     mask: NDArray[np.bool_]
     """[R] the tokens that are trained."""
+    logged: bool = False
+    """Whether its logprobs are for the log of rollouts."""
     loss_weight: float = 0.0
     """Of each token's loss, in the update that is being made."""
     proximal_logprobs: NDArray[np.float32] | None = None
     """[number of trained tokens] of the policy that the step started from."""
+    start_logprobs: NDArray[np.float32] | None = None
+    """The same, of a logged response that this rank has computed."""
 
     @property
     def num_tokens(self) -> int:

@@ -42,6 +42,7 @@ from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import Sample
 from grpo_components.training.skipped_steps import dump_batch
+from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
 
@@ -85,6 +86,7 @@ class Trainer:
         build_profiler: makes torchtune's profiler and its settings; None profiles nothing.
         skipped_folder: gets the batches of skipped steps.
         collective_timeout_s: a collective that waits longer raises.
+        logged_responses: so many of each batch's first return the logprobs of their tokens.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Trainer:
         build_profiler: Callable[[], tuple[Any, Any]] | None,
         skipped_folder: str,
         collective_timeout_s: float,
+        logged_responses: int = 0,
     ) -> None:
         self.policy_version = 0
         self._rank, self._num_ranks = rank, num_ranks
@@ -166,7 +169,7 @@ class Trainer:
         self._gathered: dict[int, list[tuple[str, Tensor]]] = {}
         self._use = ResourceUse(self._model, self._device, dtype, num_ranks, log_peak_memory_stats)
         self._profiler = StepProfiler(build_profiler)
-        self._skipped_folder = Path(skipped_folder)
+        self._skipped_folder, self._logged_responses = Path(skipped_folder), logged_responses
         self._ppo_epochs, self._updates_per_batch = ppo_epochs, updates_per_batch
         self._tokens_per_micro_batch = tokens_per_micro_batch
         self._packed_width = row_width(tokens_per_micro_batch) if packing else None
@@ -184,7 +187,8 @@ class Trainer:
 
         Returns:
             The step's metrics over the global batch (the same on every rank), `token_versions` (how
-            many tokens of which policy version were trained), and the new `policy_version`; it
+            many tokens of which policy version were trained), `token_logprobs` of the logged
+            responses (see `gather_logprobs`), and the new `policy_version`; it
             stays where no update had a finite loss and gradient: a skipped step.
         """
         started = time.perf_counter()
@@ -194,7 +198,8 @@ class Trainer:
         samples = []
         for trajectory, advantage in zip(unpack(batch), advantages.tolist(), strict=True):
             trajectory.advantage = advantage
-            samples.append(Sample(trajectory, self._trained_tokens(trajectory)))
+            logged = len(samples) < self._logged_responses
+            samples.append(Sample(trajectory, self._trained_tokens(trajectory), logged))
         parts = [
             [sample for sample in (samples[i] for i in indices) if sample.mask.any()]
             for indices in np.array_split(np.arange(len(samples)), self._updates_per_batch)
@@ -223,6 +228,7 @@ class Trainer:
             "policy_version": self.policy_version,
             "skipped_steps": step + 1 - self.policy_version,  # each of the others made a version
             "token_versions": dict(Counter(versions.tolist())),
+            "token_logprobs": gather_logprobs(samples),
             "trained_tokens": float(len(versions)),
             "time/train": seconds,
         }
@@ -332,6 +338,7 @@ class Trainer:
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
         if with_mismatch:
             measured.add_mismatch(start - generator_logprobs, correction)
+            keep_logprobs(members, start)
         return losses * per_token([sample.loss_weight for sample in members])
 
     def gather_weights(self) -> int:

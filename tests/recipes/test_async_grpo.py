@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from chaos import Fault, forked_recipe
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
@@ -37,7 +38,7 @@ def tune(tiny_policy, tmp_path):
     """Start `tune run`; returns the process and the run's folder. Checks that nothing is left."""
     mark, running = uuid.uuid4().hex, []
 
-    def start(*overrides, recipe=RECIPE, config="tiny_async_grpo", cwd=tmp_path):
+    def start(*overrides, recipe=RECIPE, config="tiny_async_grpo", cwd=tmp_path, env=()):
         output_dir = tmp_path / f"run{len(running)}"
         command = [str(TUNE), "run", recipe, "--config", config, f"output_dir={output_dir}"]
         process = subprocess.Popen(
@@ -46,7 +47,7 @@ def tune(tiny_policy, tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
             cwd=cwd,
-            env={**os.environ, "GRPO_TEST": mark},
+            env={**os.environ, "GRPO_TEST": mark, **dict(env)},
         )
         running.append(process)
         return process, output_dir
@@ -355,17 +356,24 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_replayed_to_the_same_bits(tune):
-    """Long responses of two generators that pull at every chance: weights change within some."""
+def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
+    """Long responses of two generators that pull at every chance: weights change within some.
+
+    And a generator that is killed in the middle of some, as is the replay buffer.
+    """
+    faults = [Fault("generator_0", "generate_group", 6, delay_s=0.2), Fault("replay_buffer", "add")]
+    recipe, environment = forked_recipe(tmp_path, faults)
     knobs = (
         *("num_steps=10", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=4"),
         *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1"),
         *("generator.max_response_tokens=100", "generator.temperature=2", "eval_every_n_steps=5"),
         "rollouts_logged_per_step=2",
     )
-    _, original = succeed(tune, *knobs)
+    output, original = succeed(tune, *knobs, recipe=recipe, env=environment)
+    assert all(f"{role} is back" in output for role in ("generator_0", "replay_buffer"))
     output, replay = succeed(tune, *knobs, f"replay_events={original}")
     assert "events in the recorded order" in output
+    assert "generator_0 is back" in output and "replay_buffer" not in output
     groups = records(original / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))

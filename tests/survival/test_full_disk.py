@@ -5,19 +5,21 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.state_files import read_state, write_state
 from grpo_components.running.checkpoint_folder import latest
 from grpo_components.running.checkpoints import Checkpoints
 from grpo_components.running.metrics import MetricLog
-from grpo_components.running.output_folder import cut_torn_line
 from grpo_components.running.receipts import Receipts
 
 MIB = 2**20
@@ -184,15 +186,27 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, fai
     assert latest(folder) == folder / "step_3"
 
 
+@pytest.fixture
+def unprivileged():
+    """A folder of an ordinary user, who also runs the rest of the test: root may write anywhere."""
+    folder, nobody = Path(tempfile.mkdtemp(dir="/tmp")), 65534
+    as_root = os.geteuid() == 0
+    if as_root:
+        os.chown(folder, nobody, nobody)
+        os.seteuid(nobody)
+    yield folder
+    if as_root:
+        os.seteuid(0)
+    folder.chmod(0o700)
+    shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize("failure", ["error", "warn"])
 @pytest.mark.parametrize("lost", ["a file lies there", "no permission"])
-def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(tmp_path, failure, lost):
-    account, folder = Account(), tmp_path / "run" / "checkpoints"
-    folder.parent.mkdir()
+def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(unprivileged, failure, lost):
+    account, folder = Account(), unprivileged / "checkpoints"
     if lost == "no permission":
-        if os.geteuid() == 0:
-            pytest.skip("root may write anywhere")
-        folder.parent.chmod(0o500)
+        unprivileged.chmod(0o500)
     else:
         folder.touch()
     checkpoints, notes, saved = make_checkpoints(folder, failure, account)
@@ -208,6 +222,5 @@ def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(tmp_path, failure
             asyncio.run(save())
     else:
         asyncio.run(save())
-        assert str(folder.parent) in notes[0]
+        assert str(unprivileged) in notes[0]
     assert not saved
-    folder.parent.chmod(0o700)

@@ -1,12 +1,20 @@
 """Prompt data sets: what a row becomes, and what is said of one that cannot be used."""
 
 import json
+import re
+from functools import partial
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from grpo_components.rollout.datasets import gsm8k_dataset
+from grpo_components.rollout.datasets import (
+    code_dataset,
+    countdown_dataset,
+    gsm8k_dataset,
+    math_dataset,
+    prompt_dataset,
+)
 
 ROWS = [
     {"question": "1 + 1?", "answer": "Count them.\n1+1=<<1+1=2>>2\n#### 2"},
@@ -161,3 +169,155 @@ def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"some/where.*no way out"):
         load("some/where")
+
+
+# ---- which rows are used ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """Rows 0 to 29: the question of row n has n characters more than that of row 0."""
+    rows = [{"question": f"{n:02}{'x' * n}", "answer": str(n), "level": n % 3} for n in range(30)]
+    return write_lines(tmp_path / "numbered.jsonl", *(json.dumps(row).encode() for row in rows))
+
+
+def chosen(path, **kwargs):
+    prompts = prompt_dataset(CharacterTokenizer(), source=str(path), **kwargs)
+    assert all(int(prompt["answer"]) == prompt["prompt_index"] for prompt in prompts)
+    return [prompt["prompt_index"] for prompt in prompts], prompts.note
+
+
+def test_what_was_left_out_is_counted_by_reason_in_one_line(numbered):
+    indices, note = chosen(
+        numbered, filters={"level": {"max": 1}}, max_prompt_tokens=22, too_long="drop"
+    )
+    assert indices == [n for n in range(30) if n % 3 < 2 and n <= 19]
+    left_out = "10 filtered out, 6 longer than 22 tokens"
+    assert note == f"dataset {numbered}: 14 prompts of 30 rows; {left_out}"
+    assert chosen(numbered) == (list(range(30)), "")
+
+
+def test_the_first_rows_are_the_first_of_those_that_are_left(numbered):
+    filters = {"level": {"allowed": [2]}}
+    assert chosen(numbered, filters=filters, num_rows=3)[0] == [2, 5, 8]
+    assert chosen(numbered, filters=filters, num_rows=3, partition="1-2/2")[0] == [2, 5, 8]
+
+
+def test_the_parts_of_a_split_are_disjoint_and_cover_it(numbered):
+    train, note = chosen(numbered, partition="1-3/4")
+    validation, _ = chosen(numbered, partition="4/4")
+    assert sorted(train + validation) == list(range(30))
+    assert train and validation
+    assert note.endswith(f"{len(train)} prompts of 30 rows; {len(validation)} in other parts")
+
+
+def test_a_data_set_of_which_nothing_is_left_says_why(numbered):
+    with pytest.raises(ValueError, match=r"has no rows left: 30 filtered out"):
+        chosen(numbered, filters={"level": {"min": 3}})
+
+
+def test_a_filtered_row_need_not_be_usable(tmp_path):
+    path = write_lines(
+        tmp_path / "rows.jsonl", b'{"ok": 0}', json.dumps(ROWS[0] | {"ok": 1}).encode()
+    )
+    assert len(load(path, filters={"ok": {"allowed": [1]}})) == 1
+
+
+def test_columns_may_have_other_names_and_are_called_by_them(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", b'{"q": "1 + 1?", "a": "#### 2"}', b'{"q": "2?"}')
+    columns = {"question": "q", "answer": "a"}
+    assert load(path, columns=columns, num_rows=1)[0]["answer"] == "2"
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: has no field a$"):
+        load(path, columns=columns)
+
+
+def test_a_key_that_is_wrong_is_told(jsonl):
+    with pytest.raises(ValueError, match=r"dataset\.too_long: 'cut' given; allowed: error \| drop"):
+        load(jsonl, too_long="cut")
+
+
+# ---- other formats ------------------------------------------------------------------------------
+
+
+def read_one(builder, tmp_path, **row):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(row).encode())
+    return builder(CharacterTokenizer(), source=str(path))[0]
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"So \boxed{5}.", "5"),
+        (r"\boxed{1}, then \boxed {\frac{1}{2}}$", r"\frac{1}{2}"),
+        (r"\boxed{4} and \boxed{ }, \boxed{unclosed", "4"),
+        (r"\boxed{\text{a } \{1, 2\}}", r"\text{a } \{1, 2\}"),
+    ],
+)
+def test_the_answer_of_a_math_problem_stands_in_its_last_box(tmp_path, solution, answer):
+    prompt = read_one(math_dataset, tmp_path, problem="x?", solution=solution)
+    assert prompt["answer"] == answer
+    assert prompt["prompt_text"].startswith("x?\n") and r"\boxed{}" in prompt["prompt_text"]
+
+
+def test_countdown_asks_for_the_target_and_hands_both_to_the_reward(tmp_path):
+    for numbers in ([3, 8, 1], "[3, 8, 1]"):  # a CSV file has texts only
+        prompt = read_one(countdown_dataset, tmp_path, numbers=numbers, target=24)
+        assert json.loads(prompt["answer"]) == {"numbers": [3, 8, 1], "target": 24}
+        assert "Make 24 out of the numbers 3, 8, 1:" in prompt["prompt_text"]
+
+
+STDIN = {"stdin_stdout": [{"input": "1\n", "output": "2\n"}, {"input": "", "output": ""}]}
+ASSERTS = {"asserts": ["assert f(1) == 2"]}
+
+
+@pytest.mark.parametrize(
+    ("tests", "answer"),
+    [
+        (STDIN, STDIN),
+        (json.dumps(STDIN), STDIN),
+        (ASSERTS, ASSERTS),
+        (ASSERTS["asserts"], ASSERTS),
+        ({"inputs": ["1\n", ""], "outputs": ["2\n", ""]}, STDIN),
+    ],
+)
+def test_the_tests_of_a_program_travel_in_the_answer(tmp_path, tests, answer):
+    prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests)
+    assert json.loads(prompt["answer"]) == answer
+
+
+@pytest.mark.parametrize(
+    ("builder", "row", "problem"),
+    [
+        (math_dataset, {"problem": "x?", "solution": "5"}, "field solution: has no answer in "),
+        (math_dataset, {"problem": "x?"}, "has no field solution"),
+        (countdown_dataset, {"numbers": [], "target": 1}, "field numbers: must be a list of whole"),
+        (countdown_dataset, {"numbers": [1.5], "target": 1}, "field numbers: must be a list"),
+        (countdown_dataset, {"numbers": [True], "target": 1}, "field numbers: must be a list"),
+        (countdown_dataset, {"numbers": "[1", "target": 1}, "field numbers: is no JSON"),
+        (countdown_dataset, {"numbers": [1], "target": "x"}, "field target: is no JSON"),
+        (countdown_dataset, {"numbers": [1], "target": None}, "field target: must be a whole"),
+        *(
+            (code_dataset, {"prompt": "f?", "tests": tests}, "field tests: must be {")
+            for tests in (
+                *({}, [], 5, {"asserts": []}, {"asserts": [""]}, {"asserts": [1]}),
+                {**STDIN, **ASSERTS},
+                {"stdin_stdout": [{"input": "1"}]},
+                {"stdin_stdout": [{"input": 1, "output": "2"}]},
+                {"inputs": ["1"], "outputs": []},
+                {"inputs": 1, "outputs": 2},
+            )
+        ),
+    ],
+)
+def test_a_row_of_another_format_is_named_with_its_field(tmp_path, builder, row, problem):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1.*{re.escape(problem)}"):
+        read_one(builder, tmp_path, **row)
+
+
+def test_a_format_of_ones_own_is_one_function(tmp_path):
+    def true_or_false(row):
+        return f"True or false: {row.text('claim')}", str(row.value("holds")).lower()
+
+    claims_dataset = partial(prompt_dataset, read=true_or_false)
+    prompt = read_one(claims_dataset, tmp_path, claim="1 = 2", holds=False)
+    assert (prompt["prompt_text"], prompt["answer"]) == ("True or false: 1 = 2", "false")

@@ -31,7 +31,8 @@ def test_a_new_run_takes_what_has_come_and_writes_it_down(tmp_path):
     schedule.put(STOP, "end")
     assert schedule.take(3, idle=True) == "end"
     schedule.close()
-    lines = [json.loads(line) for line in schedule_file(tmp_path, 1).open()]
+    life, *lines = [json.loads(line) for line in schedule_file(tmp_path, 1).open()]
+    assert life == {"life": 0}
     assert [(line["step"], line["entered"]) for line in lines] == [
         (0, ["group 3 sample 0", "weights 2"]),
         (2, ["group 3 sample 1"]),
@@ -44,7 +45,7 @@ def test_weights_of_an_idle_engine_are_written_before_it_waits(tmp_path):
     assert schedule.take(0, idle=True) == "w"
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(schedule.take, 0, True)
-        while not schedule_file(tmp_path, 0).read_text():
+        while "weights 1" not in schedule_file(tmp_path, 0).read_text():
             threading.Event().wait(0.001)
         schedule.put("group 0 sample 0", "g")
         assert waiting.result(10) == "g"
@@ -107,6 +108,46 @@ def test_an_engine_can_be_stopped_in_the_middle_of_a_replay(recorded, idle):
     schedule = Schedule(None, recorded, timeout_s=10.0)
     schedule.put(STOP, "end")
     assert schedule.take(0, idle) == "end"
+
+
+def test_each_life_of_a_killed_generator_keeps_its_own_schedule(tmp_path):
+    """One that ended before its engine was built has none; a torn line is of no life."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for life, names in ((0, ["a", "b"]), (2, ["b", "c"])):
+        schedule = open_schedule(0, str(first), None, 0.0, life)
+        for name in names:
+            schedule.put(name, name)
+        assert entered(schedule, [0]) == [(0, name) for name in names]
+        schedule.close()
+        if life == 0:
+            with schedule_file(first, 0).open("a") as file:
+                file.write('{"step": 1, "ent')
+
+    def replayed(life, folder=None):
+        return open_schedule(0, folder and str(folder), str(first), 0.5, life)
+
+    for life, names in ((0, ["a", "b"]), (1, []), (2, ["b", "c"])):
+        schedule = replayed(life, second)
+        for name in ["c", "b", "a"]:
+            if life < 2 or name != "a":
+                schedule.put(name, name)  # a killed one may get more than the recorded one took
+        assert entered(schedule, [0, 1]) == [(0, name) for name in names]
+        schedule.close()
+    with pytest.raises(ReplayError, match="had no a here"):
+        replayed(2).put("a", "a")
+    kept = [json.loads(line) for line in schedule_file(second, 0).open()]
+    assert [line["life"] for line in kept if "life" in line] == [0, 1, 2]
+
+
+def test_a_killed_engine_waits_or_goes_on_after_its_last_command():
+    schedule = Schedule(None, [(0, "a")], timeout_s=0.01, killed=True)
+    schedule.put("a", "a")
+    assert entered(schedule, range(5)) == [(0, "a")]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(schedule.take, 5, True)
+        schedule.put("b", "b")
+        schedule.put(STOP, "end")
+        assert waiting.result(10) == "end"
 
 
 def test_what_was_never_taken_is_given_back():

@@ -253,3 +253,19 @@ def test_an_empty_prompt_of_anyones_data_set_is_named(data_cfg):
     data_cfg.dataset = {"_component_": "my_data.empty_prompts"}
     with pytest.raises(ValueError, match=r"empty_prompts, row 5, field question.* has 0 tokens"):
         build_data(data_cfg)
+
+
+MIXED = "grpo_components.rollout.prompt_mix.mixed_dataset"
+
+
+def test_a_part_of_a_mix_is_named_with_the_row_of_its_own_file(data_cfg):
+    parts = {"a": dict(data_cfg.dataset, num_rows=1), "b": dict(data_cfg.eval_dataset, weight=2)}
+    data_cfg.dataset = {"_component_": MIXED, "parts": parts}
+    data_cfg.eval_dataset.num_rows = 1
+    _, dataset, _ = build_data(data_cfg)
+    assert [dataset[i]["prompt_index"] for i in range(len(dataset))] == [0, 1, 2, 3]
+    data_cfg.generator.max_model_len = 29
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    source = data_cfg.dataset.parts.b.source
+    assert str(refused.value).startswith(f"dataset.parts.b {source}, row 2, field question: the ")

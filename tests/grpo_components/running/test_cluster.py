@@ -23,7 +23,8 @@ STORE = 80 * 10**6
 class Counter:
     """A role with a blocking, a failing, an endless, and an asynchronous method."""
 
-    def __init__(self, start=0, fails_if_there=None, dies_if_there=None):
+    def __init__(self, start=0, fails_if_there=None, dies_if_there=None, life=None):
+        self.life = life
         if start < 0:
             raise ValueError("start is below 0")
         if fails_if_there and Path(fails_if_there).exists():
@@ -82,6 +83,9 @@ class Counter:
 
     async def sleep(self):
         await asyncio.sleep(60)
+
+    def life_and_pid(self):
+        return self.life, os.getpid()
 
     def identity(self):
         return {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GREETING")}
@@ -307,6 +311,35 @@ def test_a_process_that_ends_before_its_role_is_built_is_started_again(restartin
     assert asyncio.run(other.call("add", 1, timeout_s=30)) == 1
     assert told[0].startswith(f"newborn_{alone} died") and "back after" in told[1]
     assert "attempt" not in told[0] and cluster._attempt == attempt
+
+
+def test_a_result_whose_turn_has_not_come_is_lost_with_the_life_that_gave_it(
+    restarting, output_dir
+):
+    cluster, told = restarting
+    role = spawn(cluster, "replayed", numbered_lives=True)
+    first = pid_of(output_dir, "replayed")
+
+    async def run():
+        turn = asyncio.Event()
+        options = {"timeout_s": 60, "turn": turn.wait}
+        waiting = asyncio.create_task(role.call("life_and_pid", **options))
+        await role.call("add", 1, timeout_s=30)  # behind it in its lane
+        assert not waiting.done()
+        await role.restart_as("died: long ago")
+        assert not waiting.done()
+        turn.set()
+        life, pid = await waiting
+        assert life == 1 and pid == pid_of(output_dir, "replayed") != first
+
+        async def fails():
+            raise TimeoutError("the replay stands still")
+
+        with pytest.raises(TimeoutError, match="stands still"):
+            await role.call("life_and_pid", timeout_s=60, turn=fails)
+
+    asyncio.run(run())
+    assert told[0].startswith("replayed died: long ago; starting it again")
 
 
 def test_what_a_role_raises_twice_ends_the_run(restarting):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from grpo_components.exchange.turns import Turns
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.running.evaluation import Evaluation
 from grpo_components.running.supervision import RoleFailedError, RoleLostError
@@ -14,15 +15,17 @@ class FakeRole:
 
     def __init__(self, generator, fails_with=None):
         self.generator, self.fails_with = generator, fails_with
+        self.name = "generator_0"
         self.lost, self.asked, self.timeouts = False, [], []
 
-    async def call(self, method, prompts, temperature, timeout_s):
+    async def call(self, method, prompts, temperature, timeout_s, turn):
         assert method == "evaluate" and self.generator.pulling.locked()
         assert self.generator.version == 7, "weights are pulled first"
         await asyncio.sleep(0)
         if self.fails_with is not None:
             self.lost = isinstance(self.fails_with, RoleLostError)
             raise self.fails_with
+        assert turn is None, "no replay"
         self.asked += prompts
         self.timeouts.append(timeout_s)
         return [
@@ -50,6 +53,7 @@ def evaluate(*generators, rows=10):
         timeout_s=9.0,
         pull=pull,
         scored=lambda step, results: results,
+        turns=Turns(),
     )
     return asyncio.run(evaluation(3, generators))
 

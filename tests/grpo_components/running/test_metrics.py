@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchtune import config
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.running.metrics import MetricLog
+from grpo_components.running.rollout_table import rollout_rows
 
 LOGGERS = "torchtune.training.metric_logging"
 
@@ -105,11 +107,43 @@ def test_closing_closes_the_logger(tmp_path):
         log.log(1, {})
 
 
-def run_with(output_dir: Path, node: dict[str, Any]) -> None:
+def group() -> dict[str, Any]:
+    """Of two responses, the second of which has failed."""
+    known = {"response_tokens": 2, "finish_reason": "stop", "tokens": ["4", "\n"]}
+    scored = {"reward": 1.1, "reward_terms": {"right": 1.0, "form": 0.1}, "success": True}
+    failed = {"reward": None, "reward_terms": {}, "success": False, "error": "timed out"}
+    logprobs = {"generator_logprobs": [-1.5, None], "reference_logprobs": None}
+    return {
+        **{"attempt": 0, "group_id": 3, "prompt_index": 9, "epoch": 1, "prompt": "2+2?"},
+        **{"answer": "4", "advantages": [0.5, -0.5]},
+        "responses": [
+            {"response": "4\n", **known, **scored, **logprobs, "versions": [0, 1], "error": None},
+            {"response": "", **known, **failed, **logprobs, "versions": None},
+        ],
+    }
+
+
+def test_the_table_has_a_row_for_each_response_and_a_column_for_each_reward():
+    columns, rows = rollout_rows(7, [group()])
+    scored, failed = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert (scored["step"], scored["group_id"], scored["prompt"]) == (7, 3, "2+2?")
+    assert (scored["response"], scored["reward"], scored["advantage"]) == ("4\n", 1.1, 0.5)
+    assert (scored["reward_terms/right"], scored["reward_terms/form"]) == (1.0, 0.1)
+    assert (scored["oldest_version"], scored["newest_version"]) == (0, 1)
+    assert json.loads(scored["generator_logprobs"]) == [-1.5, None]
+    assert (failed["reward"], failed["reward_terms/right"], failed["error"]) == (
+        *(None, None),
+        "timed out",
+    )
+    assert "reference_logprobs" not in columns and "trainer_logprobs" not in columns
+
+
+def run_with(output_dir: Path, node: dict[str, Any], rollouts: Sequence[Any] = ()) -> None:
     """Log two steps, one of them with an evaluation and a NaN, through a real torchtune logger."""
     logger = config.instantiate(OmegaConf.create(node))
     log = MetricLog(str(output_dir), logger, log_every_n_steps=1)
     log.log(0, {"eval/success_rate": 0.25})
+    log.log_rollouts(1, rollouts)
     log.log(1, {"loss/total": 0.125, "policy_version": 1, "grad_norm": math.nan})
     log.close()
     assert len(lines(output_dir / "logs/metrics.jsonl")) == 2
@@ -147,8 +181,14 @@ def test_with_torchtunes_wandb_logger_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     node = {"_component_": f"{LOGGERS}.WandBLogger", "log_dir": str(tmp_path / "logs")}
-    run_with(tmp_path, node)
+    run_with(tmp_path, node, rollouts=[group()])
     wandb.teardown()  # offline, `finish` returns before the file is written; the exit waits
     [run] = (tmp_path / "logs/wandb").glob("offline-run-*")
     [record] = run.glob("*.wandb")
     assert b"loss/total" in record.read_bytes()
+    [table] = run.glob("files/media/table/rollouts_*.json")
+    written = json.loads(table.read_text())
+    assert (written["columns"], written["data"]) == rollout_rows(1, [group()])
+    assert [json.loads(line) for line in (tmp_path / "logs/rollouts.jsonl").open()] == [
+        {"step": 1, **group()}
+    ]

@@ -25,6 +25,7 @@ from grpo_components.rollout.schedule import STOP, open_schedule
 from grpo_components.running.event_log import open_turns
 from grpo_components.running.receipts import Receipts
 from grpo_components.running.replay import (
+    FORMAT,
     available_cpus,
     check_replay,
     read_events,
@@ -397,7 +398,8 @@ def values(tmp_path):
     (run / "logs").mkdir(parents=True)
     OmegaConf.save(config, run / "config.yaml")
     (run / "logs" / "schedule_generator_0.jsonl").touch()
-    write(run / "logs" / "events.jsonl", {"event": "start", "attempt": 0, "cpus": 5})
+    start = {"event": "start", "attempt": 0, "cpus": 5, "format": FORMAT}
+    write(run / "logs" / "events.jsonl", start)
     write(run / "receipts.jsonl", {"record": "end", "attempt": 0, "finished": True})
     new = str(tmp_path / "new")
     elsewhere = {"output_dir": new, "checkpointer": {"output_dir": new}, "replay_events": str(run)}
@@ -466,12 +468,25 @@ def test_a_run_that_did_not_finish_is_refused(values, finished):
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ({"event": "restart", "attempt": 0}, "restart"),
-        ({"event": "rollback", "attempt": 0}, "rollback"),
-        ({"event": "start", "attempt": 1}, "resume"),
+        ({"event": "rollback", "attempt": 0}, "had a rollback"),
+        ({"event": "start", "attempt": 1}, "had a resume"),
+        (
+            {"event": "restart", "attempt": 0, "role": "generator_0", "given_up": True},
+            "gave generator_0 up",
+        ),
     ],
 )
 def test_a_run_that_lost_something_on_its_way_is_refused(values, line, what):
     path = Path(values["replay_events"]) / "logs" / "events.jsonl"
     write(path, *(json.loads(each) for each in path.open()), line)
-    assert f"had a {what}" in refusal(values)
+    assert what in refusal(values)
+
+
+def test_a_run_with_restarts_can_be_replayed_one_of_another_version_not(values):
+    path = Path(values["replay_events"]) / "logs" / "events.jsonl"
+    (start,) = (json.loads(each) for each in path.open())
+    restart = {"event": "restart", "attempt": 0, "role": "generator_0", "given_up": False}
+    write(path, start, restart)
+    check_replay(values)
+    write(path, start | {"format": 1})
+    assert f"format {FORMAT}" in refusal(values)

@@ -180,11 +180,25 @@ def test_sampled_groups_are_written_with_their_step_and_attempt(make, tmp_path):
     log, _ = make(attempt=2)
     entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8, 9, 10)]
     texts = [None, {"prompt": "1+1?"}, {"prompt": "2+2?"}]  # a checkpoint has brought group 7
-    log.rollouts(3, entries, texts, [0.5, 1.5, 2.5, 3.5])
+    log.rollouts(3, entries, texts, [0.5, 1.5, 2.5, 3.5], {})
     lines = (tmp_path / "logs/rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 3, "attempt": 2, "group_id": 8, "prompt": "1+1?", "advantages": 1.5},
         {"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?", "advantages": 2.5},
+    ]
+
+
+def test_logprobs_stand_with_the_responses_that_they_are_of(make, tmp_path):
+    """Of two groups the first comes from a checkpoint, which has no text."""
+    log, _ = make()
+    entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8)]
+    text = {"responses": [{"response": "2"}, {"response": "3"}]}
+    logprobs = {id: [{"trainer_logprobs": [-id - i, None]} for i in (0, 0.5)] for id in (7, 8)}
+    log.rollouts(3, entries, [None, text], [[0, 0], [1, -1]], logprobs)
+    [group] = map(json.loads, (tmp_path / "logs/rollouts.jsonl").read_text().splitlines())
+    assert group["responses"] == [
+        {"response": "2", "trainer_logprobs": [-8, None]},
+        {"response": "3", "trainer_logprobs": [-8.5, None]},
     ]
 
 
@@ -227,6 +241,34 @@ def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys
     rows = shown(capsys)
     assert rows["groups dropped"].strip() == "none"
     assert "(means of 1 steps)" in rows["reward"]
+
+
+def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys):
+    log, _ = make()
+    log.close()
+    assert not (tmp_path / "report.html").exists(), "there is nothing to see yet"
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    assert (tmp_path / "report.html").stat().st_size > 1e6
+
+
+def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
+    make, clock, monkeypatch, capsys
+):
+    def broken(folder):
+        raise KeyError("a\nline of\x1b[31m a record")
+
+    monkeypatch.setattr(run_log, "write_report", broken)
+    log, logger = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no report was written: KeyError: ") and "\x1b" not in last
+    assert logger.closed
 
 
 def test_closing_closes_the_logger(make):

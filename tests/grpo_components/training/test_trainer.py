@@ -157,6 +157,7 @@ class Ranks:
                 "build_profiler": None,
                 "skipped_folder": f"{folder}/skipped",
                 "collective_timeout_s": 60,
+                "logged_responses": 0,
             }
             assert not changes.keys() - arguments.keys()
             connection.send((arguments | changes, calls))
@@ -298,6 +299,7 @@ def expected_update(
         "entropy": entropy.mean().item(),
         "grad_norm": grad_norm.item(),
         "token_versions": {0: len(losses)},
+        "token_logprobs": {},
         "lr": LEARNING_RATE,
         "policy_version": 1,
         "skipped_steps": 0,
@@ -529,6 +531,26 @@ def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base, 
     assert results[0][3]["token_versions"] == {1: int(sum(t.response_mask.sum() for t in kept))}
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_logged_responses_tell_the_logprobs_that_the_update_has_used(ranks, base, num_ranks):
+    """Of the first so many, on whichever rank they were; none where nothing was sampled."""
+    calls = [step(RAGGED, ADVANTAGES)]
+    metrics = ranks.run(base, num_ranks, calls, logged_responses=99, tokens_per_micro_batch=SMALL)
+    told = [row for rows in metrics[0][0]["token_logprobs"].values() for row in rows]
+    ratios = []
+    for row, trajectory in zip(told, RAGGED, strict=True):
+        for name in ("generator_logprobs", "reference_logprobs"):
+            known = np.where(trajectory.response_mask, getattr(trajectory, name), np.nan)
+            assert np.array(row[name], float) == pytest.approx(known, abs=1e-6, nan_ok=True)
+        trainer = np.array(row["trainer_logprobs"], float)
+        assert (np.isnan(trainer) == ~trajectory.response_mask).all()
+        ratios += np.exp(trainer - trajectory.generator_logprobs)[trajectory.response_mask].tolist()
+    assert np.mean(ratios) == pytest.approx(metrics[0][0]["ratio/mean"], rel=1e-5)
+    assert max(ratios) == pytest.approx(metrics[0][0]["ratio/max"], rel=1e-5)
+    few = ranks.run(base, num_ranks, calls, logged_responses=3)[0][0]["token_logprobs"]
+    assert {group_id: len(rows) for group_id, rows in few.items()} == {0: 2, 1: 1}
+
+
 def test_each_token_has_the_temperature_it_was_sampled_with(ranks, base):
     hot = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
     for number, trajectory in enumerate(hot):
@@ -675,7 +697,7 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
     plain = ranks.run(base, 1, calls, loss="SquaredLogprobs")[0][0]
     full = ranks.run(base, 1, calls)[0][0]
     assert plain.keys() == full.keys()
-    missing = {k for k, value in plain.items() if k != "token_versions" and math.isnan(value)}
+    missing = {k for k, value in plain.items() if not isinstance(value, dict) and math.isnan(value)}
     assert missing == {
         "loss/policy",
         "loss/kl_reference",

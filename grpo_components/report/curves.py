@@ -1,0 +1,221 @@
+"""The curves of a report: metrics over steps, as charts for plotly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_components.report.run_files import Record
+from grpo_components.report.shown import label
+
+MOST_POINTS = 1000
+"""Of one curve; where a run has more steps, each point stands for several."""
+Chart = dict[str, Any]
+"""`title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One chart: its curves by metric key, each with its name in the legend."""
+
+    title: str
+    about: str
+    curves: dict[str, str]
+    smooth: bool = True
+    range: tuple[float, float] | None = None
+    log: bool = False
+    from_zero: bool = False
+
+
+_PANELS = {
+    "Learning": (
+        _Panel(
+            "Reward",
+            "mean over the responses of a step; held-out at its evaluations",
+            {"rollout/reward_mean": "training", "eval/reward_mean": "held-out"},
+        ),
+        _Panel(
+            "Success",
+            "share of responses with the full reward",
+            {"rollout/success_rate": "training", "eval/success_rate": "held-out"},
+            range=(-0.02, 1.02),
+        ),
+        _Panel(
+            "Response length",
+            "sampled tokens per response",
+            {"rollout/response_tokens_mean": "tokens"},
+            from_zero=True,
+        ),
+        _Panel("Entropy", "of the trainer's next-token distribution, nats", {"entropy": "entropy"}),
+        _Panel("Loss", "aggregated, and its policy part", {"loss/total": "", "loss/policy": ""}),
+        _Panel("Gradient norm", "before clipping", {"grad_norm": "norm"}, from_zero=True),
+    ),
+    "How far apart generator and trainer are": (
+        _Panel(
+            "Staleness",
+            "policy versions between a trained token and the trainer",
+            {"staleness/mean": "mean", "staleness/max": "oldest token"},
+        ),
+        _Panel(
+            "Ratio",
+            "trainer's probability of a token over the generator's",
+            {"ratio/mean": "mean", "mismatch/ratio_p01": "1 %", "mismatch/ratio_p99": "99 %"},
+        ),
+        _Panel("Largest ratio", "of all tokens in a step", {"ratio/max": "largest"}, log=True),
+        _Panel(
+            "Clipped tokens",
+            "share whose ratio lies outside the clip range",
+            {"ratio/clip_fraction_low": "below", "ratio/clip_fraction_high": "above"},
+        ),
+        _Panel(
+            "KL",
+            "nats per token: generator to trainer before the update, and policy to reference",
+            {"mismatch/generator_kl": "generator", "loss/kl_reference": "reference"},
+        ),
+        _Panel(
+            "Effective sample size",
+            "share of the tokens that the ratios leave",
+            {"mismatch/effective_sample_size": "share"},
+        ),
+    ),
+    "Machinery": (
+        _Panel(
+            "Throughput",
+            "tokens per second of wall time, evaluations included",
+            {
+                "throughput/generated_tokens_per_second": "generated",
+                "throughput/trained_tokens_per_second": "trained",
+            },
+            from_zero=True,
+        ),
+        _Panel(
+            "Time of a step",
+            "seconds: the whole step, and its parts",
+            {
+                "time/step": "step",
+                "time/wait_for_batch": "waiting for a batch",
+                "time/train": "training",
+                "time/push": "push",
+            },
+            from_zero=True,
+        ),
+        _Panel(
+            "Buffer",
+            "groups left after a batch was taken",
+            {"buffer/size": "groups"},
+            from_zero=True,
+        ),
+        _Panel("Learning rate", "", {"lr": "learning rate"}, smooth=False, from_zero=True),
+    ),
+}
+_BOOKKEEPING = {"step", "attempt", "policy_version", "eval/policy_version", "eval/prompts"}
+
+
+def metric_charts(metrics: Sequence[Record]) -> dict[str, list[Chart]]:
+    """Charts of a run's metrics by section; what was never measured is left out.
+
+    Args:
+        metrics: of each step, in order.
+    """
+    sections = {
+        section: [chart for panel in panels if (chart := _chart(metrics, panel))]
+        for section, panels in _PANELS.items()
+    }
+    drawn = {key for panels in _PANELS.values() for panel in panels for key in panel.curves}
+    keys = dict.fromkeys(key for record in metrics for key in record)
+    others = [_Panel(key, "", {key: key}) for key in keys if key not in drawn | _BOOKKEEPING]
+    sections["Other metrics"] = [chart for panel in others if (chart := _chart(metrics, panel))]
+    return sections
+
+
+def chart(
+    title: str,
+    about: str,
+    traces: Sequence[dict[str, Any]],
+    x_title: str = "step",
+    **layout: Any,
+) -> Chart:
+    """A chart as the page draws it.
+
+    Args:
+        title: of the chart.
+        about: one line that says what is drawn.
+        traces: plotly's.
+        x_title: of the horizontal axis.
+        layout: plotly's, besides what all charts share.
+    """
+    axes: dict[str, Any] = {"xaxis": {"title": {"text": x_title}}, "showlegend": len(traces) > 1}
+    return {"title": title, "about": about, "figure": {"data": [*traces], "layout": axes | layout}}
+
+
+def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
+    """A plotly trace of at most `MOST_POINTS` points; a `meta` of "smooth" lets the reader smooth.
+
+    Args:
+        name: in the legend.
+        x: where the values lie.
+        y: the values, finite.
+        trace: plotly's other settings.
+    """
+    lines = {"type": "scatter", "mode": "lines", "name": label(name)}
+    return {**lines, "x": short(x), "y": short(y), **trace}
+
+
+def thinned(
+    x: Sequence[float],
+    y: Sequence[float],
+    combine: Callable[[Sequence[float]], float],
+) -> tuple[list[float], list[float]]:
+    """The same curve in at most `MOST_POINTS` points, each of them of equally many others.
+
+    Args:
+        x: where the values lie.
+        y: the values.
+        combine: values -> the value of their point.
+    """
+    width = math.ceil(len(y) / MOST_POINTS) or 1
+    starts = range(0, len(y), width)
+    return (
+        [x[min(start + width, len(x)) - 1] for start in starts],
+        [combine(y[start : start + width]) for start in starts],
+    )
+
+
+def short(values: Sequence[float]) -> list[float]:
+    """Numbers in six digits, which is more than a screen shows."""
+    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+
+
+def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
+    traces = []
+    for key, name in panel.curves.items():
+        points = [(r["step"], float(r[key])) for r in metrics if _is_number(r.get(key))]
+        if not points:
+            continue
+        steps, values = [list(column) for column in zip(*points, strict=True)]
+        if key.startswith("eval/"):
+            trace = curve(name, steps, values, mode="lines+markers", line={"dash": "dot"})
+        else:
+            steps, values = thinned(steps, values, max if key.endswith("max") else _mean)
+            # A single point has no line.
+            mode = "lines" if len(steps) > 1 else "markers"
+            smooth = panel.smooth and not key.endswith("max")
+            trace = curve(name or key, steps, values, mode=mode)
+            trace |= {"meta": "smooth"} if smooth else {}
+        traces.append(trace)
+    if not traces:
+        return None
+    axis: dict[str, Any] = {"type": "log"} if panel.log else {}
+    axis |= {"range": list(panel.range)} if panel.range else {}
+    axis |= {"rangemode": "tozero"} if panel.from_zero else {}
+    return chart(panel.title, panel.about, traces, yaxis=axis)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

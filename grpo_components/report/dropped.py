@@ -1,0 +1,66 @@
+"""Groups that were generated and never trained, and samples that failed, with the reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from grpo_components.report.run_files import Receipts, read_records
+from grpo_components.report.tables import table
+
+_SHOWN = 100
+_REASONS = {
+    "stale": "too old when a batch was formed; max_staleness allows no more",
+    "failed": "no sample of it could be scored, or its generator was lost",
+    "filtered": "dynamic sampling has put another prompt in its place",
+}
+
+
+def dropped_section(receipts: Receipts, failed_samples: Path) -> str:
+    """HTML of what was dropped and why.
+
+    Args:
+        receipts: of the run.
+        failed_samples: the file of failed samples; it may be missing.
+    """
+    parts = []
+    if receipts.drops:
+        counts = Counter(str(drop["reason"]) for drop in receipts.drops)
+        why = [(reason, n, _REASONS.get(reason, "")) for reason, n in counts.most_common()]
+        columns = ("step", "group_id", "reason", "prompt_index", "epoch", "reissue")
+        last = [
+            [
+                ("no", "yes")[value] if isinstance(value, bool) else value
+                for value in map(drop.get, columns)
+            ]
+            for drop in receipts.drops[-_SHOWN:]
+        ]
+        parts += [
+            '<div class="box">',
+            table(("reason", "groups", "what it means"), why),
+            f"<details><summary>the last {len(last)} of {len(receipts.drops):,}</summary>",
+            table(("before step", "group", "reason", "prompt", "epoch", "issued again"), last),
+            "</details></div>",
+        ]
+    else:
+        parts.append('<p class="about">No group was dropped.</p>')
+    failures = list(read_records(failed_samples))
+    if failures:
+        rows = [
+            (
+                str(record.get("attempt", 0)),
+                f"evaluation at step {record['evaluation']}"
+                if "evaluation" in record
+                else f"group {record.get('group_id')}",
+                str(record.get("prompt_index")),
+                "\n".join(f"{n} x {error}" for error, n in (record.get("errors") or {}).items()),
+            )
+            for record in failures[-_SHOWN:]
+        ]
+        parts += [
+            '<div class="box"><h3>Failed samples</h3><p class="about">',
+            f"the last {len(rows)} of {len(failures):,} records in logs/failed_samples.jsonl</p>",
+            table(("attempt", "where", "prompt", "errors"), rows),
+            "</div>",
+        ]
+    return "".join(parts)

@@ -1,0 +1,139 @@
+"""The groups that a report shows: chosen evenly over the run, bounded, and harmless as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_components.report.run_files import Attempts, Record, parse
+from grpo_components.report.shown import text
+
+MOST_GROUPS = 200
+_MOST_BYTES = 12 * 2**20
+"""Of all lines that are shown; fewer groups where they are long."""
+_LONGEST = 12_000
+"""Characters of a prompt or a response."""
+_MOST_TOKENS = 3_000
+"""Of a response, where they are shown one by one."""
+_HEAD = re.compile(rb'\{"step": (\d+), "attempt": (\d+), ')
+_LOGPROBS = ("generator_logprobs", "trainer_logprobs", "reference_logprobs")
+
+
+@dataclass
+class Shown:
+    """What a report shows of the logged rollouts."""
+
+    groups: list[Record]
+    """Ready for the page."""
+    logged: int
+    """Groups of the run that are in the file."""
+    superseded: int
+    """Groups of steps that a later attempt has done again."""
+    with_logprobs: bool
+    """Whether any group has the logprobs of its tokens."""
+
+
+def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS) -> Shown:
+    """Choose groups of a run and read them.
+
+    Args:
+        path: of rollouts.jsonl; it may be missing.
+        attempts: of the run.
+        most_groups: to show.
+    """
+    places, superseded = _places(path, attempts)
+    chosen = _spread(places, most_groups)
+    while len(chosen) > 1 and sum(length for _, length in chosen) > _MOST_BYTES:
+        chosen = _spread(chosen, len(chosen) // 2)
+    groups = []
+    if chosen:
+        with path.open("rb") as file:
+            for start, length in chosen:
+                file.seek(start)
+                record = parse(file.read(length))
+                if record is not None:
+                    groups.append(_readable(record))
+    with_logprobs = any(_has_logprobs(group) for group in groups)
+    return Shown(groups, len(places), superseded, with_logprobs)
+
+
+def _places(path: Path, attempts: Attempts) -> tuple[list[tuple[int, int]], int]:
+    """Start and length of each whole line that counts, and the number of those that do not."""
+    places: list[tuple[int, int]] = []
+    superseded = start = 0
+    if not path.is_file():
+        return places, superseded
+    with path.open("rb") as lines:
+        for line in lines:
+            here, start = start, start + len(line)
+            if not line.endswith(b"\n"):
+                break  # torn
+            head = _HEAD.match(line)  # many times faster than the whole line
+            record: Record | None = parse(line) if head is None else None
+            if head is not None:
+                record = {"step": int(head[1]), "attempt": int(head[2])}
+            if record is None:
+                continue
+            if attempts.counts(record):
+                places.append((here, len(line)))
+            else:
+                superseded += 1
+    return places, superseded
+
+
+def _spread(places: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """At most so many of these, evenly, the first and the last among them."""
+    if len(places) <= most:
+        return list(places)
+    if most < 2:
+        return list(places[-most:]) if most else []
+    return [places[round(i * (len(places) - 1) / (most - 1))] for i in range(most)]
+
+
+def _readable(record: Record) -> Record:
+    responses = record.get("responses") or []
+    advantages = record.get("advantages")
+    if not isinstance(advantages, list):
+        advantages = [advantages]  # a group of one
+    return {
+        **{key: record.get(key) for key in _NUMBERS},
+        **{key: text(record.get(key, ""), _LONGEST) for key in ("prompt", "answer")},
+        "responses": [
+            _response(response, advantages[i] if i < len(advantages) else None)
+            for i, response in enumerate(responses)
+        ],
+    }
+
+
+def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
+    terms = response.get("reward_terms") or {}
+    error = response.get("error")
+    shown: Record = {
+        "text": text(response.get("response", ""), _LONGEST),
+        "finish": text(response.get("finish_reason", "")),
+        "tokens": response.get("response_tokens"),
+        "versions": response.get("versions"),
+        "reward": response.get("reward"),
+        "terms": {text(name): value for name, value in terms.items()},
+        "success": bool(response.get("success")),
+        "error": None if error is None else text(error, 1000),
+        "advantage": advantage,
+    }
+    pieces = response.get("tokens")
+    if isinstance(pieces, list):
+        shown["pieces"] = [text(piece) for piece in pieces[:_MOST_TOKENS]]
+        shown["more_tokens"] = max(0, len(pieces) - _MOST_TOKENS)
+        for name in _LOGPROBS:
+            values = response.get(name)
+            shown[name] = values[:_MOST_TOKENS] if isinstance(values, list) else None
+    return shown
+
+
+def _has_logprobs(group: Record) -> bool:
+    return any(response.get("trainer_logprobs") for response in group["responses"])
+
+
+_NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch")

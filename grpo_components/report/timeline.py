@@ -1,0 +1,132 @@
+"""When things happened in a run: lives of its roles, their policy versions, restarts, memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve, short
+from grpo_components.report.idle import Idle
+from grpo_components.report.run_files import Record
+from grpo_components.report.shown import label
+
+_TOLD = ("start", "restart", "rollback")
+"""Events that the page lists."""
+
+
+def timeline(
+    events: Iterable[Record], lives: Sequence[Record], beats: Sequence[Record]
+) -> tuple[list[Chart], list[Record]]:
+    """Charts over time, and what happened to the roles.
+
+    Args:
+        events: of events.jsonl.
+        lives: of roles.jsonl: role, attempt, started.
+        beats: of heartbeats.jsonl: role, time, rss_mib.
+
+    Returns:
+        The charts, and the starts, restarts and rollbacks, each with its `minute`.
+    """
+    names = list(dict.fromkeys(life["role"] for life in lives))
+    idle = Idle(sum(name.startswith("reference_") for name in names))
+    versions: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    told: list[Record] = []
+    last = max((beat["time"] for beat in beats), default=0.0)
+    first = min((life["started"] for life in lives), default=last)
+    for event in events:
+        if not {"event", "time"} <= event.keys():
+            continue
+        idle.follow(event)
+        first, last = min(first or event["time"], event["time"]), max(last, event["time"])
+        if event["event"] == "publish":
+            versions["published"].append((event["time"], event["version"]))
+        elif event["event"] == "load":
+            versions[event["role"]].append((event["time"], event["version"]))
+        elif event["event"] in _TOLD:
+            told.append(event)
+    last = max([last, *(life["started"] for life in lives)])
+    told = [{**event, "minute": round((event["time"] - first) / 60, 2)} for event in told]
+    charts = [
+        _versions_chart(versions, told, first),
+        _lives_chart(names, lives, told, first, last),
+        idle.chart(),
+        _memory_chart(beats, first),
+    ]
+    return [each for each in charts if each], told
+
+
+def _versions_chart(
+    versions: dict[str, list[tuple[float, int]]], told: Sequence[Record], first: float
+) -> Chart | None:
+    if not versions:
+        return None
+    traces = []
+    for name in sorted(versions, key=lambda name: (name != "published", name)):
+        points = versions[name]
+        width = -(-len(points) // MOST_POINTS)
+        kept = points[::width] + (points[-1:] if (len(points) - 1) % width else [])
+        minutes = [(time - first) / 60 for time, _ in kept]
+        line = {"shape": "hv", "width": 2.5 if name == "published" else 1.2}
+        traces.append(curve(name, minutes, [version for _, version in kept], line=line))
+    about = "policy version that the trainers published, and that each generator loaded"
+    marks = [event["minute"] for event in told if event["event"] == "rollback"]
+    shapes = [
+        {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": _ROLLBACK}
+        for x in marks
+    ]
+    about += "; a dotted line is a rollback" if marks else ""
+    return chart("Policy versions", about, traces, "minutes", shapes=shapes)
+
+
+def _lives_chart(
+    names: list[str], lives: Sequence[Record], told: Sequence[Record], first: float, last: float
+) -> Chart | None:
+    if not names:
+        return None
+    bars: dict[str, list[Any]] = {"y": [], "x": [], "base": [], "text": []}
+    for name in names:
+        own = [life for life in lives if life["role"] == name]
+        ends = [life["started"] for life in own[1:]] + [last]
+        for number, (life, end) in enumerate(zip(own, ends, strict=True), start=1):
+            bars["y"].append(label(name))
+            bars["base"].append(round((life["started"] - first) / 60, 3))
+            bars["x"].append(round((end - life["started"]) / 60, 3))
+            what = f"life {number}, attempt {life.get('attempt', 0)}, pid {life.get('pid', '?')}"
+            bars["text"].append(label(what))
+    traces: list[dict[str, Any]] = [
+        {
+            **{"type": "bar", "orientation": "h", "name": "lives", **bars},
+            **{"hovertemplate": "%{y}: %{text}<extra></extra>", "textposition": "none"},
+            "marker": {"color": "#9db8d9", "line": {"color": "#ffffff", "width": 2}},
+        }
+    ]
+    for kind, symbol, color in (("restart", "x", "#c2410c"), ("rollback", "diamond", "#7c3aed")):
+        found = [event for event in told if event["event"] == kind and event.get("role") in names]
+        if found:
+            places = {"x": [e["minute"] for e in found], "y": [label(e["role"]) for e in found]}
+            marker = {"symbol": symbol, "size": 10, "color": color}
+            trace = {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **places}
+            traces.append(trace)
+    about = "from the start of each process to its next start or the end"
+    axis = {"autorange": "reversed", "automargin": True}
+    return chart("Lives of the roles", about, traces, "minutes", yaxis=axis, bargap=0.35)
+
+
+def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
+    by_role: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for beat in beats:
+        if "rss_mib" in beat:
+            by_role[beat["role"]].append(((beat["time"] - first) / 60, beat["rss_mib"] / 1024))
+    if not by_role:
+        return None
+    traces = []
+    for role, points in sorted(by_role.items()):
+        kept = points[:: -(-len(points) // MOST_POINTS)]
+        mode = "lines" if len(kept) > 1 else "markers"
+        traces.append(curve(role, short([x for x, _ in kept]), [y for _, y in kept], mode=mode))
+    about = "GiB of each process, without what it shares with others and without its children"
+    return chart("Memory by role", about, traces, "minutes")
+
+
+_ROLLBACK = {"color": "#7c3aed", "width": 1, "dash": "dot"}

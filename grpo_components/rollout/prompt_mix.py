@@ -1,0 +1,97 @@
+"""Several prompt data sets as one, each with its share of the prompts that a run trains on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch.utils.data import Dataset
+from torchtune import config
+
+Prompt = dict[str, Any]
+
+
+class MixedPart(Dataset[Prompt]):
+    """One data set of a mix, its rows numbered on from those of the parts before it.
+
+    Args:
+        prompts: the data set.
+        weight: its share, relative to the other parts.
+        first_index: added to the prompt_index of its rows.
+    """
+
+    def __init__(self, prompts: Any, weight: float, first_index: int) -> None:
+        self.prompts, self.weight, self.first_index = prompts, weight, first_index
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        prompt = self.prompts[index]
+        return {**prompt, "prompt_index": self.first_index + prompt["prompt_index"]}
+
+
+class PromptMix(Dataset[Prompt]):
+    """Prompt data sets one after the other; `PromptStream` draws from them by weight.
+
+    Args:
+        parts: by name, in order.
+    """
+
+    def __init__(self, parts: Mapping[str, MixedPart]) -> None:
+        self.parts = parts
+        self.max_prompt_length = max(part.prompts.max_prompt_length for part in parts.values())
+        """Tokens of the longest prompt."""
+        notes = [getattr(part.prompts, "note", "") for part in parts.values()]
+        self.note = "\n".join(filter(None, notes))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+    def __getitem__(self, index: int) -> Prompt:
+        for part in self.parts.values():
+            if index < len(part):
+                return part[index]
+            index -= len(part)
+        raise IndexError("PromptMix: no such row")
+
+
+def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> PromptMix:
+    """Several data sets, each the `_component_` of a data set with a `weight` (1 where not given).
+
+    Args:
+        tokenizer: torchtune's.
+        parts: by name; a weight is a share of the prompts, relative to the other weights.
+
+    Raises:
+        ValueError: naming the part that cannot be built.
+    """
+    if not isinstance(parts, Mapping) or not parts:
+        raise ValueError(f"dataset.parts: {parts} given; allowed: a `_component_` under each name")
+    built: dict[str, MixedPart] = {}
+    first_index = 0
+    for name, node in parts.items():
+        key = f"dataset.parts.{name}"
+        if not isinstance(node, Mapping) or "_component_" not in node:
+            raise ValueError(f"{key}: {node} given; allowed: _component_, its arguments and weight")
+        weight = node.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            weight = math.nan
+        if not 0 < weight < math.inf:
+            raise ValueError(f"{key}.weight: {node['weight']} given; allowed: a number above 0")
+        arguments = {argument: node[argument] for argument in node if argument != "weight"}
+        try:
+            prompts = config.instantiate(OmegaConf.create(arguments), tokenizer)
+        except ValueError as error:
+            text = str(error)
+            own = text.removeprefix("dataset.")
+            raise ValueError(f"{key}.{own}" if own != text else f"{key}: {text}") from error
+        except Exception as error:  # anything a component may raise on wrong arguments
+            what = f"{node['_component_']} cannot be built: {type(error).__name__}: {error}"
+            raise ValueError(f"{key}: {what}") from error
+        built[name] = MixedPart(prompts, weight, first_index)
+        last = max(prompts[index]["prompt_index"] for index in range(len(prompts)))
+        first_index += last + 1
+    return PromptMix(built)

@@ -1,0 +1,105 @@
+"""Token ids of a prompt: from plain text, or in the chat format that the policy was taught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from torchtune.data import Message
+from transformers import AutoTokenizer
+
+Encode = Callable[[str], tuple[list[int], str]]
+"""A question as the token ids [P] of its prompt, and the text of these."""
+
+
+def prompt_encoder(
+    tokenizer: Any, template: str, chat_template: str | None, system_prompt: str | None
+) -> Encode:
+    """What turns a question into a prompt.
+
+    Args:
+        tokenizer: torchtune's.
+        template: text around the question; `{question}` stands in it once.
+        chat_template: None for the text alone; `torchtune` for the messages of the tokenizer, its
+            `prompt_template` included; or a model folder, whose Hugging Face chat template and
+            tokenizer make the ids that vLLM's chat endpoint makes.
+        system_prompt: of a chat; None leaves it to the chat template.
+
+    Raises:
+        ValueError: naming the key that cannot be.
+    """
+    if template.count("{question}") != 1:
+        raise ValueError("dataset.prompt_template: must contain {question} exactly once")
+    if chat_template is None:
+        if system_prompt is not None:
+            problem = "given without a chat_template; allowed: with one, or as part of"
+            raise ValueError(f"dataset.system_prompt: {problem} prompt_template")
+        encode = _plain(tokenizer)
+    elif chat_template == "torchtune":
+        encode = _torchtune_chat(tokenizer, system_prompt)
+    else:
+        encode = _hugging_face_chat(chat_template, system_prompt)
+    return lambda question: encode(template.replace("{question}", question))
+
+
+def _plain(tokenizer: Any) -> Encode:
+    return lambda text: (tokenizer.encode(text, add_bos=True, add_eos=False), text)
+
+
+def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
+    if not hasattr(tokenizer, "tokenize_messages"):
+        problem = f"torchtune given, and {type(tokenizer).__name__} knows no messages"
+        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or a model folder")
+    system = [] if system_prompt is None else [Message(role="system", content=system_prompt)]
+
+    def encode(text: str) -> tuple[list[int], str]:
+        # What any two answers have in common is the prompt. (After an empty answer, some of
+        # torchtune's tokenizers end the turn.)
+        said, other = (
+            tokenizer(
+                {
+                    "messages": [
+                        *system,
+                        Message(role="user", content=text),
+                        Message(role="assistant", content=answer),
+                    ]
+                },
+                inference=True,
+            )["tokens"]
+            for answer in ("0", "A")
+        )
+        pairs = enumerate(zip(said, other, strict=False))
+        end = next((place for place, (a, b) in pairs if a != b), None)
+        if end is None:
+            limit = f"tokenizer.max_seq_len, {tokenizer.max_seq_len}, cuts a prompt"
+            raise ValueError(f"dataset.chat_template: {limit}; allowed: null there")
+        return said[:end], tokenizer.decode(said[:end])
+
+    return encode
+
+
+def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
+    if not Path(folder).is_dir():
+        allowed = "null, torchtune, or a model folder such as ${base_model_path}"
+        raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        problem = f"the tokenizer in {folder} has none"
+        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+
+    def encode(text: str) -> tuple[list[int], str]:
+        messages = [*system, {"role": "user", "content": text}]
+        try:
+            prompt = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            problem = f"that of {folder} refuses a conversation: {error}"
+            raise ValueError(f"dataset.chat_template: {problem}") from error
+        # The template has written what a prompt begins with.
+        return tokenizer(prompt, add_special_tokens=False)["input_ids"], prompt
+
+    return encode

@@ -1,0 +1,68 @@
+"""Logprobs of a step's first responses, token by token, for the log of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo_components.training.sample import Sample
+
+_DIGITS = 6
+Logprobs = list[float | None]
+"""[R] of one response, in nats; None where a token was not sampled, or not measured."""
+
+
+def keep_logprobs(members: Sequence[Sample], logprobs: Tensor) -> None:
+    """Keep what the step's first pass has found, of those responses that are logged.
+
+    Args:
+        members: of a micro-batch.
+        logprobs: [N] of their trained tokens, of the policy that the step starts from.
+    """
+    if any(sample.logged for sample in members):
+        parts = logprobs.detach().cpu().split([sample.num_tokens for sample in members])
+        for sample, part in zip(members, parts, strict=True):
+            sample.start_logprobs = part.numpy() if sample.logged else None
+
+
+def gather_logprobs(samples: Sequence[Sample]) -> dict[int, list[dict[str, Logprobs | None]]]:
+    """Bring the kept logprobs of all ranks together; every rank calls it.
+
+    Args:
+        samples: of the whole batch, the same on every rank.
+
+    Returns:
+        By group id, for each of its logged responses: `generator_logprobs`, `trainer_logprobs`
+        (None for tokens that are not trained) and `reference_logprobs` (None without a reference).
+    """
+    logged = [sample for sample in samples if sample.logged]
+    if not logged:
+        return {}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [sample.start_logprobs for sample in logged])
+    groups: dict[int, list[dict[str, Logprobs | None]]] = {}
+    for sample, found in zip(logged, zip(*gathered, strict=True), strict=True):
+        trajectory = sample.trajectory
+        sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
+        computed = next((values for values in found if values is not None), None)
+        missing: Logprobs = [None] * len(sampled)
+        groups.setdefault(trajectory.group_id, []).append(
+            {
+                "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
+                "trainer_logprobs": missing if computed is None else _at(sample.mask, computed),
+                "reference_logprobs": None
+                if reference is None
+                else _at(sampled, reference[sampled]),
+            }
+        )
+    return groups
+
+
+def _at(mask: NDArray[Any], values: NDArray[Any]) -> Logprobs:
+    """The values at the places [R] that the mask has, and None at the others."""
+    remaining = iter(values.tolist())
+    return [round(next(remaining), _DIGITS) if here else None for here in mask.tolist()]

@@ -1,0 +1,72 @@
+"""Curves: every metric is drawn, as plotly understands it, in a bounded number of points."""
+
+import plotly.graph_objects as go
+import pytest
+
+from grpo_components.report.curves import MOST_POINTS, metric_charts, thinned
+from grpo_components.report.timeline import timeline
+
+
+def metrics(num_steps):
+    keys = ("rollout/reward_mean", "staleness/mean", "staleness/max", "ratio/max", "my/own")
+    steps = [{"step": s, "attempt": 0, **dict.fromkeys(keys, s / 7)} for s in range(1, num_steps)]
+    first = {"step": 0, "attempt": 0, "eval/success_rate": 0.1, "eval/reward_mean": 0.1}
+    return [first, *(record | {"loss/kl_reference": None} for record in steps)]
+
+
+def events():
+    yield {"event": "start", "time": 100.0, "attempt": 0}
+    for step in range(1, 9):
+        now = 100.0 + 60 * step
+        yield {"event": "issue", "time": now, "group": step, "role": "generator_0"}
+        yield {"event": "finish", "time": now + 9, "group": step}
+        yield {"event": "sample", "time": now + 10, "step": step}
+        yield {"event": "publish", "time": now + 20, "version": step}
+        yield {"event": "step", "time": now + 21, "step": step, "version": step}
+        yield {"event": "load", "time": now + 22, "role": "generator_0", "version": step}
+    yield {"event": "restart", "time": 400.0, "role": "generator_0", "what": "died"}
+    yield {"event": "rollback", "time": 500.0, "role": "trainer_0", "what": "died"}
+    yield {"torn": "a record of another kind"}
+
+
+LIVES = [
+    {"role": role, "started": started, "attempt": 0, "pid": 1}
+    for role, started in (("generator_0", 90.0), ("trainer_0", 95.0), ("generator_0", 410.0))
+]
+BEATS = [{"role": "generator_0", "time": 100.0 + i, "rss_mib": 512.0} for i in range(3)]
+
+
+def test_plotly_accepts_every_figure():
+    over_time, told = timeline(events(), LIVES, BEATS)
+    by_section = metric_charts(metrics(30))
+    charts = [chart for charts in by_section.values() for chart in charts] + over_time
+    assert {chart["title"] for chart in charts} >= {
+        *("Reward", "Success", "Staleness", "my/own"),
+        *("Policy versions", "Lives of the roles", "Idle time by role", "Memory by role"),
+    }
+    assert "KL" not in {chart["title"] for chart in charts}, "it was never measured"
+    for chart in charts:
+        figure = go.Figure(chart["figure"])  # refuses what it does not know
+        assert all(len(trace.x) == len(trace.y) > 0 for trace in figure.data), chart["title"]
+    assert [(e["event"], e["minute"]) for e in told] == [
+        ("start", pytest.approx(10 / 60, abs=0.01)),
+        ("restart", pytest.approx(310 / 60, abs=0.01)),
+        ("rollback", pytest.approx(410 / 60, abs=0.01)),
+    ]
+
+
+def test_a_long_run_has_no_more_points_than_a_screen():
+    for charts in metric_charts(metrics(12_345)).values():
+        for chart in charts:
+            assert all(len(trace["y"]) <= MOST_POINTS for trace in chart["figure"]["data"])
+
+
+def test_each_point_stands_for_equally_many_steps_up_to_its_own():
+    steps, values = list(range(1, 2501)), [float(s) for s in range(1, 2501)]
+    x, y = thinned(steps, values, max)
+    assert (x[0], y[0], x[-1], y[-1]) == (3, 3.0, 2500, 2500.0)
+    assert thinned(steps[:7], values[:7], max) == (steps[:7], values[:7])
+
+
+def test_a_run_without_any_such_file_has_no_charts():
+    assert timeline([], [], []) == ([], [])

@@ -1,0 +1,144 @@
+"""The page: whole without the network, for any state of a run, and deaf to what a model says."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from grpo_components.report import page
+from grpo_components.report.__main__ import main
+from grpo_components.report.page import write_report
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b]0;\x07'\"&lt;"
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the content of each script."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.scripts = [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_data(self, data):
+        if self.lasttag == "script" and self.scripts and self.cdata_elem == "script":
+            attrs, before = self.scripts[-1]
+            self.scripts[-1] = (attrs, before + data)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder as a run leaves it, every text in it hostile."""
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+
+    def write(name, *records):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / name).write_text(lines + '{"torn": ')
+
+    drop = {"dropped": 0, "reason": HOSTILE, "reissue": True}
+    response = {
+        **{"response": HOSTILE, "finish_reason": HOSTILE, "response_tokens": 3, "reward": None},
+        **{"reward_terms": {HOSTILE: 1.0}, "success": False, "error": HOSTILE, "versions": None},
+        **{"tokens": [HOSTILE], "generator_logprobs": [-1.0], "trainer_logprobs": [-1.5]},
+    }
+    group = {"step": 1, "attempt": 0, "group_id": 0, "prompt": HOSTILE, "answer": HOSTILE}
+    write(
+        "receipts.jsonl",
+        {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9},
+        {"record": "step", "attempt": 0, "step": 1, "events": [drop]},
+    )
+    write("logs/metrics.jsonl", {"step": 1, "attempt": 0, "rollout/reward_mean": 0.5, HOSTILE: 1})
+    write("logs/rollouts.jsonl", {**group, "responses": [response], "advantages": [0.0]})
+    restart = {"role": HOSTILE, "what": HOSTILE, "attempt": 0, "time": 3.0}
+    write("logs/events.jsonl", {"event": "restart", **restart})
+    write("logs/roles.jsonl", {"role": HOSTILE, "started": 1.0, "attempt": 0, "pid": 1})
+    write("logs/heartbeats.jsonl", {"role": HOSTILE, "time": 2.0, "rss_mib": 100.0})
+    write("logs/failed_samples.jsonl", {"group_id": 0, "errors": {HOSTILE: 2}})
+    (folder / "config.yaml").write_text(f"output_dir: {HOSTILE!r}\n")
+    return folder
+
+
+def test_nothing_that_a_run_says_becomes_a_tag(run):
+    html = write_report(run).read_text(encoding="utf-8")
+    found = Page(html)
+    assert len(found.scripts) == 4, "charts, rollouts, plotly's and the page's"
+    assert not [tag for tag, _ in found.tags if tag in ("img", "iframe", "object", "link")]
+    assert not [name for _, attrs in found.tags for name in attrs if name.startswith("on")]
+    assert "\x1b" not in html and "\u202e" not in html
+    data = [json.loads(script) for attrs, script in found.scripts if attrs]
+    assert r"\u202e" in data[1][0]["responses"][0]["text"]
+    assert "alert(2)" in html, "it is shown all the same"
+    assert "<" not in json.dumps(data[0]).replace("<extra></extra>", ""), "plotly knows some tags"
+
+
+def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
+    found = Page(write_report(run).read_text(encoding="utf-8"))
+    places = [v for _, attrs in found.tags for k, v in attrs.items() if k in ("src", "href")]
+    assert places and all(place.startswith("#") for place in places)
+    targets = {attrs["id"] for _, attrs in found.tags if "id" in attrs}
+    assert {place[1:] for place in places} <= targets
+    [policy] = [a["content"] for _, a in found.tags if a.get("http-equiv")]
+    assert policy.startswith("default-src 'none'; ") and "http" not in policy
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    own = [script for attrs, script in found.scripts if not attrs]
+    assert allowed == [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in own
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(None, "running, or killed"), (True, "finished"), (False, "stopped before its end")],
+)
+def test_it_says_how_the_run_ended(run, end, said):
+    if end is not None:
+        record = {"record": "end", "attempt": 0, "step": 1, "finished": end}
+        with (run / "receipts.jsonl").open("r+") as file:
+            whole = file.read().rpartition("\n")[0]
+            file.seek(0)
+            file.truncate()
+            file.write(whole + "\n" + json.dumps(record) + "\n")
+    assert f"{said}; 1 of 9 steps" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_metrics_alone_are_enough(run):
+    for path in [*run.glob("*"), *run.glob("logs/*")]:
+        if path.is_file() and path.name != "metrics.jsonl":
+            path.unlink()
+    html = write_report(run).read_text(encoding="utf-8")
+    assert "no rollouts are logged" in html and "No group was dropped" in html
+
+
+def test_without_logprobs_it_says_how_to_have_them(run):
+    path = run / "logs/rollouts.jsonl"
+    path.write_text(path.read_text().replace('"trainer_logprobs": [-1.5]', '"other": 1'))
+    assert "log_token_logprobs=true" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one(run, monkeypatch):
+    before = write_report(run).read_text(encoding="utf-8")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(page.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_report(run)
+    assert (run / "report.html").read_text(encoding="utf-8") == before
+    assert not list(run.glob(".*"))
+
+
+def test_the_command_says_where_the_page_is_or_why_there_is_none(run, tmp_path, capsys):
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"{run / 'report.html'} (")
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "no report: no step is logged" in capsys.readouterr().err

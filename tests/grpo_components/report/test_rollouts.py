@@ -1,0 +1,82 @@
+"""The rollouts of a report: bounded, from all over the run, whole lines of attempts that count."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from grpo_components.report import rollouts
+from grpo_components.report.rollouts import read_rollouts
+from grpo_components.report.run_files import Attempts
+
+
+def response(said="4", **more):
+    return {
+        **{"response": said, "finish_reason": "stop", "response_tokens": 1, "versions": [0, 0]},
+        **{"reward": 1.0, "reward_terms": {"right": 1.0}, "success": True, "error": None},
+        **more,
+    }
+
+
+def group(step, attempt=0, responses=None):
+    responses = responses or [response(), response("5")]
+    return {
+        **{"step": step, "attempt": attempt, "group_id": 10 * step, "prompt_index": 3, "epoch": 0},
+        **{"prompt": "2+2?", "answer": "4", "responses": responses, "advantages": [0.5, -0.5]},
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(groups, torn=""):
+        path = tmp_path / "rollouts.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in groups) + torn)
+        return path
+
+    return write
+
+
+def test_they_are_spread_over_the_run_with_its_first_and_last(write):
+    path = write([group(step) for step in range(1, 1001)])
+    shown = read_rollouts(path, Attempts(), 11)
+    steps = [g["step"] for g in shown.groups]
+    assert (steps[0], steps[-1], len(steps), shown.logged) == (1, 1000, 11, 1000)
+    gaps = {later - earlier for earlier, later in pairwise(steps)}
+    assert gaps <= {99, 100, 101}
+    assert not read_rollouts(path, Attempts(), 0).groups
+
+
+def test_long_ones_are_fewer(write, monkeypatch):
+    monkeypatch.setattr(rollouts, "_MOST_BYTES", 50_000)
+    path = write([group(step, responses=[response("x" * 5000)] * 2) for step in range(1, 101)])
+    shown = read_rollouts(path, Attempts())
+    assert 2 <= len(shown.groups) <= 5 and shown.logged == 100
+
+
+def test_a_torn_line_and_steps_that_were_done_again_are_left_out(write):
+    path = write([group(1), group(2), group(3), group(2, attempt=1)], torn='{"step": 3, "att')
+    shown = read_rollouts(path, Attempts({0: 0, 1: 1}))
+    assert [(g["step"], g["attempt"]) for g in shown.groups] == [(1, 0), (2, 1)]
+    assert (shown.logged, shown.superseded) == (2, 2)
+
+
+def test_every_response_has_its_advantage_and_text_that_is_only_text(write):
+    hostile = "\u202e</script><b>\x1b[31m\x00"
+    path = write([group(1, responses=[response(hostile), response(reward_terms={hostile: 1})])])
+    [shown] = read_rollouts(path, Attempts()).groups
+    assert [r["advantage"] for r in shown["responses"]] == [0.5, -0.5]
+    plain = r"\u202e</script><b>\x1b[31m\x00"
+    assert shown["responses"][0]["text"] == plain
+    assert shown["responses"][1]["terms"] == {plain: 1}
+
+
+def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
+    monkeypatch.setattr(rollouts, "_MOST_TOKENS", 2)
+    logprobs = {f"{who}_logprobs": [-1.0, None, -3.0] for who in ("generator", "trainer")}
+    told = response(tokens=["4", "\x07", "!"], **logprobs, reference_logprobs=None)
+    shown = read_rollouts(write([group(1, responses=[told])]), Attempts())
+    assert shown.with_logprobs
+    [found] = shown.groups[0]["responses"]
+    assert (found["pieces"], found["more_tokens"]) == (["4", r"\x07"], 1)
+    assert found["trainer_logprobs"] == [-1.0, None] and found["reference_logprobs"] is None
+    assert not read_rollouts(write([group(1)]), Attempts()).with_logprobs

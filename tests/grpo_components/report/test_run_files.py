@@ -1,0 +1,83 @@
+"""What is read of a run: whole lines, and of every step the attempt that counts."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.report.run_files import (
+    Attempts,
+    read_metrics,
+    read_receipts,
+    read_records,
+)
+
+# Each attempt goes on somewhere before the end of what is done, and does some steps.
+LIVES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+def play(lives):
+    """Metrics and receipts of a run with these attempts, and which attempt each step is of."""
+    history, metrics, receipts = [], [], []
+    for attempt, (start, steps) in enumerate(lives):
+        start = min(start, len(history)) if attempt else 0
+        history = history[:start] + [attempt] * steps
+        receipts.append({"record": "start", "attempt": attempt, "steps_done": start})
+        for step in range(start + 1, start + steps + 1):
+            metrics.append({"step": step, "attempt": attempt})
+            receipts.append({"record": "step", "attempt": attempt, "step": step})
+    return history, metrics, receipts
+
+
+def write(path, records, torn=""):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + torn)
+    return path
+
+
+@given(LIVES)
+def test_of_every_step_the_last_attempt_counts_and_no_step_that_was_taken_back(lives):
+    history, metrics, receipts = play(lives)
+    starts = {r["attempt"]: r["steps_done"] for r in receipts if r["record"] == "start"}
+    counted = [record for record in metrics if Attempts(starts).counts(record)]
+    assert {r["step"]: r["attempt"] for r in counted} == dict(enumerate(history, start=1))
+    assert len(counted) == len(history)
+
+
+def test_the_metrics_alone_tell_where_an_attempt_went_on(tmp_path):
+    lines = [{"step": s, "attempt": 0} for s in range(6)] + [{"step": 4, "attempt": 1}]
+    found = read_metrics(write(tmp_path / "metrics.jsonl", lines), Attempts())
+    assert [(r["step"], r["attempt"]) for r in found] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1)]
+
+
+def test_lines_that_are_torn_or_no_object_are_passed_over(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"a": 1}, [2], {"a": 3}], torn='{"a": 4, "b')
+    path.write_bytes(b'\xff\xfe{"torn\n' + path.read_bytes())
+    assert list(read_records(path)) == [{"a": 1}, {"a": 3}]
+    assert list(read_records(tmp_path / "none.jsonl")) == []
+
+
+def test_dropped_groups_have_their_prompts_and_those_of_a_taken_back_step_are_none(tmp_path):
+    def step(attempt, step, *events):
+        return {"record": "step", "attempt": attempt, "step": step, "events": events}
+
+    def issued(group_id, prompt_index):
+        return {"issued": group_id, "prompt_index": prompt_index, "epoch": 0}
+
+    stale = {"dropped": 1, "reason": "stale", "reissue": True}
+    records = [
+        {"record": "start", "attempt": 0, "steps_done": 0},
+        step(0, 1, issued(0, 70), issued(1, 71), {"trained": 0}, stale),
+        step(0, 2, issued(2, 72), {"dropped": 2, "reason": "failed", "reissue": False}),
+        {"record": "start", "attempt": 1, "steps_done": 1},
+        step(1, 2, issued(2, 73), {"trained": 2}),
+        {"record": "end", "attempt": 1, "step": 2, "finished": True, "events": []},
+    ]
+    receipts = read_receipts(write(tmp_path / "receipts.jsonl", records))
+    assert receipts.drops == [
+        {
+            **{"step": 1, "attempt": 0, "group_id": 1, "prompt_index": 71, "epoch": 0},
+            **{"reason": "stale", "reissue": True},
+        }
+    ]
+    assert receipts.last_steps == {0: 2, 1: 2}
+    assert list(receipts.ends) == [1]
