@@ -68,7 +68,7 @@ class Trajectory:
     reward: float = float("nan")
     """Weighted sum of the reward terms; NaN until scored and where `finish_reason` is error."""
     reward_terms: dict[str, float] = field(default_factory=dict)
-    """Each reward by its name in the config, unweighted."""
+    """Each reward by its name in the config, unweighted; `reward_model` is the learned one's."""
     success: bool = False
     """The reward marked `is_success` is at its maximum."""
     error: str | None = None

@@ -51,6 +51,7 @@ from grpo_components.training.skipped_steps import SkippedSteps
 # Dotted paths: each role's module is imported in the role's own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
 REFERENCE = "grpo_components.training.reference.Reference"
+REWARD_MODEL = "grpo_components.training.reward_model.RewardModel"
 REPLAY_BUFFER = "grpo_components.exchange.replay_buffer.ReplayBuffer"
 TRAINER = "grpo_components.training.trainer.Trainer"
 PARAMETER_SERVER = "grpo_components.exchange.parameter_server.VLLMParameterServer"
@@ -110,6 +111,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 learned = await role.result(summary, "generate_group", timeouts.rollout_s, turn)
             except RoleLostError:  # another generator takes the group
                 return await self.ledger.given_back(entry)
+            if scorer := self.reward_model:
+                scored = scorer.submit("add_scores", group, entry.text, num_returns=3)
+                group, summary, entry.text = scored
+                learned = await scorer.result(summary, "add_scores", timeouts.rollout_s)
             await self.ledger.generated(entry.group_id, learned.response_tokens)
             if self.failures.in_group(entry, learned):  # all of its samples failed
                 await self.ledger.dropped([entry.group_id], "failed")
@@ -362,6 +367,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             spawn(f"reference_{number}", REFERENCE, **arguments.reference)
             for number in range(num_references)
         ]
+        path, scoring = cfg.reward_model.path, arguments.reward_model
+        self.reward_model = spawn("reward_model", REWARD_MODEL, **scoring) if path else None
         generators = [
             spawn(f"generator_{number}", GENERATOR, number=number, **arguments.generator)
             for number in range(cfg.num_generators)

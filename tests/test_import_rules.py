@@ -19,6 +19,7 @@ ROLES = {
     "grpo_components.exchange.replay_buffer",
     "grpo_components.rollout.generator",
     "grpo_components.training.reference",
+    "grpo_components.training.reward_model",
     "grpo_components.training.trainer",
 }
 ONLY_IMPORTERS = {
@@ -31,7 +32,13 @@ RECORD_AND_MATHS = (
     "grpo_components.objective",
     "grpo_components.exchange.staleness",
 )
-WITHOUT_TORCH = ("grpo_components.rollout.rewards", "grpo_components.rollout.reward_pool")
+WITHOUT_TORCH = (
+    "grpo_components.rollout.rewards",
+    "grpo_components.rollout.reward_pool",
+    "grpo_components.rollout.code_tests",
+    "grpo_components.rollout.code_sandbox",
+    "grpo_components.rollout.sandboxed",
+)
 HEAVY = ("ray", "vllm", "torchrl", "torchtune")
 
 

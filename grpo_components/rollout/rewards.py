@@ -8,6 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"\d[\s()]+\d+(?!\s*/|\d)")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,! ]|\{,\}|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_CURRENCY = re.compile(r"^[€£¥]\s*")
+# What may follow a number: a degree sign, `m^2`, `m/s`, `dollars`, `square units`; what is no unit
+# but belongs to the value, or goes on, stays.
+_UNIT = re.compile(
+    r"(?<=[\d}])\s*(?:°[CF]?|\s[kcdm]?m\^?\{?[23]\}?|\s[A-Za-z]{1,3}/[A-Za-z]+"
+    r"|\s(?!(?:or|and|to|pi|half|dozen|hundred|thousand|[mbtr]+illion|plus|minus|over)\b)"
+    r"[A-Za-z]{2,}(?: [A-Za-z]{2,}| ?/ ?[A-Za-z]+)?)$"
+)
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _HASHES = re.compile(r"####([^\n]*)")
 
@@ -41,6 +50,8 @@ class MathCorrectness:
     The last marked answer counts, and all of it: `15` earns nothing where 5 is right, nor does
     `5 or 6`. Equality is math-verify's (`1/2` is `0.5`, `1,000` is `1000`), but where a number is
     asked for, `3+4` is no 7: a policy would learn to hand in the sum instead of working it out.
+    A unit after a number is left out on both sides, and not compared: `18 apples`, `5\\text{ cm}`,
+    `90^\\circ`, `$5` and `€5` are their numbers; `50%` is 50 as well as 0.5.
 
     Args:
         answer_format: where the answer stands: `tag` (<answer>5</answer>), `boxed` (\\boxed{5}),
@@ -71,18 +82,19 @@ class MathCorrectness:
         Raises:
             ValueError: if the known answer is no mathematics.
         """
-        given = self._find(response_text).strip()
+        given = _THIN_SPACE.sub("", self._find(response_text).strip())
         if not given:
             return 0.0
         if given == answer.strip():
             return 1.0
         if _NUMBERS_SIDE_BY_SIDE.search(given):  # math-verify adds `12 13` and `(12)(13)` up
             return 0.0
-        known = self._parse(answer)
+        known = self._parse(_without_unit(answer))
         if not known:
             raise ValueError(f"the known answer {answer!r} cannot be read as mathematics")
-        read = self._parse(given)
-        if getattr(known[0], "is_Number", False) and any(map(_leaves_work, read)):
+        is_number = getattr(known[0], "is_Number", False)
+        read = self._parse(_without_unit(given) if is_number else given)
+        if is_number and any(map(_leaves_work, read)):
             return 0.0
         # Without time-outs of its own, which need signals: the reward pool has the deadline.
         return float(self._math_verify.verify(known, read, timeout_seconds=None))
@@ -94,6 +106,11 @@ class MathCorrectness:
             extraction_config=[self._math_verify.LatexExtractionConfig()],
             parsing_timeout=None,
         )
+
+
+def _without_unit(text: str) -> str:
+    text = _CURRENCY.sub("", text.strip().rstrip("."))
+    return _UNIT.sub("", _THIN_SPACE.sub("", text))
 
 
 def _leaves_work(expression: Any) -> bool:
@@ -132,6 +149,67 @@ class ThinkAnswerFormat:
             return 0.0
         tags = ("<think>", "</think>", "<answer>", "</answer>")
         return float(not any(tag in part for part in match.groups() for tag in tags))
+
+
+class BoxedFormat:
+    """1 if the response has exactly one whole `\\boxed{...}`, and something in it, else 0."""
+
+    max_reward = 1.0
+
+    def __call__(
+        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
+    ) -> float:
+        """Score one response.
+
+        Args:
+            prompt_text: not used.
+            response_text: judged.
+            answer: not used.
+            finish_reason: not used.
+        """
+        return float(
+            response_text.count("\\boxed") == 1 and bool(_last_boxed(response_text).strip())
+        )
+
+
+class ResponseLength:
+    """1 for a response of `min_words` to `max_words` words, falling to 0 at none and twice as many.
+
+    For a limit in tokens, near the longest response, see `reward_shaping.overlong_tokens`.
+
+    Args:
+        max_words: words, separated by blanks, that cost nothing.
+        min_words: as few that cost nothing; below, the reward is linear in their number.
+
+    Raises:
+        ValueError: the two are out of range.
+    """
+
+    max_reward = 1.0
+
+    def __init__(self, max_words: int, min_words: int = 0) -> None:
+        if not 0 <= min_words <= max_words or max_words < 1:
+            raise ValueError(
+                f"max_words, min_words: {max_words!r}, {min_words!r} given; allowed: whole "
+                "numbers, 0 <= min_words <= max_words, max_words >= 1"
+            )
+        self._min_words, self._max_words = min_words, max_words
+
+    def __call__(
+        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
+    ) -> float:
+        """Score one response.
+
+        Args:
+            prompt_text: not used.
+            response_text: its words are counted.
+            answer: not used.
+            finish_reason: not used.
+        """
+        words = len(response_text.split())
+        if words < self._min_words:
+            return words / self._min_words
+        return max(0.0, min(1.0, 2.0 - words / self._max_words))
 
 
 Reward = Callable[..., float]

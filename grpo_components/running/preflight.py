@@ -149,6 +149,9 @@ def _check_values_together(v: dict[str, Any]) -> None:
         if limit is not None and limit < longest:
             problem = f"{limit} given, less than a prompt ({prompt}) and the longest response"
             fail(key, problem, f"at least {longest}")
+    if v["reward_model"]["path"] is not None and "reward_model" in v["rewards"]:
+        problem = "given beside reward_model.path, whose scores have this name"
+        fail("rewards.reward_model", problem, "another name")
     marked = [name for name, node in v["rewards"].items() if node["is_success"]]
     if len(marked) != 1:
         problem = f"is_success: true on {' and '.join(marked) or 'none'}"
@@ -182,8 +185,9 @@ def _check_gpus(v: dict[str, Any]) -> None:
     roles = ["generator", "trainer"] + ["reference"] * any(
         needs_reference(v[section]) for section in ("loss", "reward_shaping")
     )
+    roles += ["reward_model"] * (v["reward_model"]["path"] is not None)
     shares = {role: v[f"gpus_per_{role}"] for role in roles}
-    counts = {role: v[f"num_{role}s"] for role in roles}
+    counts = {role: v.get(f"num_{role}s", 1) for role in roles}
     if counts["trainer"] > 1 and shares["trainer"] <= 0.5:
         problem = f"{shares['trainer']:g} given, and NCCL lets no two trainers share a GPU"
         fail("gpus_per_trainer", problem, "above 0.5 (or num_trainers: 1)")
@@ -232,6 +236,7 @@ def _check_files(v: dict[str, Any]) -> None:
     for key, file in files:
         if not file.is_file():
             fail(key, f"no file {file}", "an existing file")
+    _check_reward_model(v["reward_model"]["path"])
     hf_config = json.loads((base / "config.json").read_text())
     kind = {"gemma2": "GEMMA2"}.get(hf_config.get("model_type"))
     if "vision_config" in hf_config or "audio_config" in hf_config:
@@ -249,6 +254,16 @@ def _check_files(v: dict[str, Any]) -> None:
     if known is not None and prompt + response > known:
         problem = f"{response} given, and the model knows {known} positions, prompt included"
         fail("generator.max_response_tokens", problem, f"at most {known - prompt}")
+
+
+def _check_reward_model(path: str | None) -> None:
+    if path is None or not (path.startswith(("/", ".")) or Path(path).exists()):
+        return  # none, or a hub name
+    if not (Path(path) / "config.json").is_file():
+        fail("reward_model.path", f"no file {path}/config.json", "a model's folder, or a hub name")
+    kinds = json.loads((Path(path) / "config.json").read_text()).get("architectures") or ["nothing"]
+    if not kinds[0].endswith("ForSequenceClassification"):
+        fail("reward_model.path", f"{path} has a {kinds[0]}", "a model ForSequenceClassification")
 
 
 def _check_output_dir(v: dict[str, Any]) -> None:
@@ -289,9 +304,12 @@ def _check_components(v: dict[str, Any]) -> None:
             problem = f"objects of {node['_component_']} cannot be called: {error}"
             fail(f"rewards.{name}", problem, f"a class called with {', '.join(REWARD_CALL)}")
         if node["_component_"].startswith("grpo_components."):
-            config.instantiate(
-                OmegaConf.create(arguments)
-            )  # ours are quick to make, and say what is wrong
+            # Ours are quick to make, and say what is wrong.
+            made = config.instantiate(OmegaConf.create(arguments))
+            limit_s = v["timeouts"]["reward_s"]
+            if getattr(made, "wall_s", 0) >= limit_s:  # slow programs would be failed samples
+                problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
+                fail(f"rewards.{name}.wall_s", problem, "a number below timeouts.reward_s")
 
 
 def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tuple[str, ...]) -> Any:

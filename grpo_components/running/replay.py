@@ -17,7 +17,8 @@ from grpo_components.running.config_schema import fail, shown
 
 FREE = (
     *("output_dir", "log_level", "replay_events", "gpus_per_generator", "gpus_per_trainer"),
-    *("gpus_per_reference", "save_every_n_steps", "metric_logger", "log_every_n_steps"),
+    *("gpus_per_reference", "gpus_per_reward_model"),
+    *("save_every_n_steps", "metric_logger", "log_every_n_steps"),
     *("log_peak_memory_stats", "profiler", "keep_last_n", "async_checkpoint"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     "log_token_logprobs",

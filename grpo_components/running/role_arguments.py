@@ -28,6 +28,7 @@ class RoleArguments:
     replay_buffer: dict[str, Any]
     trainer: dict[str, Any]
     reference: dict[str, Any]
+    reward_model: dict[str, Any]
     generator: dict[str, Any]
 
 
@@ -52,7 +53,8 @@ def role_arguments(
         longest_prompt: of all data sets, in tokens.
         rendezvous: file through which the trainer ranks find each other.
     """
-    num_roles = cfg.num_generators + cfg.num_trainers + num_references
+    num_reward_models = int(cfg.reward_model.path is not None)
+    num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
     shared: dict[str, Any] = {
         "cpu_threads": max(1, available_cpus(cfg.replay_events) // num_roles),
         "device": cfg.device,
@@ -117,6 +119,7 @@ def role_arguments(
         "kl_estimator": cfg.reward_shaping.kl_estimator,
         "num_gpus": gpus("reference"),
     }
+    reward_model = {**shared, **cfg.reward_model, "num_gpus": gpus("reward_model")}
     engine = cfg.generator
     generator = {
         **shared,
@@ -149,7 +152,7 @@ def role_arguments(
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib),
     }
-    return RoleArguments(replay_buffer, trainer, reference, generator)
+    return RoleArguments(replay_buffer, trainer, reference, reward_model, generator)
 
 
 def shaping_settings(cfg: DictConfig) -> dict[str, Any]:

@@ -16,12 +16,15 @@ import pytest
 import torch
 from chaos import Fault, forked_recipe
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
+from grpo_components.tiny_policy import DEFAULT_OUTPUT_DIR
 from grpo_components.training.skipped_steps import load_batch
 from grpo_components.trajectory import batch_hash
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "async_grpo_full_finetune_distributed"
+REWARDS = Path(__file__).parents[2] / "docs" / "rewards.md"
 
 
 @pytest.fixture(scope="session")
@@ -282,6 +285,40 @@ def test_every_part_of_the_objective_at_once(tune):
     # Temperatures differ over the groups of a batch, and the trainer uses each one's own.
     assert all(record["mismatch/ratio_p50"] == pytest.approx(1, abs=0.05) for record in steps)
     assert sum(record["groups"]["filtered"]["count"] for record in receipts(output_dir)) > 0
+    code, table = audit(output_dir)
+    assert code == 0, table
+
+
+@pytest.mark.slow
+def test_a_learned_reward_and_one_of_the_users_own(tune, tmp_path):
+    """The user's is the one in docs/rewards.md, as printed."""
+    (source,) = re.findall(r"```python\n(# my_rewards.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(source)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
+    model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
+    for part in (model, AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR)):
+        part.save_pretrained(tmp_path / "classifier")
+    _, output_dir = succeed(
+        tune,
+        *SHORT,
+        "num_steps=2",
+        "rewards.brevity._component_=my_rewards.Brevity",
+        "rewards.brevity.max_words=4",
+        "rewards.brevity.weight=0.1",
+        f"reward_model.path={tmp_path / 'classifier'}",
+        "reward_model.weight=0.5",
+        "dynamic_sampling.enabled=true",  # of groups that have no two scores alike, none is dropped
+        "rollouts_logged_per_step=4",
+    )
+    weights = {"correctness": 1.0, "brevity": 0.1, "reward_model": 0.5}
+    groups = records(output_dir / "logs" / "rollouts.jsonl")
+    assert len(groups) == 2 * 4
+    for response in (response for group in groups for response in group["responses"]):
+        assert response["reward_terms"].keys() == weights.keys()
+        total = sum(weights[name] * term for name, term in response["reward_terms"].items())
+        assert response["reward"] == pytest.approx(total)
+    assert all(record["groups"]["filtered"]["count"] == 0 for record in receipts(output_dir))
     code, table = audit(output_dir)
     assert code == 0, table
 

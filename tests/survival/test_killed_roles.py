@@ -9,12 +9,16 @@ from collections import Counter
 
 import pytest
 from chaos import TUNE, Fault, forked_recipe
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+from grpo_components.tiny_policy import DEFAULT_OUTPUT_DIR
 
 FAULTS = [
     Fault("replay_buffer", "add", 3),  # while buffering
     Fault("generator_0", "generate_group", 4, delay_s=0.05),
     Fault("parameter_server", "push", 3),
     Fault("reference_0", "add_logprobs", 10),
+    Fault("reward_model", "add_scores", 6),
     Fault("trainer_0", "write_state", 1),  # while saving
     Fault("generator_1", "load_weights", 3),  # while pulling
     Fault("trainer_0", "gather_weights", 6),  # while pushing
@@ -25,6 +29,16 @@ FAULTS = [
 @pytest.fixture(scope="session")
 def tiny_policy():
     subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
+
+
+def classifier(folder):
+    """A random reward model over the tiny policy's tokens."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
+    model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
+    model.save_pretrained(folder / "classifier")
+    AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR).save_pretrained(folder / "classifier")
+    return folder / "classifier"
 
 
 def records(path):
@@ -44,6 +58,7 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
             *few,
             *("num_steps=16", "num_generators=2", "rollouts_in_flight=4", "save_every_n_steps=3"),
             *("max_restarts=20", "timeouts.heartbeat_s=15"),
+            *(f"reward_model.path={classifier(tmp_path)}", "reward_model.weight=0.1"),
         ],
         cwd=tmp_path,
         env={**os.environ, **environment},

@@ -2,7 +2,12 @@
 
 import pytest
 
-from grpo_components.rollout.rewards import MathCorrectness, ThinkAnswerFormat
+from grpo_components.rollout.rewards import (
+    BoxedFormat,
+    MathCorrectness,
+    ResponseLength,
+    ThinkAnswerFormat,
+)
 
 MARKED = {
     "tag": "It is clear. <answer>{}</answer>",
@@ -58,6 +63,31 @@ def correct(response: str, known: str, answer_format: str) -> float:
         (r"2+\sqrt{3}", r"\sqrt{3}+2"),
         (r"\frac{1+\sqrt{\frac{5}{1}}}{2}", r"\frac{\sqrt{5}+1}{2}"),
         ("x+1", "1+x"),
+        ("5 cm", "5"),
+        (r"5\,\text{cm}", "5"),
+        (r"5 \mathrm{~cm}", "5"),
+        (r"5 \text{ m}^2", "5"),
+        ("5 m^2", "5"),
+        ("5 km/h", "5"),
+        ("5 square units", "5"),
+        ("18 apples", "18"),
+        ("18 apples", "18 apples"),
+        ("18", "18 apples"),
+        ("1,000 dollars", "1000"),
+        ("€5", "5"),
+        (r"90^\circ", "90"),
+        ("90°", "90"),
+        (r"\frac{1}{2} cup", "0.5"),
+        (r"50\%", "0.5"),
+        (r"1{,}000", "1000"),
+        (r"1\,000\,000", "1000000"),
+        ("1\u202f000", "1000"),
+        ("12,345.67", "12345.67"),
+        (r"\dfrac{3}{4}", "0.75"),
+        (r"\frac{-3}{4}", "-0.75"),
+        (r"\{1, 2\}", r"\{2, 1\}"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        ("x^2+2x+1", "(x+1)^2"),
     ],
 )
 def test_an_equal_answer_is_worth_one(marked, given, known):
@@ -94,6 +124,21 @@ def test_an_equal_answer_is_worth_one(marked, given, known):
         ("???", "5"),
         (r"\frac{", "5"),
         ("{{{{", "5"),
+        ("6 cm", "5"),
+        ("3 hours 20 minutes", "3"),
+        ("5 cm and 6 cm", "5"),
+        ("3 + 4 cm", "7"),
+        ("5 6 cm", "5"),
+        ("5 million", "5"),
+        ("5 dozen eggs", "5"),
+        ("5 pi", "5"),
+        ("5 x", "5"),
+        (r"1\,000", "1"),
+        (r"1\,00", "100"),
+        (r"5\pi", "5"),
+        ("(2, 1)", "(1, 2)"),
+        ("[0, 1]", "[0, 1)"),
+        (r"-\infty", r"\infty"),
     ],
 )
 def test_any_other_answer_is_worth_nothing(marked, given, known):
@@ -192,3 +237,42 @@ def test_a_complete_format_is_worth_one(prompt, response):
 )
 def test_any_other_format_is_worth_nothing(prompt, response):
     assert in_format(prompt, response) == 0.0
+
+
+def judged(reward, response: str) -> float:
+    return reward(prompt_text="", response_text=response, answer="", finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("response", "worth"),
+    [
+        (r"So it is $\boxed{5}$.", 1.0),
+        (r"\boxed {\frac{1}{2}}", 1.0),
+        (r"\boxed{5} or \boxed{6}", 0.0),
+        (r"\boxed{\boxed{5}}", 0.0),
+        (r"\boxed{ }", 0.0),
+        (r"\boxed{5", 0.0),
+        (r"\boxed 5", 0.0),
+        ("boxed{5}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_one_box_is_one_answer(response, worth):
+    assert judged(BoxedFormat(), response) == worth
+
+
+@pytest.mark.parametrize(
+    ("words", "worth"), [(0, 0.0), (1, 0.5), (2, 1.0), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)]
+)
+def test_a_length_outside_of_its_bounds_costs_more_the_farther_it_is(words, worth):
+    assert judged(ResponseLength(max_words=10, min_words=2), "word\n " * words) == worth
+
+
+def test_without_a_least_length_no_words_are_short_enough():
+    assert judged(ResponseLength(max_words=10), "") == 1.0
+
+
+@pytest.mark.parametrize("bounds", [(0, 0), (3, 4), (3, -1)])
+def test_bounds_that_no_response_keeps_are_refused(bounds):
+    with pytest.raises(ValueError, match=r"max_words, min_words: .* given; allowed"):
+        ResponseLength(*bounds)

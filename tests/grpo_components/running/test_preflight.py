@@ -600,3 +600,27 @@ def test_the_object_store_must_fit_into_this_machine(cfg):
     assert refusal(cfg, "object_store_memory=1").startswith("object_store_memory: 1 given")
     assert refusal(cfg, "object_store_memory=1000000000000000").startswith("object_store_memory: ")
     preflight.check(changed(cfg, "object_store_memory=80000000"))
+
+
+def test_programs_are_ended_before_their_reward_is(cfg):
+    node = {"_component_": "grpo_components.rollout.code_tests.CodeTests"}
+    cfg.rewards.code = node
+    preflight.check(cfg)
+    assert refusal(cfg, "timeouts.reward_s=8").startswith("rewards.code.wall_s: 8 given with time")
+    assert refusal(cfg, "rewards.code.cpu_s=0").startswith("cpu_s: 0 given")
+
+
+def test_a_learned_reward_is_a_classifier_under_a_name_of_its_own(cfg, tmp_path):
+    folder = tmp_path / "classifier"
+    given = f"reward_model.path={folder}"
+    assert refusal(cfg, given).startswith(f"reward_model.path: no file {folder}/config.json")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    assert "has a Qwen2ForCausalLM; allowed: a model ForSequence" in refusal(cfg, given)
+    (folder / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
+    preflight.check(changed(cfg, given))
+    preflight.check(changed(cfg, "reward_model=null"))
+    preflight.check(changed(cfg, "reward_model.path=owner/name-on-the-hub"))
+    cfg.rewards.reward_model = {"_component_": "grpo_components.rollout.rewards.BoxedFormat"}
+    preflight.check(cfg)
+    assert refusal(cfg, given).startswith("rewards.reward_model: given beside reward_model.path")

@@ -1,0 +1,281 @@
+"""Run as a script by the code sandbox: gives up everything but a Python, then becomes the program.
+
+Three processes: the first enters new namespaces and keeps the wall clock; the second, process 1 of
+the new namespace, builds the file system and waits; the third is the program. When the second ends,
+the kernel ends all that is left in its namespace, whatever it did to get away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import sysconfig
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+TIMED_OUT = "the wall clock ended it"
+"""On the report pipe; anything else there is why the program could not be started."""
+
+_CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
+_CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (1 << n for n in (27, 28, 29, 30))
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
+_MS_REC, _MS_PRIVATE = 16384, 1 << 18
+_MNT_DETACH = 2
+_AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = -100, 0x8000, 442
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_NOBODY = 65534
+_OWN_UIDS = 1_000_000_000
+"""Of a privileged caller's programs: from here on, one per program, so that limits are its own."""
+_MOUNT_POINT = "/sys"
+"""Where the new root is put together: a folder that is on every machine, and holds no Python."""
+_DEVICES = ("null", "zero", "random", "urandom")
+
+_AUDIT_ARCH_X86_64 = 0xC000003E
+_CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
+_EPERM, _ENOSYS = 1, 38
+# By x86-64's numbers: new processes (fork, vfork), other namespaces and mounts, other processes'
+# memory and descriptors, the network, memory that no limit counts, and the kernel's rarer doors.
+_REFUSED = (57, 58)
+_REFUSED += (155, 161, 165, 166, 272, 308, 428, 429, 430, 431, 432, 433, 442)
+_REFUSED += (101, 303, 304, 310, 311, 312, 434, 438)
+_REFUSED += (41, 42, 43, 44, 49, 50, 288)
+_REFUSED += (29, 30, 64, 68, 240, 319, 447)
+_REFUSED += (103, 135, 167, 169, 175, 176, 179, 246, 248, 249, 250, 298, 300, 313, 320, 321, 323)
+_REFUSED += (425, 426, 427)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _must(result: int, what: str) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    arguments = [text.encode() for text in (source, target, kind)]
+    done = _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode())
+    _must(done, f"mount {source} {target}")
+
+
+def _read_only(target: str) -> None:
+    # Only ever adds attributes, to all mounts below as well; those of the machine stay.
+    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+    path = target.encode()
+    done = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, attributes, 32)
+    _must(done, f"mount_setattr {target}")
+
+
+def _bind(source: str) -> None:
+    target = _MOUNT_POINT + source
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    elif not os.path.exists(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, target, "", _MS_BIND | _MS_REC)
+    if not source.startswith("/dev/"):  # devices cannot be nodev
+        _read_only(target)
+
+
+def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
+    """Make a root of shared libraries, one Python without packages, the files, and /tmp."""
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+    space = sum(4 * len(text) for text in files.values()) + 2**20
+    _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, f"size={space},mode=755")
+    folders = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
+    folders += [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    folders += ["/usr/lib", "/usr/lib64", "/lib", "/lib64"]
+    bound: list[str] = []
+    for folder in folders:
+        if os.path.islink(folder):  # as /lib to usr/lib; where it leads is bound, too
+            os.makedirs(os.path.dirname(_MOUNT_POINT + folder), exist_ok=True)
+            os.symlink(os.readlink(folder), _MOUNT_POINT + folder)
+        elif os.path.isdir(folder) and not any(f"{folder}/".startswith(f"{b}/") for b in bound):
+            _bind(folder)
+            bound.append(folder)
+    for name in [python, "/etc/ld.so.cache", *(f"/dev/{device}" for device in _DEVICES)]:
+        if os.path.exists(name) and not any(name.startswith(f"{b}/") for b in bound):
+            _bind(name)
+    for folder in bound:  # installed packages may be the user's own, or this project
+        ours = _MOUNT_POINT + folder
+        for kind in ("site-packages", "dist-packages"):
+            for packages in [*glob.glob(f"{ours}/python*/{kind}"), *glob.glob(f"{ours}/{kind}")]:
+                _mount("tmpfs", packages, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
+    for name, text in files.items():
+        with open(f"{_MOUNT_POINT}/{name}", "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    os.mkdir(f"{_MOUNT_POINT}/tmp")
+    options = f"size={file_bytes},nr_inodes=1024,mode=1777"
+    _mount("tmpfs", f"{_MOUNT_POINT}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    _mount("none", _MOUNT_POINT, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID)
+    os.chdir(_MOUNT_POINT)
+    _must(_libc.pivot_root(b".", b"."), "pivot_root")
+    _must(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
+
+
+def _filter_system_calls() -> None:
+    """Refuse `_REFUSED` with EPERM, and every way to start a process (threads may be started)."""
+    load, equal, bits, answer = 0x20, 0x15, 0x45, 0x06
+    at_number, at_arch, at_first_argument = 0, 4, 16
+    allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
+
+    code: list[tuple[int, int, int, int]] = [
+        (load, 0, 0, at_arch),
+        (equal, 1, 0, _AUDIT_ARCH_X86_64),
+        (answer, 0, 0, kill),
+        (load, 0, 0, at_number),
+        (0x35, 0, 1, 0x40000000),  # x32's numbers, of the same architecture
+        (answer, 0, 0, kill),
+        (equal, 0, 1, _CLONE3),  # its flags are in memory; the C library falls back to clone
+        (answer, 0, 0, refuse | _ENOSYS),
+    ]
+    for number in _REFUSED:
+        code += [(equal, 0, 1, number), (answer, 0, 0, refuse | _EPERM)]
+    code += [
+        (equal, 0, 3, _CLONE),
+        (load, 0, 0, at_first_argument),
+        (bits, 1, 0, _CLONE_THREAD),
+        (answer, 0, 0, refuse | _EPERM),
+        (answer, 0, 0, allow),
+    ]
+    program = b"".join(struct.pack("HBBI", *line) for line in code)
+    buffer = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    _must(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    _must(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    resources = {
+        resource.RLIMIT_AS: limits["memory_bytes"],
+        resource.RLIMIT_FSIZE: limits["file_bytes"],
+        resource.RLIMIT_NPROC: limits["threads"] + 1,  # process 1 is one of them
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64,
+    }
+    for name, limit in resources.items():
+        resource.setrlimit(name, (limit, limit))
+    # A signal that tells what happened, and a second later one that nobody can ignore.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
+
+
+def _die_with_parent() -> None:
+    _must(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+
+
+def _enter_namespaces() -> int | None:
+    """Leave the machine's namespaces.
+
+    Returns:
+        The user that a privileged caller's program gets; None where it has one by its namespace.
+    """
+    kinds = _CLONE_NEWNS | _CLONE_NEWCGROUP | _CLONE_NEWUTS
+    kinds |= _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
+    uid, gid = os.geteuid(), os.getegid()
+    with open("/proc/self/uid_map") as file:
+        is_root = uid == 0 and file.read().split() == ["0", "0", str(2**32 - 1)]
+    if is_root:  # limits on processes do not hold for root, so that the program gets another user
+        _must(_libc.unshare(kinds), "unshare")
+        return _OWN_UIDS + os.getpid()
+    _must(_libc.unshare(kinds | _CLONE_NEWUSER), "unshare (user namespaces)")
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{_NOBODY} {uid} 1"),
+        ("gid_map", f"{_NOBODY} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return None
+
+
+def _status(wait_status: int) -> int:
+    code = os.waitstatus_to_exitcode(wait_status)
+    return code if code >= 0 else 128 - code
+
+
+def _become_program(job: dict[str, Any], python: str) -> NoReturn:
+    _limit(job)
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    # Without packages, byte code or the current folder, and with the same set order every time.
+    options = ["-s", "-S", "-P", "-B", "-X", "utf8"]
+    os.chdir("/tmp")
+    _filter_system_calls()
+    os.execve(python, [python, *options, "/main.py"], environment)
+
+
+def _init(job: dict[str, Any], python: str, uid: int | None, parent_lives: int) -> int:
+    """Be process 1: build the root, start the program, wait for it."""
+    _die_with_parent()
+    _build_root(python, job["files"], job["file_bytes"])
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(uid, uid, uid)
+        _die_with_parent()  # a change of user forgets it
+    _must(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+    if not os.read(parent_lives, 1):  # it ended before it could end this one
+        return 1
+    os.close(parent_lives)
+    program = os.fork()
+    if program == 0:
+        _become_program(job, python)
+    while True:  # orphans end up here, too
+        ended, wait_status = os.wait()
+        if ended == program:
+            return _status(wait_status)
+
+
+def _main(job: dict[str, Any], report: int, parent: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    if os.getppid() != parent:
+        return 1
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # before anybody else
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    uid = _enter_namespaces()
+    theirs, ours = os.pipe()
+    init = os.fork()
+    if init == 0:
+        os.close(ours)
+        code = _reported(report, lambda: _init(job, python, uid, theirs))
+        os._exit(code)  # Python's own end would write what is left in buffers a second time
+    os.close(theirs)
+    os.write(ours, b"x")
+    ended = select.poll()
+    ended.register(os.pidfd_open(init), select.POLLIN)
+    if not ended.poll(job["wall_s"] * 1000):
+        os.write(report, TIMED_OUT.encode())
+        os.kill(init, signal.SIGKILL)
+    return _status(os.waitpid(init, 0)[1])
+
+
+def _reported(report: int, step: Callable[[], int]) -> int:
+    try:
+        return step()
+    except Exception as error:  # whatever this machine refuses: told to the caller, who raises it
+        os.write(report, f"{type(error).__name__}: {error}".encode())
+        return 1
+
+
+def _script(job_fd: int, report: int, parent: int) -> int:
+    with open(job_fd, encoding="utf-8") as file:
+        job = json.load(file)
+    os.set_inheritable(report, False)  # closed when the program starts
+    return _reported(report, lambda: _main(job, report, parent))
+
+
+if __name__ == "__main__":
+    sys.exit(_script(*map(int, sys.argv[1:])))

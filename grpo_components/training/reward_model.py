@@ -1,0 +1,146 @@
+"""The learned reward: a sequence classifier that scores groups on their way from the generator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from grpo_components.training.micro_batches import plan_micro_batches
+from grpo_components.training.model import DTYPES
+from grpo_components.trajectory import (
+    GroupSummary,
+    PackedTrajectories,
+    Trajectory,
+    pack,
+    summarize,
+    unpack,
+)
+
+REWARD_TERM = "reward_model"
+"""Its name among the reward terms."""
+
+
+class RewardModel:
+    """Adds weight * score to the reward: the score is the one logit of a Hugging Face classifier.
+
+    The classifier reads the text of prompt and response with its own tokenizer. Samples that failed
+    before stay failed; one that it cannot score fails with it.
+
+    Args:
+        path: folder or hub name of the model.
+        weight: of the score in the reward.
+        chat_template: the texts are a user's and an assistant's message in the template of the
+            classifier's tokenizer; else they are read end to end.
+        tokens_per_micro_batch: padded tokens in one forward pass.
+        device: cpu or cuda.
+        dtype: compute dtype, fp32 or bf16.
+
+    Raises:
+        ValueError: if it has not one output, or no chat template where one is asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        weight: float,
+        chat_template: bool,
+        tokens_per_micro_batch: int,
+        device: str,
+        dtype: str,
+    ) -> None:
+        self._device, self._weight = torch.device(device), weight
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=DTYPES[dtype])
+        if model.config.num_labels != 1:
+            labels = f"{path} has {model.config.num_labels} outputs"
+            raise ValueError(f"reward_model.path: {labels}; allowed: a classifier with one")
+        if chat_template and not self._tokenizer.chat_template:
+            problem = f"true given, and the tokenizer of {path} has no chat template"
+            raise ValueError(f"reward_model.chat_template: {problem}; allowed: false")
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._tokenizer.padding_side = "right"
+        if model.config.pad_token_id is None:  # where decoders look for the last token
+            model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model = model.to(self._device).requires_grad_(False).eval()
+        self._chat_template, self._token_budget = chat_template, tokens_per_micro_batch
+        known = getattr(model.config, "max_position_embeddings", None)
+        self._longest = min(self._tokenizer.model_max_length, known or math.inf)
+
+    def add_scores(
+        self, group: PackedTrajectories, text: dict[str, Any]
+    ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
+        """Score a group, and add the scores to its rewards.
+
+        Args:
+            group: packed trajectories.
+            text: the same group as a person would read it.
+
+        Returns:
+            The three things that the generator returned, with the new rewards and reward terms.
+        """
+        trajectories = unpack(group)
+        scored = [i for i, trajectory in enumerate(trajectories) if not trajectory.failed]
+        responses = [text["responses"][i]["response"] for i in scored]
+        scores = self._scores(text["prompt"], responses)
+        for i, score in zip(scored, scores, strict=True):
+            self._add(trajectories[i], score)
+        told = [
+            {
+                **shown,
+                "finish_reason": trajectory.finish_reason,
+                "reward": trajectory.reward,
+                "reward_terms": trajectory.reward_terms,
+                "success": trajectory.success,
+                "error": trajectory.error,
+            }
+            for shown, trajectory in zip(text["responses"], trajectories, strict=True)
+        ]
+        return pack(trajectories), summarize(trajectories), {**text, "responses": told}
+
+    def _add(self, trajectory: Trajectory, score: float | str) -> None:
+        reward = math.nan if isinstance(score, str) else trajectory.reward + self._weight * score
+        if not isinstance(score, str) and math.isfinite(reward):
+            trajectory.reward = reward
+            trajectory.reward_terms = {**trajectory.reward_terms, REWARD_TERM: score}
+            return
+        problem = score if isinstance(score, str) else f"gave {score}"
+        trajectory.error = f"reward {REWARD_TERM}: {problem}"
+        trajectory.finish_reason, trajectory.success = "error", False
+        trajectory.reward, trajectory.reward_terms = math.nan, {}
+
+    @torch.no_grad()
+    def _scores(self, prompt: str, responses: list[str]) -> list[float | str]:
+        """The classifier's logit for each response, or why there is none."""
+        token_ids = [self._tokens(prompt, response) for response in responses]
+        lengths = [len(ids) for ids in token_ids]
+        scores: list[float | str] = [
+            f"{length} tokens, and the model reads 1 to {self._longest}" for length in lengths
+        ]
+        fit = [i for i, length in enumerate(lengths) if 0 < length <= self._longest]
+        costs = [lengths[i] for i in fit]
+        (plan,) = plan_micro_batches(costs, costs, 1, self._token_budget)
+        for indices in plan:
+            members = [fit[i] for i in indices]
+            batch = self._tokenizer.pad(
+                {"input_ids": [token_ids[i] for i in members]}, return_tensors="pt"
+            ).to(self._device)
+            logits = self._model(**batch).logits[:, 0].float()
+            for i, score in zip(members, logits.tolist(), strict=True):
+                scores[i] = score
+        return scores
+
+    def _tokens(self, prompt: str, response: str) -> list[int]:
+        if not self._chat_template:
+            return self._tokenizer(prompt + response, truncation=False)["input_ids"]
+        messages = [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": response},
+        ]
+        # To text first: with token ids, its return type changed between versions.
+        whole = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        return self._tokenizer(whole, add_special_tokens=False)["input_ids"]

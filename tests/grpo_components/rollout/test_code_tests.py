@@ -1,0 +1,248 @@
+"""Which programs earn the reward for code: those that do what was asked, and no others."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_components.rollout.code_tests import CodeTests
+from grpo_components.rollout.reward_pool import RewardPool, RewardSpec
+from grpo_components.rollout.sandboxed.asserts import Remote, decode, encode
+
+SQUARE = ["assert square(3) == 9", "assert square(-4) == 16"]
+SQUARES = [{"input": "3\n", "output": "9\n"}, {"input": "-4", "output": "16"}]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    return CodeTests(cpu_s=1, wall_s=30.0, memory_mib=256)
+
+
+def scored(reward, response, **tests):
+    answer = json.dumps(tests)
+    return reward(prompt_text="?", response_text=response, answer=answer, finish_reason="stop")
+
+
+def fenced(program):
+    return f"I think of it like this.\n```python\n{program}\n```\nThat is all."
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("def square(x): return x * x", SQUARE),
+        ("print('loading')\ndef square(x):\n    print(x)\n    return x ** 2", SQUARE),
+        ("def square(x): return x * x\nif __name__ == '__main__': input()", SQUARE),
+        ("def up_to(n): yield from range(n)", ["assert list(up_to(3)) == [0, 1, 2]"]),
+        ("def far(): return float('inf')", ["import math", "assert math.isinf(far())"]),
+        (
+            "def same(*a, **k): return a, k",
+            ["assert same(1, {2}, k=b'3') == ((1, {2}), {'k': b'3'})"],
+        ),
+        ("def none(): pass", ["assert none() is None", "assert not none()"]),
+        ("def big(): return 7 ** 10_000", ["assert big() == 7 ** 10_000"]),
+        (
+            "class Stack:\n  def __init__(self): self.items = []\n"
+            "  def push(self, item):\n    self.items.append(item)\n    return self\n"
+            "  def pop(self): return self.items.pop()",
+            ["stack = Stack().push(1)", "stack.push((2, [3]))", "assert stack.pop() == (2, [3])"],
+        ),
+        (
+            "def twice(x): return 2 * x",
+            ["def check(candidate):\n    assert candidate(2) == 4\n", "check(twice)"],
+        ),
+    ],
+)
+def test_a_program_for_which_all_asserts_hold_is_worth_one(reward, program, asserts):
+    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+
+
+EQUALS_ALL = """
+class Equal(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    __hash__ = int.__hash__
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def square(x): return x + 6",
+        "def square(x): return 9",
+        "def square(x): raise ValueError",
+        "def cube(x): return x ** 3",
+        "def square(x) return x",
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "raise SystemExit(0)",
+        "import os\ndef square(x): os._exit(0)",
+        "def square(x): raise SystemExit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): raise KeyboardInterrupt",
+        EQUALS_ALL + "def square(x): return Equal(5)",
+        EQUALS_ALL.replace("(int)", "").replace("int.", "object.")
+        + "def square(x): return Equal()",
+        "import builtins\nbuiltins.AssertionError = builtins.Exception = None\n"
+        "builtins.int = builtins.print = lambda *_: 9\ndef square(x): return 1",
+        "import json\njson.loads = json.dumps = lambda *_, **__: 'true'\ndef square(x): return 9",
+        "import sys\nmain = sys.modules['__main__']\nmain.decode = main.encode = lambda *_: 9\n"
+        "def square(x): return 1",
+        "import os\nfor fd in range(3, 9):\n  try: os.write(fd, b'[9, null]\\n[0, null]\\n')\n"
+        "  except OSError: pass\ndef square(x): return 9",
+        "import os\n[os.close(fd) for fd in range(5)]\ndef square(x): return x * x",
+        "import os, signal\nos.kill(1, 9)\nos.kill(-1, 9)\nos.kill(os.getpid(), 9)",
+        "def square(x):\n    while True: pass",
+        "def square(x): return [x] * 10 ** 9",
+        "def square(x):\n  deep = []\n  for _ in range(10 ** 5): deep = [deep]\n  return deep",
+    ],
+)
+def test_no_trick_makes_an_assert_hold(reward, program):
+    assert scored(reward, fenced(program), asserts=SQUARE) == 0.0
+
+
+@pytest.mark.parametrize("test", ["assert thing()", "assert thing() != 1", "assert 1 in thing()"])
+def test_an_object_of_the_programs_own_is_no_answer(reward, test):
+    program = "class Thing:\n  def __iter__(self): raise OSError\ndef thing(): return Thing()"
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "worth"),
+    [
+        ("print(int(input()) ** 2)", 1.0),
+        ("import sys\nsys.stdout.write(f'{int(sys.stdin.read()) ** 2}  \\n\\n')", 1.0),
+        ("print(9)", 0.0),
+        ("print(int(input()) ** 2, end=' .')", 0.0),
+        ("print(int(input()) ** 2)\nraise SystemExit(1)", 0.0),
+        ("import sys\nprint(int(input()) ** 2, file=sys.stderr)", 0.0),
+        ("import sys\nsys.exit(str(int(input()) ** 2))", 0.0),
+        ("import os\nos.close(1)", 0.0),
+        ("while True: print(9)", 0.0),
+        ("print(open('/main.py').read(), open('/asserts.py').read())", 0.0),
+    ],
+)
+def test_what_a_program_prints_is_compared_for_every_input(reward, program, worth):
+    assert scored(reward, fenced(program), stdin_stdout=SQUARES) == worth
+
+
+@pytest.mark.parametrize(
+    ("response", "worth"),
+    [
+        ("```python\ndef square(x): return x * x\n```", 1.0),
+        ("```\ndef square(x): return x * x\n```", 1.0),
+        (
+            "```py\ndef square(x): return 0\n```\nNo:\n```py\ndef square(x): return x*x\n```",
+            1.0,
+        ),
+        (
+            "```py\ndef square(x): return x*x\n```\nNo:\n```py\ndef square(x): return 0\n```",
+            0.0,
+        ),
+        ("def square(x): return x * x", 0.0),
+        ("```python\ndef square(x): return x * x", 0.0),
+        ("```rust\nfn square() {}\n```", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_whole_fenced_block_is_the_program(reward, response, worth):
+    assert scored(reward, response, asserts=SQUARE) == worth
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "9",
+        "[]",
+        "{}",
+        '{"asserts": []}',
+        '{"asserts": [1]}',
+        '{"asserts": "assert True"}',
+        '{"stdin_stdout": [{"input": "1"}]}',
+        '{"asserts": ["assert True"], "stdin_stdout": []}',
+        '{"doctests": ["x"]}',
+    ],
+)
+def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
+    with pytest.raises(ValueError, match=r"answer: .* given; allowed: JSON"):
+        reward(prompt_text="", response_text="", answer=answer, finish_reason="stop")
+
+
+def test_all_tests_of_a_response_share_one_deadline():
+    slow = "import time\nprint(int(input()) ** 2, flush=True)\ntime.sleep(1)"
+    hasty = CodeTests(wall_s=1.5)
+    assert scored(hasty, fenced(slow), stdin_stdout=[SQUARES[0]] * 5) == 0.0
+
+
+def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_them():
+    spec = RewardSpec("grpo_components.rollout.code_tests.CodeTests", {"wall_s": 50.0}, 1.0, True)
+    before = set(psutil.Process().children(recursive=True))
+    pool = RewardPool({"code": spec}, num_workers=2, timeout_s=60)
+    programs = ["def square(x): return x * x", "import os\nos._exit(0)", "while True: pass"]
+    samples = [
+        {
+            "prompt_text": "",
+            "response_text": fenced(program),
+            "answer": json.dumps({"asserts": SQUARE}),
+            "finish_reason": "stop",
+        }
+        for program in [*programs, "import time\ntime.sleep(600)"]
+    ]
+    scores = pool.score(samples[:3])
+    assert [(score.reward, score.success, score.error) for score in scores] == [
+        (1.0, True, None),
+        (0.0, False, None),
+        (0.0, False, None),
+    ]
+    with ThreadPoolExecutor(1) as thread:
+        asleep = thread.submit(pool.score, samples[3:])
+        below = set()
+        while len(below) < 2 + 2 * 3:  # the workers, and two sandboxes of three processes each
+            assert not asleep.done()
+            below = set(psutil.Process().children(recursive=True)) - before
+        pool.close()
+        assert asleep.result()[0].error == "reward code: its process died"
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    | st.binary() | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner)
+    | st.sets(st.integers()) | st.frozensets(st.text()),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=50, deadline=None)
+@given(plain)
+def test_plain_data_arrives_as_it_was(value):
+    def keep(_):
+        raise AssertionError("this was plain data")
+
+    arrived = decode(json.loads(json.dumps(encode(value, keep))), keep)
+    assert arrived == value and type(arrived) is type(value)
+
+
+def test_objects_travel_as_numbers_and_can_only_be_called_and_asked():
+    asked = []
+    remote = Remote(lambda *request: asked.append(request), 7)
+    assert decode(encode(object(), lambda _: 7), lambda n: n) == 7
+    remote(1, k=2)
+    _ = remote.name
+    assert asked == [("call", 7, (1,), {"k": 2}), ("attribute", 7, "name")]
+    for compare in (bool, len, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
+        with pytest.raises(TypeError):
+            compare(remote)
+
+
+def test_no_descriptor_is_left_open(reward):
+    before = psutil.Process().num_fds()
+    for tests in ({"asserts": SQUARE}, {"stdin_stdout": SQUARES}):
+        scored(reward, fenced("def square(x): return 9\nprint(9)"), **tests)
+    assert psutil.Process().num_fds() == before

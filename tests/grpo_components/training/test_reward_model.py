@@ -1,0 +1,176 @@
+"""The learned reward: scores like the classifier's own, added to the group and to nothing else."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from grpo_components.training.reward_model import RewardModel
+from grpo_components.trajectory import Trajectory, pack, unpack
+
+WORDS = [
+    "[UNK]",
+    "[END]",
+    "[PAD]",
+    "What",
+    "is",
+    "two",
+    "plus",
+    "three",
+    "It",
+    "five",
+    "six",
+    ".",
+    "?",
+]
+SHAPE = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,
+}
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfor %}"
+RESPONSES = ["It is five .", "six", "It is five ? It is six . It is", "five five five", ""]
+
+
+def make_classifier(folder, kind="decoder", num_labels=1, pad_token=None, chat_template=None):
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", eos_token="[END]", pad_token=pad_token
+    )
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    if kind == "decoder":
+        shape = GPTNeoXConfig(**SHAPE, num_labels=num_labels)
+        model = GPTNeoXForSequenceClassification(shape)
+    else:
+        model = BertForSequenceClassification(BertConfig(**SHAPE, num_labels=num_labels))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def build(path, **changes):
+    settings = {"weight": 0.5, "chat_template": False, "tokens_per_micro_batch": 24}
+    return RewardModel(path=path, device="cpu", dtype="fp32", **{**settings, **changes})
+
+
+def trajectory(reward, failed=False):
+    return Trajectory(
+        prompt_ids=np.array([1, 2]),
+        response_ids=np.array([3]),
+        response_mask=np.array([True]),
+        generator_logprobs=np.array([-1.0], np.float32),
+        token_versions=np.array([4], np.int32),
+        prompt_index=5,
+        epoch=0,
+        group_id=6,
+        attempt=0,
+        finish_reason="error" if failed else "stop",
+        reward=math.nan if failed else reward,
+        reward_terms={} if failed else {"correctness": reward},
+        success=reward == 1.0 and not failed,
+        error="reward correctness: KeyError" if failed else None,
+    )
+
+
+def group_of(responses, failed=()):
+    members = [trajectory(float(i % 2), failed=i in failed) for i in range(len(responses))]
+    shown = [{"response": r, "response_tokens": 1, "reward": 0.0} for r in responses]
+    return pack(members), {"prompt": "What is two plus three ? ", "responses": shown, "epoch": 0}
+
+
+def scores_alone(path, texts):
+    """What the classifier says of each text, without a batch and without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    token_ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    return [model(input_ids=ids).logits.item() for ids in token_ids]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad_token", "budget"),
+    [("decoder", None, 24), ("decoder", "[PAD]", 10_000), ("encoder", "[PAD]", 24)],
+)
+def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pad_token, budget):
+    path = make_classifier(tmp_path, kind, pad_token=pad_token)
+    group, text = group_of(RESPONSES)
+    scored, summary, told = build(path, tokens_per_micro_batch=budget).add_scores(group, text)
+    expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
+    assert len({round(score, 3) for score in expected}) == len(RESPONSES)
+    before, after = unpack(group), unpack(scored)
+    for old, new, score, shown in zip(before, after, expected, told["responses"], strict=True):
+        assert new.reward_terms["reward_model"] == pytest.approx(score, abs=1e-5)
+        assert new.reward == pytest.approx(old.reward + 0.5 * score, abs=1e-5)
+        assert new.reward_terms["correctness"] == old.reward_terms["correctness"]
+        assert (shown["reward"], shown["reward_terms"]) == (new.reward, new.reward_terms)
+        assert (new.success, new.finish_reason) == (old.success, old.finish_reason)
+        assert new.response_ids.tolist() == old.response_ids.tolist()
+    assert summary.rewards == [t.reward for t in after]
+    assert told["prompt"] == text["prompt"] and told["responses"][0]["response"] == RESPONSES[0]
+    assert unpack(group)[1].reward == 1.0  # what came in is as it was
+
+
+def test_the_texts_may_be_messages_of_a_chat(tmp_path):
+    path = make_classifier(tmp_path, chat_template=TEMPLATE)
+    group, text = group_of(RESPONSES[:1])
+    scored, _, _ = build(path, chat_template=True).add_scores(group, text)
+    whole = f"user {text['prompt']} . assistant {RESPONSES[0]} . "
+    terms = unpack(scored)[0].reward_terms
+    assert terms["reward_model"] == pytest.approx(scores_alone(path, [whole])[0], abs=1e-5)
+
+
+def test_a_failed_sample_stays_failed_and_a_response_too_long_to_read_fails(tmp_path):
+    path = make_classifier(tmp_path)
+    group, text = group_of(["five", "six", "five " * 99], failed=[0])
+    scored, summary, told = build(path).add_scores(group, text)
+    first, second, third = unpack(scored)
+    assert first.error == "reward correctness: KeyError" and first.reward_terms == {}
+    assert second.error is None and math.isfinite(second.reward)
+    assert third.error == "reward reward_model: 105 tokens, and the model reads 1 to 64"
+    assert third.failed and math.isnan(third.reward) and not third.success
+    assert (
+        summary.errors
+        == [first.error, third.error]
+        == [told["responses"][i]["error"] for i in (0, 2)]
+    )
+    assert np.isnan(summary.rewards).tolist() == [True, False, True]
+
+
+def test_a_group_that_failed_as_a_whole_is_scored_by_nobody(tmp_path):
+    group, text = group_of(["five", "six"], failed=[0, 1])
+    _, summary, _ = build(make_classifier(tmp_path)).add_scores(group, text)
+    assert len(summary.errors) == 2
+
+
+def test_a_score_that_is_no_number_is_no_reward(tmp_path):
+    path = make_classifier(tmp_path)
+    model = build(path)
+    model._model.score.weight.data.fill_(math.nan)
+    scored, _, _ = model.add_scores(*group_of(["five"]))
+    assert unpack(scored)[0].error == "reward reward_model: gave nan"
+
+
+def test_a_model_that_gives_no_single_score_is_refused(tmp_path):
+    path = make_classifier(tmp_path / "two", num_labels=2)
+    with pytest.raises(ValueError, match=r"reward_model.path: .* has 2 outputs; allowed"):
+        build(path)
+    assert "chat_template" not in json.loads((tmp_path / "two/tokenizer_config.json").read_text())
+    with pytest.raises(ValueError, match=r"reward_model.chat_template: true given"):
+        build(make_classifier(tmp_path / "one"), chat_template=True)
