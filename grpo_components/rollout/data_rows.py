@@ -88,6 +88,11 @@ def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
     path = Path(source)
     if path.suffix in _READERS:
         return _READERS[path.suffix](path)
+    if path.exists() or source.startswith(("/", ".")):
+        kinds = ", ".join(_READERS)
+        raise ValueError(
+            f"dataset {source}: not readable; allowed: a file of {kinds}, or a hub name"
+        )
     try:
         return datasets.load_dataset(source, name, split=split)
     except (OSError, ValueError) as error:

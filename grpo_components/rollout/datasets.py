@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -92,7 +91,8 @@ def prompt_dataset(
     encode = prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt)
     keep, in_part = RowFilters(filters or {}), Partition("1/1" if partition is None else partition)
     prompts: list[Prompt] = []
-    left_out: Counter[str] = Counter()
+    longer = f"longer than {max_prompt_tokens} tokens"
+    left_out = dict.fromkeys(("filtered out", "in other parts", longer), 0)
     number = 0
     for number, values in enumerate(read_rows(source, name, split), start=1):
         where = f"dataset {source}, row {number}"
@@ -111,13 +111,13 @@ def prompt_dataset(
                     f"{where}, field question: the prompt has {len(ids)} tokens, "
                     f"dataset.max_prompt_tokens is {max_prompt_tokens}"
                 )
-            left_out[f"longer than {max_prompt_tokens} tokens"] += 1
+            left_out[longer] += 1
             continue
         prompt = {"prompt_ids": ids, "prompt_text": text, "answer": answer}
         prompts.append({"prompt_index": number - 1, **prompt})
         if len(prompts) == num_rows:
             break
-    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     if not prompts:
         raise ValueError(f"dataset {source}: has no rows{f' left: {why}' if why else ''}")
     note = f"dataset {source}: {len(prompts)} prompts of {number} rows; {why}" if why else ""

@@ -226,7 +226,9 @@ def _check_files(v: dict[str, Any]) -> None:
     keys = [key for key in ("path", "merges_file", "special_tokens_path") if tokenizer.get(key)]
     files += [(f"tokenizer.{key}", Path(tokenizer[key])) for key in keys]
     for key in ("dataset", "eval_dataset"):
-        source = v[key].get("source", "")
+        source = v[key].get("source")
+        if source is None:  # a mix, or a data set of the user's
+            continue
         path = Path(source)
         if source.startswith(("/", ".")) or path.suffix in SUFFIXES or path.exists():
             files.append((f"{key}.source", path))

@@ -81,6 +81,15 @@ def test_a_missing_file_is_named(tmp_path, suffix):
         read(tmp_path / f"nowhere{suffix}")
 
 
+def test_a_file_of_another_kind_is_not_looked_for_on_a_hub(tmp_path):
+    (tmp_path / "rows.tsv").touch()
+    for source in (tmp_path / "rows.tsv", tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(
+            ValueError, match=rf"{source}: not readable; allowed: a file of \.jsonl"
+        ):
+            read(source)
+
+
 def test_a_field_is_read_from_the_column_that_has_it_and_named_by_that():
     row = Row({"problem": "1 + 1?", "nums": "[1, 2", "level": 3}, "row 7", {"question": "problem"})
     assert row.text("question") == "1 + 1?"

@@ -578,7 +578,7 @@ def test_packed_rows_must_fit_the_models_positions(cfg, monkeypatch):
     ("name", "problem"),
     [
         ("rows.jsonl.gz", "is a file of another kind"),
-        ("rows.csv", "is a file of another kind"),
+        ("rows.tsv", "is a file of another kind"),
         ("rows", "is a file of another kind"),
         ("folder", "is a folder"),
         ("folder.jsonl", "is a folder"),
@@ -594,6 +594,18 @@ def test_a_local_data_set_that_is_no_file_of_rows_is_refused(cfg, key, name, pro
         path.touch()
     message = refusal(cfg, f"{key}.source={path}")
     assert message.startswith(f"{key}.source: ") and problem in message and str(path) in message
+
+
+def test_a_data_set_need_have_no_source_of_its_own(cfg):
+    part = OmegaConf.to_container(cfg.dataset, resolve=True)
+    cfg.eval_dataset = part  # it refers to keys that a mix has not
+    cfg.dataset = {
+        "_component_": "grpo_components.rollout.prompt_mix.mixed_dataset",
+        "parts": {"first": part, "second": {**part, "weight": 2}},
+    }
+    assert preflight.check(cfg).dataset.parts.second.weight == 2
+    cfg.dataset.wait = 2
+    assert refusal(cfg).startswith("dataset.wait: unknown argument")
 
 
 def test_the_object_store_must_fit_into_this_machine(cfg):

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.exchange.ledger import LedgerEntry
@@ -275,3 +276,18 @@ def test_closing_closes_the_logger(make):
     log, logger = make()
     log.close()
     assert logger.closed
+
+
+def test_what_was_left_out_of_the_data_is_told_at_the_start(tmp_path, capsys):
+    folder, disk = str(tmp_path), "torchtune.training.metric_logging.DiskLogger"
+    settings = {
+        "log_every_n_steps": 1,
+        "num_steps": 3,
+        "log_level": "WARNING",
+        "output_dir": folder,
+    }
+    logger = {"_component_": disk, "log_dir": folder}
+    cfg = OmegaConf.create({**settings, "metric_logger": logger})
+    data = [SimpleNamespace(note="dataset a: 1 prompts of 2 rows"), ["no note"]]
+    run_log.build_run_log(cfg, 0, "moved aside", *data).close()
+    assert capsys.readouterr().out.splitlines() == ["moved aside", "dataset a: 1 prompts of 2 rows"]
