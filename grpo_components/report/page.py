@@ -185,7 +185,7 @@ def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
         "groups dropped": ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none",
     }
     return [
-        f'<div class="tile"><b>{escaped(value, _LONGEST_TILE)}</b><span>{escaped(name)}</span></div>'
+        f'<div class="tile"><b>{escaped(value, _LONGEST_TILE)}</b><span>{name}</span></div>'
         for name, value in tiles.items()
     ]
 
