@@ -171,6 +171,10 @@ function said(response, what, scale) {
   response.pieces.forEach((piece, i) => {
     const token = make("span", "token", piece === "" ? "\u00b7" : piece);
     token.title = tokenTitle(response, i);
+    if (response.generator_logprobs && response.generator_logprobs[i] === null) {
+      token.classList.add("environment");
+      token.title += "\nof the environment";
+    }
     if (found && found[i] !== null) token.style.background = colored(found[i] / scale);
     box.append(token);
   });
