@@ -45,7 +45,7 @@ function traces(figure, weight) {
 }
 
 function layout(figure) {
-  const axis = { gridcolor: "#e8ecf0", zeroline: false, automargin: true };
+  const axis = { gridcolor: "#e8ecf0", zeroline: false, automargin: true, exponentformat: "e" };
   return {
     ...figure.layout,
     margin: { l: 46, r: 10, t: 8, b: 36 },
