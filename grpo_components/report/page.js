@@ -45,7 +45,7 @@ function traces(figure, weight) {
 }
 
 function layout(figure) {
-  const axis = { gridcolor: "#e8ecf0", zeroline: false, automargin: true };
+  const axis = { gridcolor: "#e8ecf0", zeroline: false, automargin: true, exponentformat: "e" };
   return {
     ...figure.layout,
     margin: { l: 46, r: 10, t: 8, b: 36 },
@@ -171,6 +171,10 @@ function said(response, what, scale) {
   response.pieces.forEach((piece, i) => {
     const token = make("span", "token", piece === "" ? "\u00b7" : piece);
     token.title = tokenTitle(response, i);
+    if (response.generator_logprobs && response.generator_logprobs[i] === null) {
+      token.classList.add("environment");
+      token.title += "\nof the environment";
+    }
     if (found && found[i] !== null) token.style.background = colored(found[i] / scale);
     box.append(token);
   });

@@ -87,12 +87,12 @@ def _page(folder: Path, most_groups: int) -> str:
         _section("Timeline", history),
         _section("Dropped groups", dropped_section(receipts, logs / "failed_samples.jsonl")),
         _section("Config", _config(folder)),
-        _section(
-            "Other metrics",
-            f"<details><summary>{len(others)} more</summary>{_charts(others, charts)}</details>",
-        ),
     ]
-    names = [*sections, "Rollouts", "Timeline", "Dropped groups", "Config", "Other metrics"]
+    names = [*sections, "Rollouts", "Timeline", "Dropped groups", "Config"]
+    if others:
+        shown = f"<details><summary>{len(others)} more</summary>{_charts(others, charts)}</details>"
+        html.append(_section("Other metrics", shown))
+        names.append("Other metrics")
     package = files("grpo_components.report")
     script = (package / "page.js").read_text(encoding="utf-8")
     plotly = get_plotlyjs()
@@ -185,13 +185,13 @@ def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
         "groups dropped": ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none",
     }
     return [
-        f'<div class="tile"><b>{escaped(value, _LONGEST_TILE)}</b><span>{escaped(name)}</span></div>'
+        f'<div class="tile"><b>{escaped(value, _LONGEST_TILE)}</b><span>{name}</span></div>'
         for name, value in tiles.items()
     ]
 
 
 def _from_to(before: str, after: str) -> str:
-    return f"{before} \N{RIGHTWARDS ARROW} {after}"
+    return before if before == after == "-" else f"{before} \N{RIGHTWARDS ARROW} {after}"
 
 
 def _values(records: Sequence[Record], key: str) -> list[float]:
@@ -215,7 +215,8 @@ def _history(receipts: Receipts, told: Sequence[Record]) -> str:
         rows.append((attempt, done, receipts.last_steps.get(attempt, done), how))
     parts = [
         '<div class="box"><h3>Attempts</h3>',
-        '<p class="about">A later attempt replaces the steps from where it goes on.</p>',
+        '<p class="about">A later attempt replaces the steps from where it goes on, '
+        "as soon as it has done one.</p>",
         table(("attempt", "goes on after step", "last step", "how it ended"), rows),
         "</div>",
     ]

@@ -40,10 +40,10 @@ def parse(line: bytes) -> Record | None:
 
 @dataclass
 class Attempts:
-    """Which records count: a later attempt replaces the steps from where it goes on."""
+    """Which records count: a later attempt that has done a step replaces those from there on."""
 
     steps_done: dict[int, int] = field(default_factory=dict)
-    """Of each attempt, the steps that were done when it began."""
+    """Of each attempt that has done a step, the steps that were done when it began."""
 
     def counts(self, record: Mapping[str, Any]) -> bool:
         """Whether no later attempt has gone back behind this record's step.
@@ -82,10 +82,12 @@ def read_receipts(path: Path) -> Receipts:
         attempt = record.get("attempt", 0)
         if record.get("record") == "start":
             receipts.starts.append(record)
-            receipts.attempts.steps_done[attempt] = record.get("steps_done", 0)
             continue
         if record.get("record") == "end":
             receipts.ends[attempt] = record
+        elif receipts.starts:
+            done = receipts.starts[-1].get("steps_done", 0)
+            receipts.attempts.steps_done.setdefault(attempt, done)
         receipts.last_steps[attempt] = record.get("step", 0)
         for event in record.get("events", ()):
             if "issued" in event:

@@ -26,9 +26,7 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
     wandb.log({"rollouts": wandb.Table(columns=columns, data=rows), "global_step": step})
 
 
-def rollout_rows(
-    step: int, groups: Sequence[Mapping[str, Any]]
-) -> tuple[list[Any], list[Any]]:
+def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
     """Names of the columns, and a row for each response.
 
     Args:

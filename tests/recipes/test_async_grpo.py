@@ -180,7 +180,7 @@ KEYS = {
 
 @pytest.mark.slow
 def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
-    process, output_dir = tune(config="tiny_async_grpo_2x2")
+    process, output_dir = tune("log_token_logprobs=true", config="tiny_async_grpo_2x2")
     wait_for_step(process)
     assert_loopback_only(process)
     code, output = finish(process)
@@ -203,8 +203,20 @@ def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
     assert saved == ["latest", *sorted(f"step_{n}" for n in range(4, len(steps), 4))]
     groups = records(output_dir / "logs" / "rollouts.jsonl")
     assert all(len(group["responses"]) == len(group["advantages"]) for group in groups)
+    assert_logprobs_agree(response for group in groups[:1] for response in group["responses"])
+    assert "trainer_logprobs" in (output_dir / "report.html").read_text(encoding="utf-8")
     assert_checkpoint_loads(output_dir / "checkpoints" / "latest")
     assert "saved" in output
+
+
+def assert_logprobs_agree(responses):
+    """On the base weights those of generator, trainer and reference are the same for each token."""
+    for response in responses:
+        assert response["response"] == "".join(response["tokens"])
+        trainer = response["trainer_logprobs"]
+        assert len(trainer) == len(response["tokens"]) == response["response_tokens"]
+        for who in ("generator", "reference"):
+            assert response[f"{who}_logprobs"] == pytest.approx(trainer, abs=1e-4)
 
 
 def assert_loopback_only(process):
@@ -493,12 +505,13 @@ def wait_for_step(process, step=2):
 
 @pytest.mark.slow
 def test_an_interrupted_run_ends_and_leaves_nothing(tune):
-    process, _ = tune()
+    process, output_dir = tune()
     wait_for_step(process)
     process.send_signal(signal.SIGINT)
     returncode, output = finish(process, timeout_s=60)
     assert returncode == 130, output
     assert "Traceback" not in output
+    assert f"report: {output_dir / 'report.html'}" in output
 
 
 @pytest.mark.slow
