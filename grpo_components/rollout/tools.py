@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from grpo_components.rollout.environments import Prompt
@@ -19,6 +22,8 @@ Tool = Callable[..., str]
 """Called with a call's arguments by name; a ValueError is told to the policy, anything else is the
 environment's failure."""
 
+_SHOWN = 500
+"""Last characters of a program's errors that are told."""
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -88,6 +93,22 @@ def python_tool(run: Callable[[str], str]) -> Tool:
         return run(code) or "(the program printed nothing)"
 
     return python
+
+
+@cache  # one for all environments of a process: it bounds the programs that run at a time
+def _sandbox() -> Any:
+    # Imported with the tool and not with the module: building it tries it out.
+    sandbox = importlib.import_module("grpo_components.rollout.code_sandbox")
+    return sandbox.CodeSandbox(max_programs=os.cpu_count() or 1)
+
+
+def _run_contained(sandbox: Any, program: str) -> str:
+    outcome = sandbox.run(program)
+    if outcome.timed_out:
+        return f"{outcome.stdout}\n(stopped, it took too long)".lstrip()
+    if outcome.status != 0:
+        return f"{outcome.stdout}\n{outcome.stderr[-_SHOWN:]}".lstrip()
+    return outcome.stdout
 
 
 class ToolUse:
@@ -162,22 +183,24 @@ class ToolUse:
 
 
 def shipped_tools(
-    tools: Sequence[str] = ("calculator",), call_format: str = "hermes", **settings: Any
+    tools: Sequence[str] = ("calculator",),
+    call_format: str = "hermes",
+    max_result_characters: int = 1000,
 ) -> ToolUse:
     """`ToolUse` with tools by name, for a config.
 
     Args:
-        tools: of `calculator`.
+        tools: of `calculator` and `python`.
         call_format: see `ToolUse`.
-        settings: others of `ToolUse`.
+        max_result_characters: see `ToolUse`.
 
     Raises:
-        ValueError: for a tool that is not there.
+        ValueError: for a tool or format that is not there.
     """
     for name in tools:
         if name not in _TOOLS:
             raise ValueError(f"tools: {name!r} given; allowed: {', '.join(_TOOLS)}")
-    return ToolUse({name: _TOOLS[name]() for name in tools}, call_format, **settings)
+    return ToolUse({name: _TOOLS[name]() for name in tools}, call_format, max_result_characters)
 
 
 def _hermes_calls(text: str) -> list[str]:
@@ -200,15 +223,16 @@ def _llama3_calls(text: str) -> list[str]:
 
 def _llama3_frame(results: list[str]) -> str:
     """As Llama 3.1's chat template has it."""
-    told = "".join(
-        f"<|start_header_id|>ipython<|end_header_id|>\n\n{json.dumps(result, ensure_ascii=False)}<|eot_id|>"
-        for result in results
-    )
-    return f"{told}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    quotes = (json.dumps(result, ensure_ascii=False) for result in results)
+    told = (f"<|start_header_id|>ipython<|end_header_id|>\n\n{quote}<|eot_id|>" for quote in quotes)
+    return f"{''.join(told)}<|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 _FORMATS = {
     "hermes": (_hermes_calls, "arguments", _hermes_frame),
     "llama3_json": (_llama3_calls, "parameters", _llama3_frame),
 }
-_TOOLS: dict[str, Callable[[], Tool]] = {"calculator": lambda: calculator}
+_TOOLS: dict[str, Callable[[], Tool]] = {
+    "calculator": lambda: calculator,
+    "python": lambda: python_tool(partial(_run_contained, _sandbox())),
+}

@@ -437,6 +437,38 @@ def test_a_copied_recipe_with_another_loss_and_other_knobs_runs(tune, tmp_path):
     assert code == 0, table
 
 
+TUTOR = (
+    "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+    "environment.max_turns=3",
+    "environment.world._component_=grpo_components.rollout.tutor.Tutor",
+    "rewards.correctness.answer_format=plain",
+    "generator.stop_token_ids=[0,2,220]",
+    "generator.max_response_tokens=64",
+)
+
+
+@pytest.mark.slow
+def test_a_run_of_several_turns_keeps_its_contracts_and_is_replayed(tune):
+    """With a reference, whose logprobs of what the tutor said are nobody's."""
+    knobs = (*SHORT, "num_steps=3", *TUTOR, "loss.kl_coeff=0.01", "rollouts_logged_per_step=4")
+    _, original = succeed(tune, *knobs)
+    code, table = audit(original)
+    assert code == 0, table
+    groups = records(original / "logs" / "rollouts.jsonl")
+    responses = [response for group in groups for response in group["responses"]]
+    turns = [[turn["by"] for turn in response.get("turns", [])] for response in responses]
+    assert ["policy", "environment"] * 2 + ["policy"] in turns
+    assert {response["finish_reason"] for response in responses} >= {"stop", "length"}
+    terms = [response["reward_terms"] for response in responses]
+    assert any(t.get("wrong_lines") == -0.25 and t["correctness"] == 1 for t in terms)
+    assert all(r["reward"] == sum(t.values()) for r, t in zip(responses, terms, strict=True))
+    for record in metrics(original)[1:]:
+        assert 0 <= record["loss/kl_reference"] < 0.1 and record["mismatch/generator_kl"] < 1e-3
+    output, replay = succeed(tune, *knobs, f"replay_events={original}")
+    assert "events in the recorded order" in output
+    assert records(replay / "logs" / "rollouts.jsonl") == groups
+
+
 UNRELIABLE = """
 import zlib
 

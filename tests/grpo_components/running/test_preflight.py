@@ -476,6 +476,50 @@ def test_the_current_folder_hides_no_installed_package(cfg):
     assert sys.path[-1] == str(Path.cwd())
 
 
+MULTI_TURN = (
+    "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+    "environment.max_turns=4",
+    "environment.world._component_=grpo_components.rollout.tools.shipped_tools",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start", "allowed"),
+    [
+        (["environment.max_turns=0"], "environment.max_turns: 0 given", "at least 1"),
+        (["environment.max_turns=two"], "environment.max_turns: 'two' given", "a whole number"),
+        (
+            ["environment.max_turns=33"],
+            "environment.max_turns: 33 given, and a turn takes a token or more",
+            "at most generator.max_response_tokens = 32",
+        ),
+        (["environment.turns=3"], "environment.turns: unknown argument", "max_turns"),
+        (["~environment.world"], "environment.world: missing", "MultiTurnEnvironment"),
+        (["environment.world.tool=[]"], "environment.world.tool: unknown", "world.tools"),
+        (
+            ["environment.world.tools=[browser]"],
+            "environment.world: tools: 'browser' given",
+            "calculator, python",
+        ),
+        (
+            ["environment.world._component_=my_worlds.Nowhere"],
+            "environment.world._component_: my_worlds.Nowhere cannot be imported",
+            "a dotted path",
+        ),
+    ],
+)
+def test_an_environment_of_several_turns_is_checked_with_its_world(cfg, overrides, start, allowed):
+    cfg.environment = {}
+    cfg = changed(cfg, *MULTI_TURN)
+    cfg.environment.world.tools = ["calculator"]
+    preflight.check(cfg)
+    if overrides == ["~environment.world"]:
+        del cfg.environment.world
+        overrides = []
+    message = refusal(cfg, *overrides)
+    assert message.startswith(start) and allowed in message.partition("; ")[2]
+
+
 @pytest.fixture
 def num_gpus(monkeypatch: pytest.MonkeyPatch):
     """Pretends that the machine has so many GPUs."""

@@ -4,6 +4,7 @@ Rank processes stay alive over the tests of this file and build a fresh Trainer 
 Updates are by SGD, whose steps are the gradients: Adam would blow round-off up to whole steps.
 """
 
+import copy
 import gzip
 import json
 import math
@@ -443,6 +444,25 @@ def test_failed_samples_have_no_influence(ranks, base, num_ranks):
     measured["trained_tokens"] = metrics["trained_tokens"]
     assert_metrics_close(measured, metrics)
     assert_weights_close(exported(results, 2), weights)
+
+
+def test_what_the_environment_said_is_read_and_not_learned(ranks, base):
+    """Whatever stands beside its tokens, which have no version; their ids are context."""
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    batch = copy.deepcopy(RAGGED)
+    for trajectory in batch:
+        said = ~trajectory.response_mask
+        trajectory.generator_logprobs[said] = math.nan
+        assert trajectory.reference_logprobs is not None
+        trajectory.reference_logprobs[said] = math.nan
+        trajectory.token_versions[said] = -1
+    changes = {"tokens_per_micro_batch": SMALL, "max_staleness": 0}
+    results = ranks.run(base, 2, [step(batch, ADVANTAGES), *export(1)], **changes)
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+    batch[1].response_ids[1] += 1  # one token that the environment said
+    results = ranks.run(base, 2, [step(batch, ADVANTAGES), *export(1)], **changes)
+    assert largest_change(exported(results, 2), weights) > 1e-5
 
 
 # ---- what else the objective is made of ----------------------------------------------------------

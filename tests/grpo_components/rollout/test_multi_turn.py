@@ -1,0 +1,450 @@
+"""Turns, one after the other: ids stay as sampled, limits hold, rewards add up, slots go alone."""
+
+import asyncio
+import os
+import random
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict, lazy_stack
+
+from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
+from grpo_components.rollout.reward_pool import Score
+from grpo_components.running.cluster import engine_environment
+from grpo_components.trajectory import summarize, unpack
+
+STOP = 7
+
+
+@pytest.fixture(scope="module")
+def module():
+    """The module, imported as its role imports it: vLLM reads the environment only then."""
+    before = dict(os.environ)
+    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1))
+    from grpo_components.rollout import generator
+
+    yield generator
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class Tokenizer:
+    """Letters by their code; decoding forgets case, so that no text gives its ids back."""
+
+    def encode(self, text, add_bos, add_eos):
+        assert not add_bos and not add_eos
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids):
+        return "".join(chr(token_id) for token_id in token_ids).lower()
+
+
+def ids(text):
+    return [ord(letter) for letter in text]
+
+
+def all_right(samples):
+    return [Score(1.0, {"correctness": 1.0}, True, None) for _ in samples]
+
+
+def make(world, *, num_slots=1, max_turns=3, max_response_tokens=30, score=all_right):
+    env = MultiTurnEnvironment(
+        num_slots=num_slots,
+        decode=Tokenizer().decode,
+        encode=ids,
+        score=score,
+        max_response_tokens=max_response_tokens,
+        max_turns=max_turns,
+        world=world,
+    )
+    env.ask([prompt(i) for i in range(num_slots)])
+    return env
+
+
+def prompt(number, text="Q?"):
+    return {
+        "prompt_index": number,
+        "prompt_ids": ids(text),
+        "prompt_text": text,
+        "answer": "42",
+        "seed": 1000 + number,
+    }
+
+
+class Says:
+    """A policy that says its lines, in every slot, and notes what it was shown."""
+
+    def __init__(self, *lines, finish_reason="stop"):
+        self.lines, self.finish_reason, self.seen = lines, finish_reason, []
+
+    def __call__(self, tensordict):
+        slots = tensordict.unbind(0)
+        for slot in slots:
+            self.seen.append("".join(map(chr, slot["tokens"].tolist())))
+            line = ids(self.lines[(len(self.seen) - 1) % len(self.lines)])
+            slot.update(
+                TensorDict(
+                    response=torch.tensor(line, dtype=torch.int64),
+                    logprobs=torch.full((len(line),), -0.5),
+                    versions=torch.full((len(line),), len(self.seen), dtype=torch.int32),
+                    finish_reason=NonTensorData(self.finish_reason),
+                )
+            )
+        return lazy_stack(list(slots), 0)
+
+
+def world_of(*replies):
+    """A world that makes these replies one by one."""
+
+    def world(prompt, seed):
+        left = list(replies)
+        return lambda text: left.pop(0)
+
+    return world
+
+
+def rollout(module, env, policy):
+    (slot,) = module.GroupCollector(env, policy).rollout()
+    return slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
+
+
+# ---- what is said -------------------------------------------------------------------------------
+
+
+def test_the_policys_ids_stay_as_sampled_and_the_worlds_words_are_masked(module):
+    policy = Says("AbC", "dE")
+    record = rollout(module, make(world_of(Reply("<Go>"), Reply(done=True))), policy)
+    assert record.response_ids.tolist() == ids("AbC<Go>dE")
+    assert record.response_mask.tolist() == [True] * 3 + [False] * 4 + [True] * 2
+    assert record.token_versions.tolist() == [1] * 3 + [-1] * 4 + [2] * 2
+    assert record.generator_logprobs.tolist() == [-0.5] * 3 + [0.0] * 4 + [-0.5] * 2
+    assert policy.seen == ["Q?", "Q?AbC<Go>"], "the policy goes on from its own ids"
+    assert record.finish_reason == "stop" and record.oldest_version == 1
+
+
+def test_the_world_hears_each_turn_alone_and_the_rewards_judge_the_last(module):
+    heard, judged = [], []
+
+    def world(prompt, seed):
+        def respond(text):
+            heard.append(text)
+            return Reply("?") if len(heard) < 3 else Reply(done=True, answer="of the third")
+
+        return respond
+
+    def score(samples):
+        judged.extend(samples)
+        return all_right(samples)
+
+    rollout(module, make(world, score=score), Says("ONE", "TWO", "THREE"))
+    assert heard == ["one", "two", "three"]
+    assert judged == [
+        {
+            "prompt_text": "Q?",
+            "response_text": "three",
+            "answer": "of the third",
+            "finish_reason": "stop",
+        }
+    ]
+
+
+def test_without_an_answer_of_the_world_the_prompts_counts(module):
+    answers = []
+
+    def score(samples):
+        answers.extend(sample["answer"] for sample in samples)
+        return all_right(samples)
+
+    rollout(module, make(world_of(Reply(done=True)), score=score), Says("x"))
+    assert answers == ["42"]
+
+
+# ---- limits -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    max_turns=st.integers(1, 6),
+    max_response_tokens=st.integers(1, 40),
+)
+def test_no_response_passes_a_limit_and_one_that_meets_it_ends_with_length(
+    module, turns, max_turns, max_response_tokens
+):
+    """Whatever the policy and the world say; only a world that ends it leaves `stop`."""
+    max_response_tokens = max(max_response_tokens, turns[0][0])
+    said = [Reply("w" * size, done=i == len(turns) - 1) for i, (_, size) in enumerate(turns)]
+    env = make(world_of(*said), max_turns=max_turns, max_response_tokens=max_response_tokens)
+    begun = []
+
+    def policy(tensordict):
+        (slot,) = tensordict.unbind(0)
+        left = max_response_tokens - int(slot["response_tokens"])
+        assert left >= 1, "there is room for a token"
+        wanted = turns[len(begun)][0]
+        begun.append(min(wanted, left))
+        return Says("p" * begun[-1], finish_reason="stop" if wanted <= left else "length")(
+            tensordict
+        )
+
+    record = rollout(module, env, policy)
+    assert len(begun) <= max_turns and len(record.response_ids) <= max_response_tokens
+    assert record.response_mask[-1], "nothing is said that the policy does not hear"
+    ended_itself = len(begun) == len(turns) and begun[-1] == turns[-1][0]
+    assert record.finish_reason == ("stop" if ended_itself else "length")
+
+
+def test_a_policy_without_room_says_which_limit_it_is(module):
+    policy = module.EnginePolicy(
+        SimpleNamespace(submit=print), max_response_tokens=5, stop_token_ids=[], truncation={}
+    )
+    policy.seeds, policy.names = [1], ["a"]
+    state = TensorDict(
+        tokens=torch.arange(9), response_tokens=torch.tensor(5), done=torch.tensor([False])
+    )
+    with pytest.raises(ValueError, match=r"after 5 tokens.*generator\.max_response_tokens is 5"):
+        policy(lazy_stack([state], 0))
+
+
+def test_an_environment_that_changes_what_was_said_is_found_out(module):
+    slot = module.SlotRollout(np.array([1, 2]))
+    turn = TensorDict(
+        response=torch.tensor([3]),
+        next=TensorDict(tokens=torch.tensor([1, 2, 4]), done=torch.tensor([True])),
+    )
+    with pytest.raises(ValueError, match="changed tokens"):
+        slot.extend(turn)
+
+
+# ---- rewards ------------------------------------------------------------------------------------
+
+
+def test_rewards_of_turns_add_up_beside_the_last_turns(module):
+    world = world_of(
+        Reply("a", rewards={"hint": 0.25, "cost": -0.5}),
+        Reply("b", rewards={"hint": 0.25}),
+        Reply(done=True, rewards={"bonus": 2.0}),
+    )
+    record = rollout(module, make(world), Says("x"))
+    terms = {"hint": 0.5, "cost": -0.5, "bonus": 2.0, "correctness": 1.0}
+    assert record.reward_terms == terms and record.success
+    assert record.reward == pytest.approx(sum(terms.values()))
+
+
+def test_torchrls_rewards_of_the_steps_add_up_to_the_samples(module):
+    env = make(world_of(Reply("a", rewards={"hint": 0.25}), Reply(done=True, rewards={"end": 2.0})))
+    rewards, state = [], env.reset()
+    for _ in range(2):
+        state = env.step(Says("x")(state))["next"]
+        rewards.append(float(state["reward"]))
+    assert rewards == [0.25, 3.0] and bool(state["done"])
+
+
+def test_a_failed_score_stays_failed_whatever_the_turns_gave(module):
+    failed = Score(float("nan"), {}, False, "reward correctness: ValueError")
+    world = world_of(Reply(done=True, rewards={"hint": 0.5}))
+    record = rollout(module, make(world, score=lambda samples: [failed]), Says("x"))
+    assert record.failed and record.error == failed.error
+
+
+def test_a_world_may_not_name_its_reward_as_the_configs(module):
+    env = make(world_of(Reply(done=True, rewards={"correctness": 0.5})))
+    with pytest.raises(ValueError, match="reward correctness has the name"):
+        rollout(module, env, Says("x"))
+
+
+def test_several_slots_of_one_environment_end_one_by_one(module):
+    """As where a factory hides that its environment would have slots apart."""
+
+    def world(prompt, seed):
+        turns = iter(range(prompt["prompt_index"] + 1))
+        return lambda text: Reply("-", done=next(turns) == prompt["prompt_index"])
+
+    env = make(world, num_slots=3)
+    slots = module.GroupCollector(env, Says("xy")).rollout()
+    said = ["".join(map(chr, slot.response_ids.tolist())) for slot in slots]
+    assert said == ["xy", "xy-xy", "xy-xy-xy"]
+    assert all(slot.score == all_right([0])[0] for slot in slots)
+
+
+# ---- in a generator -----------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Answers at once, with letters that the seed decides."""
+
+    def __init__(self, *args, **kwargs):
+        self.requests, self._lock = [], threading.Lock()
+
+    def submit(self, prompt_ids, *, seed, max_tokens, name, **sampling):
+        with self._lock:
+            self.requests.append((name, seed, max_tokens))
+        future = Future()
+        size = min(2, max_tokens)
+        future.set_result(
+            SimpleNamespace(
+                token_ids=np.full(size, 65 + seed % 26, np.int64),
+                logprobs=np.full(size, -0.5, np.float32),
+                token_versions=np.full(size, 3, np.int32),
+                finish_reason="stop" if size == 2 else "length",
+            )
+        )
+        return future
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def make_generator(module, monkeypatch):
+    """Build a generator over a world."""
+    monkeypatch.setattr(module, "VLLMEngine", FakeEngine)
+    pool = SimpleNamespace(score=all_right, close=lambda: None)
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
+    made = []
+
+    def make(world, **kwargs):
+        def build(**given):
+            return MultiTurnEnvironment(**given, max_turns=3, world=world)
+
+        arguments = {
+            "model_path": "",
+            "device": "cpu",
+            "dtype": "fp32",
+            "build_tokenizer": Tokenizer,
+            "build_environment": build,
+            "slots_apart": True,
+            "rewards": {},
+            "reward_workers": 1,
+            "reward_timeout_s": 1,
+            "environment_timeout_s": 20,
+            "group_size": 3,
+            "rollouts_in_flight": 2,
+            "seed": 42,
+            "max_response_tokens": 12,
+            "stop_token_ids": [STOP],
+            "truncation": {},
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+            "gpu_memory_utilization": 0.5,
+            "enforce_eager": True,
+            "recompute_kv_after_pull": False,
+        }
+        made.append(module.Generator(**arguments | kwargs))
+        return made[-1]
+
+    yield make
+    for generator in made:
+        generator.close()
+
+
+def dice(prompt, seed):
+    """A world that throws a die after each turn."""
+    throws = random.Random(seed)
+    return lambda text: Reply(str(throws.randint(1, 6)))
+
+
+def generate(generator, group_id, number=0):
+    return generator.generate_group(prompt(number), 0, group_id, 0, 1.0)
+
+
+def test_a_group_that_is_made_again_is_the_same_and_its_samples_are_not(make_generator):
+    """A restarted generator makes the group again: the world's dice fall as before."""
+    first, again = (
+        unpack(asyncio.run(generate(make_generator(dice), group_id=5))[0]) for _ in range(2)
+    )
+    assert [t.response_ids.tolist() for t in first] == [t.response_ids.tolist() for t in again]
+    throws = {tuple(t.response_ids[~t.response_mask].tolist()) for t in first}
+    other = unpack(asyncio.run(generate(make_generator(dice), group_id=6))[0])
+    throws |= {tuple(t.response_ids[~t.response_mask].tolist()) for t in other}
+    assert len(throws) > 2
+    assert all(t.finish_reason == "length" for t in first), "three turns, and no end"
+
+
+def test_every_turn_has_a_seed_and_the_room_that_is_left(make_generator, module):
+    generator = make_generator(dice)
+    asyncio.run(generate(generator, group_id=5))
+    for i in range(3):
+        mine = [r for r in generator._engine.requests if r[0] == f"group 5 sample {i}"]
+        assert [left for _, _, left in mine] == [12, 9, 6]
+        seeds = [seed for _, seed, _ in mine]
+        assert seeds[0] == module.sampling_seed(42, 0, 5, i) and len(set(seeds)) == 3
+
+
+def test_evaluations_of_a_prompt_are_always_the_same(make_generator):
+    thrown = []
+
+    def world(prompt, seed):
+        thrown.append((prompt["prompt_index"], seed))
+        return lambda text: Reply(done=True)
+
+    generator = make_generator(world)
+    for _ in range(2):
+        asyncio.run(generator.evaluate([prompt(i) for i in range(4)], 1.0))
+    assert len(set(thrown)) == 4 and len(thrown) == 8
+
+
+def test_a_slow_slot_keeps_neither_its_siblings_nor_other_groups_waiting(make_generator):
+    """One world hangs until every other conversation has come to its end."""
+    others, release = threading.Semaphore(0), threading.Event()
+    first = threading.Lock()
+
+    def world(prompt, seed):
+        turns = iter(range(3))
+
+        def respond(text):
+            if prompt["prompt_index"] == 0 and first.acquire(blocking=False):
+                for _ in range(5):  # two siblings, and three of the other group
+                    assert others.acquire(timeout=15)
+                release.set()
+            done = next(turns) == 2
+            if done:
+                others.release()
+            return Reply("-", done=done)
+
+        return respond
+
+    generator = make_generator(world)
+
+    async def both():
+        return await asyncio.gather(generate(generator, 0), generate(generator, 1, number=1))
+
+    groups = asyncio.run(both())
+    assert release.is_set()
+    for packed, summary, _ in groups:
+        assert summary.errors == [] and summary == summarize(unpack(packed))
+
+
+def test_a_world_that_fails_costs_its_own_sample_only(make_generator):
+    first = threading.Lock()
+
+    def world(prompt, seed):
+        def respond(text):
+            if first.acquire(blocking=False):
+                raise KeyError("inventory")
+            return Reply(done=True)
+
+        return respond
+
+    _, summary, _ = asyncio.run(generate(make_generator(world), group_id=1))
+    assert sorted(summary.finish_reasons) == ["error", "stop", "stop"]
+    assert summary.errors == ["environment: KeyError: 'inventory'"]
+
+
+def test_the_log_tells_who_said_what(make_generator):
+    def world(prompt, seed):
+        replies = iter([Reply("GO"), Reply(done=True)])
+        return lambda text: next(replies)
+
+    packed, _, text = asyncio.run(generate(make_generator(world), group_id=1))
+    for record, shown in zip(unpack(packed), text["responses"], strict=True):
+        assert [turn["by"] for turn in shown["turns"]] == ["policy", "environment", "policy"]
+        assert shown["turns"][1]["text"] == "go"
+        assert "".join(turn["text"] for turn in shown["turns"]) == shown["response"]
+        assert shown["response_tokens"] == int(record.response_mask.sum()) == 4

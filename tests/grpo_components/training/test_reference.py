@@ -1,0 +1,98 @@
+"""The reference reads all that was said, and reports the divergence of what the policy said."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+from torchtune.training import FullModelHFCheckpointer
+
+from grpo_components.training.reference import Reference
+from grpo_components.trajectory import Trajectory, pack, unpack
+
+build_model = partial(
+    qwen2,
+    vocab_size=50,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    embed_dim=32,
+    intermediate_dim=48,
+    max_seq_len=64,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = build_model()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+@pytest.fixture
+def reference(model, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    heads = {"num_heads": 4, "num_kv_heads": 2, "dim": 32, "tie_word_embeddings": True}
+    weights = qwen2_tune_to_hf(model.state_dict(), **heads)
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return Reference(
+        build_model=build_model,
+        build_checkpointer=partial(
+            FullModelHFCheckpointer,
+            checkpoint_dir=str(base),
+            checkpoint_files=["model.safetensors"],
+            model_type="QWEN2",
+            output_dir=str(tmp_path / "run"),
+        ),
+        device="cpu",
+        dtype="fp32",
+        kl_estimator="k1",
+        tokens_per_micro_batch=24,
+        logprob_chunk_tokens=7,
+        packing=False,
+    )
+
+
+def make(number, mask):
+    rng = np.random.default_rng(number)
+    mask = np.array(mask)
+    logprobs = rng.normal(-4, 0.5, len(mask))
+    return Trajectory(
+        prompt_ids=rng.integers(0, 50, 4),
+        response_ids=rng.integers(0, 50, len(mask)),
+        response_mask=mask,
+        # What stands beside the environment's tokens must not matter.
+        generator_logprobs=np.where(mask, logprobs, np.nan).astype(np.float32),
+        token_versions=np.where(mask, 3, -1).astype(np.int32),
+        prompt_index=0,
+        epoch=0,
+        group_id=0,
+        attempt=0,
+        finish_reason="stop",
+        temperature=0.8,
+    )
+
+
+def test_the_divergence_is_that_of_the_policys_tokens_in_the_whole_context(model, reference):
+    said = [[True] * 3, [True, False, False, True, True], [True, True, False, True]]
+    group = [make(number, mask) for number, mask in enumerate(said)]
+    packed, divergences = reference.add_logprobs(pack(group))
+    for trajectory, divergence in zip(unpack(packed), divergences, strict=True):
+        ids = torch.tensor(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]))
+        logprobs = torch.log_softmax(model(ids[None])[0] / 0.8, dim=-1)
+        taken = logprobs[torch.arange(len(ids) - 1), ids[1:]].detach().numpy()[3:]
+        np.testing.assert_allclose(trajectory.reference_logprobs, taken, atol=1e-5)
+        own = trajectory.response_mask
+        by_hand = (trajectory.generator_logprobs - taken)[own].sum()
+        assert divergence == pytest.approx(by_hand, abs=1e-4)
