@@ -90,7 +90,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.restore()
         self.run_log.phase("evaluating the policy")
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(self.training_loop())
+            loops.create_task(self.training_loop(loops))
             for generator in self.generators:
                 for _ in range(self.rollouts_in_flight):
                     loops.create_task(self.rollout_loop(generator))
@@ -126,9 +126,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.buffer.call("add", *entry.parts, timeout_s=timeouts.batch_s + GRACE_S)
             await self.ledger.buffered(entry.group_id)
 
-    async def training_loop(self) -> None:
+    async def training_loop(self, beside: asyncio.TaskGroup) -> None:
         """Take a batch, compute advantages, train on every rank, push; evaluate, log, save."""
-        await self.evaluate(self.ledger.steps_done)
+        await self.evaluation.begin(self.ledger.steps_done, self.generators, beside)
+        await self.evaluation.finished()
         while not self.ledger.finished:
             started = time.perf_counter()
             batch, taken, entries, metrics = await self.take_batch()
@@ -138,7 +139,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             token_versions = trained.pop("token_versions")
             metrics |= rollout_metrics(taken.groups, start_version, token_versions) | trained
             step, version = done + 1, trained["policy_version"]
-            evaluating = step % self.eval_every_n_steps == 0 or step == self.num_steps
+            evaluating = self.evaluation.due(step)
             push_due = 1 if evaluating else self.push_every_n_steps
             if version - self.ledger.published_version >= push_due:
                 metrics["time/push"] = await self.push()
@@ -148,7 +149,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             self.checkpoints.hold()
             metrics["time/step"] = time.perf_counter() - started
             if evaluating:
-                metrics |= await self.evaluate(step)
+                await self.evaluation.begin(step, self.generators, beside)
+            metrics |= await self.evaluation.finished(step)
             await self.log(step, metrics, entries, advantages)
             self.skips.stepped(step, trained=version > start_version)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
@@ -260,12 +262,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         kl = np.array([entry.reference_kl for entry in entries]) if self.references else None
         return self.reward_shaping(rewards, lengths, kl, self.ledger.steps_done)
 
-    async def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out success of the published weights, through the generators; rollouts go on."""
-        metrics = await self.evaluation(step, self.generators)
-        self.run_log.evaluation(step, metrics)
-        return metrics
-
     async def log(
         self, step: int, metrics: dict, entries: list[LedgerEntry], advantages: Any
     ) -> None:
@@ -308,13 +304,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
 
         self.timeouts = cfg.timeouts
-        self.num_steps, self.groups_per_step = cfg.num_steps, cfg.groups_per_step
-        self.group_size, self.rollouts_in_flight = cfg.group_size, cfg.rollouts_in_flight
+        self.groups_per_step, self.rollouts_in_flight = cfg.groups_per_step, cfg.rollouts_in_flight
         self.push_every_n_steps = cfg.push_every_n_steps
         self.pull_every_m_rollouts = cfg.pull_every_m_rollouts
         self.wait_for_stale_groups = cfg.stale_groups == "wait"
         self.save_every_n_steps = cfg.save_every_n_steps
-        self.eval_every_n_steps = cfg.eval_every_n_steps
         self.rollouts_logged = cfg.rollouts_logged_per_step
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         self.prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
@@ -324,11 +318,12 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
         self.run_log = build_run_log(cfg, attempt, self.beginning.note)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
-        self.evaluation = build_evaluation(
-            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation
-        )
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
+        told = (self.run_log.evaluation, self.checkpoints.evaluated)
+        self.evaluation = build_evaluation(
+            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation, told
+        )
         self.receipts = build_receipts(cfg, self.ledger, attempt)
         self.run_log.phase("starting Ray and the roles")
         self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns.note)

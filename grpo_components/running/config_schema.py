@@ -156,6 +156,10 @@ SCHEMA: Schema = {
         "active_steps": Rule(int, low=1, null=True),
         "num_cycles": Rule(int, low=0, null=True),
     },
+    "eval": {
+        "samples_per_prompt": Rule(int, low=1, default=1),
+        "temperature": Rule(float, low=0, null=True, default=None),  # null: generator.temperature
+    },
     "max_restarts": Rule(int, low=0, default=8),  # of all roles together, within restart_window_s
     "restart_window_s": Rule(float, above=0, default=3600.0),
     "min_generators": Rule(int, low=1, null=True, default=None),  # null: all of them
@@ -165,6 +169,7 @@ SCHEMA: Schema = {
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),
+    "keep_best": Rule(str, null=True, default=None),  # eval/success_rate, eval/pass_at_4, ...
     "async_checkpoint": Rule(bool, default=False),
     "checkpoint_failure": Rule(str, choices=("error", "warn"), default="error"),
     "reward_workers": Rule(int, low=1, default=1),
@@ -273,7 +278,7 @@ def nearest(name: str, keys: Mapping[str, Any] | list[str], prefix: str) -> str:
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
         return f"did you mean {prefix}{near[0]}?"
     sections = {key: rule for key, rule in SCHEMA.items() if isinstance(rule, Mapping)}
-    anywhere = {leaf: f"{key}.{leaf}" for key, rule in sections.items() for leaf in rule}
+    anywhere = {leaf: f"{key}.{leaf}" for key, rule in [*sections.items()][::-1] for leaf in rule}
     anywhere |= {key: key for key in SCHEMA}
     if near := get_close_matches(name, anywhere, n=1, cutoff=0.8):
         return f"did you mean {anywhere[near[0]]}?"

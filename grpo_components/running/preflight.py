@@ -33,6 +33,7 @@ from grpo_components.running.config_schema import (
     read_section,
     shown,
 )
+from grpo_components.running.evaluation_metrics import check_keep_best
 from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import check_resume
 from grpo_components.running.training_checks import check_heads, check_training
@@ -125,6 +126,7 @@ def _check_values_together(v: dict[str, Any]) -> None:
         problem = "true given with device: cpu, where flex attention has no backward"
         fail("packing", problem, "false, or device: cuda")
     check_training(v)
+    check_keep_best(v)
     memory = psutil.virtual_memory().total
     if (v["object_store_memory"] or 0) > memory:
         problem = f"{v['object_store_memory']} given, more than the memory of this machine"
