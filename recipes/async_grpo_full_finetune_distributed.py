@@ -37,6 +37,7 @@ from grpo_components.running.cluster import build_cluster
 from grpo_components.running.evaluation import build_evaluation
 from grpo_components.running.event_log import open_turns
 from grpo_components.running.failed_samples import build_failed_samples
+from grpo_components.running.partial_runs import roles_of
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.receipts import build_receipts
 from grpo_components.running.recovery import refill
@@ -152,7 +153,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 await self.evaluation.begin(step, self.generators, beside)
             metrics |= await self.evaluation.finished(step)
             await self.log(step, metrics, entries, advantages)
-            self.skips.stepped(step, trained=version > start_version)
+            self.skips.stepped(step, trained=version > start_version or self.rollout_only)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
                 await self.checkpoints.save(step, self.trainers, self.buffer)
         await self.checkpoints.finish()
@@ -296,6 +297,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         loss = build("loss", cfg.loss)
         aggregation = build("aggregation", cfg.aggregation)
         off_policy = build("off_policy", cfg.off_policy)
+        ptx = build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None  # a supervised loss beside it
         # EDIT ME: rewards [groups, group_size] -> advantages of the same shape.
         self.advantages = build("advantages", cfg.advantages)
         self.reward_shaping = RewardShaping(**shaping_settings(cfg))
@@ -303,7 +305,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.dynamic_sampling = DynamicSampling(limit) if cfg.dynamic_sampling.enabled else None
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
 
-        self.timeouts = cfg.timeouts
+        self.timeouts, self.rollout_only = cfg.timeouts, cfg.rollout_only
         self.groups_per_step, self.rollouts_in_flight = cfg.groups_per_step, cfg.rollouts_in_flight
         self.push_every_n_steps = cfg.push_every_n_steps
         self.pull_every_m_rollouts = cfg.pull_every_m_rollouts
@@ -312,7 +314,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.rollouts_logged = cfg.rollouts_logged_per_step
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         self.prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
-        self.ledger = Ledger(contract, cfg.num_steps, self.prompts)
+        self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, self.prompts)
         self.beginning = begin_run(cfg, self.ledger, self.prompts)
         attempt = self.beginning.attempt
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
@@ -334,7 +336,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         arguments = role_arguments(
             cfg,
             contract=contract,
-            objective={"loss": loss, "aggregation": aggregation, "off_policy": off_policy},
+            objective={"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
+            | {"ptx": ptx},
             num_references=num_references,
             stop_tokens=tokenizer.stop_tokens,
             longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
@@ -345,11 +348,12 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     def spawn_roles(self, cfg: DictConfig, arguments: RoleArguments, num_references: int) -> None:
         """Start a process per role, side by side; `run` waits until they are ready."""
         spawn = self.cluster.spawn
+        trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or what stands in for them
         self.server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
         self.buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
         self.buffer.recover = partial(refill, self.buffer, self.ledger, self.timeouts.weights_s)
         self.trainers = [
-            spawn(f"trainer_{rank}", TRAINER, restarts_alone=False, rank=rank, **arguments.trainer)
+            spawn(f"trainer_{rank}", trainer, restarts_alone=False, rank=rank, **arguments.trainer)
             for rank in range(cfg.num_trainers)
         ]
         self.references = [
@@ -357,7 +361,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             for number in range(num_references)
         ]
         generators = [
-            spawn(f"generator_{number}", GENERATOR, number=number, **arguments.generator)
+            spawn(f"generator_{number}", generator, number=number, **arguments.generator)
             for number in range(cfg.num_generators)
         ]
         self.generators = [GeneratorState(role, self.turns.lock()) for role in generators]

@@ -64,12 +64,12 @@ def gsm8k_dataset(
     if prompt_template.count("{question}") != 1:
         raise ValueError("dataset.prompt_template: must contain {question} exactly once")
     prompts: list[Prompt] = []
-    for number, row in enumerate(_rows(source, name, split), start=1):
+    for number, row in enumerate(rows(source, name, split), start=1):
         if num_rows is not None and number > num_rows:
             break
         where = f"dataset {source}, row {number}"
-        question = _text(row, "question", where)
-        _, marker, answer = _text(row, "answer", where).rpartition("####")
+        question = text_of(row, "question", where)
+        _, marker, answer = text_of(row, "answer", where).rpartition("####")
         answer = answer.strip().replace(",", "")
         if not marker or not answer:
             raise ValueError(f"{where}, field answer: does not end in `#### <answer>`")
@@ -93,7 +93,17 @@ def gsm8k_dataset(
     return PromptDataset(prompts)
 
 
-def _rows(source: str, name: str | None, split: str) -> Iterable[Any]:
+def rows(source: str, name: str | None, split: str) -> Iterable[Any]:
+    """Raw rows of a data set.
+
+    Args:
+        source: a .jsonl or .parquet file, or the name of a data set on the Hugging Face hub.
+        name: configuration of a hub data set.
+        split: of a hub data set.
+
+    Raises:
+        ValueError: naming file and row of what cannot be read.
+    """
     path = Path(source)
     if path.suffix == ".jsonl":
         return _json_lines(path)
@@ -129,7 +139,17 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
         raise ValueError(f"dataset {path}{after}: cannot be loaded: {error}") from error
 
 
-def _text(row: Any, field: str, where: str) -> str:
+def text_of(row: Any, field: str, where: str) -> str:
+    """A row's text in a field.
+
+    Args:
+        row: of a data set.
+        field: its name.
+        where: the row is, for the error.
+
+    Raises:
+        ValueError: if there is no text to be tokenized.
+    """
     if not isinstance(row, dict) or field not in row:
         raise ValueError(f"{where}: has no field {field}")
     value = row[field]

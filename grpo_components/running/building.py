@@ -20,6 +20,7 @@ from grpo_components.exchange.weights import (
     hf_converter,
 )
 from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.running.partial_runs import RecordedPrompts
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +59,8 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
+    if cfg.train_from:
+        data["dataset"] = RecordedPrompts(cfg.train_from)
     response = cfg.generator.max_response_tokens
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     limits = {

@@ -36,6 +36,7 @@ class Checkpoints:
         cfg: of the run, kept with each of them.
         ledger: of the run.
         prompts: that the ledger draws from.
+        writes: whether there are any.
         keep_last_n: checkpoints that stay; None keeps all.
         keep_best: metric of the evaluations by which one more stays, as `best`; None is none.
         failure: whether a checkpoint that cannot be written ends the run or is only told.
@@ -52,6 +53,7 @@ class Checkpoints:
         ledger: Ledger,
         prompts: Stateful,
         *,
+        writes: bool,
         keep_last_n: int | None,
         keep_best: str | None,
         failure: Literal["error", "warn"],
@@ -63,7 +65,7 @@ class Checkpoints:
         self._folder, self._cfg, self._ledger, self._prompts = folder, cfg, ledger, prompts
         self._keep_last_n, self._failure, self._timeout_s = keep_last_n, failure, timeout_s
         self._in_background, self._saved, self._note = in_background, saved, note
-        self._keep_best = keep_best
+        self._writes, self._keep_best = writes, keep_best
         self._versions: dict[int, int] = {}
         """Policy version of the last checkpoint, by step."""
         self._evaluations: dict[int, Mapping[str, float]] = {}
@@ -98,6 +100,8 @@ class Checkpoints:
             OSError: if it cannot be written, with `failure: error`.
         """
         await self.finish()
+        if not self._writes:
+            return
         await _all(trainers, "hold_state", self._in_background, timeout_s=self._timeout_s)
         self._writing = asyncio.create_task(
             self._write(step, self._held, self._buffered, trainers, buffer)
@@ -234,6 +238,7 @@ def build_checkpoints(
         cfg,
         ledger,
         prompts,
+        writes=not cfg.rollout_only,
         keep_last_n=cfg.keep_last_n,
         keep_best=cfg.keep_best,
         failure=cfg.checkpoint_failure,

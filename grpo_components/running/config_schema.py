@@ -68,6 +68,7 @@ TIMEOUTS |= {
 }
 REWARD_KEYS = {"weight": Rule(float, default=1.0), "is_success": Rule(bool, default=False)}
 LR_SCHEDULER: Schema = {"_component_": PATH, "num_warmup_steps": Rule(int, low=0)}  # may be null
+PTX: Schema = {"_component_": PATH, "coeff": Rule(float, low=0)}  # may be null
 # Sampler settings by vLLM's names, each with the value that leaves the distribution as it is.
 TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 TRUNCATION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
@@ -156,10 +157,14 @@ SCHEMA: Schema = {
         "active_steps": Rule(int, low=1, null=True),
         "num_cycles": Rule(int, low=0, null=True),
     },
+    "ptx": PTX,
     "eval": {
         "samples_per_prompt": Rule(int, low=1, default=1),
         "temperature": Rule(float, low=0, null=True, default=None),  # null: generator.temperature
     },
+    "eval_only": Rule(bool, or_path=True, default=False),
+    "rollout_only": Rule(bool, default=False),
+    "train_from": Rule(str, null=True, default=None),  # trajectories.jsonl of a rollout_only run
     "max_restarts": Rule(int, low=0, default=8),  # of all roles together, within restart_window_s
     "restart_window_s": Rule(float, above=0, default=3600.0),
     "min_generators": Rule(int, low=1, null=True, default=None),  # null: all of them
@@ -204,7 +209,7 @@ def read_section(schema: Schema, given: Any, key: str) -> Any:
     is_node, prefix = "_component_" in schema, f"{key}." if key else ""
     if isinstance(given, dict) and given.get("_component_", "") is None:
         given = None  # what `lr_scheduler=null` on the command line comes to
-    if given is None and schema is LR_SCHEDULER:
+    if given is None and schema in (LR_SCHEDULER, PTX):
         return None
     if "*" in schema:
         if not isinstance(given, dict) or not given:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.running.evaluation_metrics import evaluation_metrics
+from grpo_components.running.partial_runs import evaluated_version
 from grpo_components.running.role import Role
 from grpo_components.running.supervision import RoleLostError
 
@@ -34,6 +35,7 @@ class Evaluation:
         held_out: rows of the evaluation data set; without any there are no evaluations.
         every_n_steps: between two of them; one more comes after the last step.
         num_steps: of the run.
+        first_version: policy version of the weights that generators start with.
         samples: responses to each row.
         batch: responses that one generator samples at a time.
         temperature: by training step; 0 is greedy.
@@ -49,6 +51,7 @@ class Evaluation:
         *,
         every_n_steps: int,
         num_steps: int,
+        first_version: int,
         samples: int,
         batch: int,
         temperature: Schedule,
@@ -59,6 +62,7 @@ class Evaluation:
     ) -> None:
         self._held_out, self._samples, self._batch = held_out, samples, batch
         self._every_n_steps, self._num_steps = every_n_steps, num_steps
+        self._first_version = first_version
         self._temperature, self._timeout_s = temperature, timeout_s
         self._pull, self._scored, self._told = pull, scored, told
         self._running: asyncio.Task[None] | None = None
@@ -110,6 +114,7 @@ class Evaluation:
             while results is None:
                 results = await self._try(step, generators, pinned)
         self._metrics = evaluation_metrics(self._scored(step, results))
+        self._metrics["eval/policy_version"] += self._first_version
         for tell in self._told:
             tell(step, self._metrics)
 
@@ -171,9 +176,10 @@ def build_evaluation(
     """
     own = cfg.eval.temperature
     return Evaluation(
-        held_out,
+        () if cfg.rollout_only or cfg.train_from else held_out,
         every_n_steps=cfg.eval_every_n_steps,
         num_steps=cfg.num_steps,
+        first_version=evaluated_version(cfg),
         samples=cfg.eval.samples_per_prompt,
         batch=cfg.group_size * cfg.rollouts_in_flight,
         temperature=temperature if own is None else as_schedule("eval.temperature", own),

@@ -75,8 +75,8 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
         n = min(alone / between, num_responses) if between else float(num_responses)
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
-    # Where the mean is 0 or 1 one end is, too, but for rounding.
-    return min(mean, center - half), max(mean, center + half)
+    # Where the mean is 0 or 1, one end is, too, but for rounding.
+    return min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half))
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -34,6 +34,7 @@ from grpo_components.running.config_schema import (
     shown,
 )
 from grpo_components.running.evaluation_metrics import check_keep_best
+from grpo_components.running.partial_runs import check_partial_run
 from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import check_resume
 from grpo_components.running.training_checks import check_heads, check_training
@@ -44,6 +45,7 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "eval_dataset": (1, ()),
     "environment": (0, ("num_slots", "decode", "score")),
     "optimizer": (1, ()),
+    "ptx": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
@@ -85,6 +87,7 @@ def check(cfg: DictConfig) -> DictConfig:
     _check_output_dir(values)
     check_resume(values, needs_reference)
     check_replay(values)
+    check_partial_run(values)
     _check_components(values)
     return OmegaConf.create(values)
 

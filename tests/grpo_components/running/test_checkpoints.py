@@ -201,6 +201,7 @@ class Run:
             self.ledger,
             self.ledger,
             **{
+                "writes": True,
                 "keep_last_n": None,
                 "keep_best": None,
                 "failure": "error",

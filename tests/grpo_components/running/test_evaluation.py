@@ -51,7 +51,7 @@ class Run:
         self.generators, self.published, self.told = generators, 7, []
         self.evaluation = Evaluation(
             range(rows),
-            **{"every_n_steps": 5, "num_steps": 50, **schedule},
+            **{"every_n_steps": 5, "num_steps": 50, "first_version": 0, **schedule},
             samples=samples,
             batch=4,
             temperature=as_schedule("eval.temperature", temperature),
