@@ -37,6 +37,7 @@ from grpo_components.running.cluster import build_cluster
 from grpo_components.running.evaluation import build_evaluation
 from grpo_components.running.event_log import open_turns
 from grpo_components.running.failed_samples import build_failed_samples
+from grpo_components.running.partial_runs import roles_of
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.receipts import build_receipts
 from grpo_components.running.recovery import refill
@@ -91,7 +92,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.restore()
         self.run_log.phase("evaluating the policy")
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(self.training_loop())
+            loops.create_task(self.training_loop(loops))
             for generator in self.generators:
                 for _ in range(self.rollouts_in_flight):
                     loops.create_task(self.rollout_loop(generator))
@@ -111,11 +112,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 learned = await role.result(summary, "generate_group", timeouts.rollout_s, turn)
             except RoleLostError:  # another generator takes the group
                 return await self.ledger.given_back(entry)
+            await self.ledger.generated(entry.group_id, learned.response_tokens)
             if scorer := self.reward_model:
                 scored = scorer.submit("add_scores", group, entry.text, num_returns=3)
                 group, summary, entry.text = scored
                 learned = await scorer.result(summary, "add_scores", timeouts.rollout_s)
-            await self.ledger.generated(entry.group_id, learned.response_tokens)
             if self.failures.in_group(entry, learned):  # all of its samples failed
                 await self.ledger.dropped([entry.group_id], "failed")
                 continue
@@ -132,9 +133,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.buffer.call("add", *entry.parts, timeout_s=timeouts.batch_s + GRACE_S)
             await self.ledger.buffered(entry.group_id)
 
-    async def training_loop(self) -> None:
+    async def training_loop(self, beside: asyncio.TaskGroup) -> None:
         """Take a batch, compute advantages, train on every rank, push; evaluate, log, save."""
-        await self.evaluate(self.ledger.steps_done)
+        await self.evaluation.begin(self.ledger.steps_done, self.generators, beside)
+        await self.evaluation.finished()
         while not self.ledger.finished:
             started = time.perf_counter()
             batch, taken, entries, metrics = await self.take_batch()
@@ -144,7 +146,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             token_versions = trained.pop("token_versions")
             metrics |= rollout_metrics(taken.groups, start_version, token_versions) | trained
             step, version = done + 1, trained["policy_version"]
-            evaluating = step % self.eval_every_n_steps == 0 or step == self.num_steps
+            evaluating = self.evaluation.due(step)
             push_due = 1 if evaluating else self.push_every_n_steps
             if version - self.ledger.published_version >= push_due:
                 metrics["time/push"] = await self.push()
@@ -154,9 +156,10 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             self.checkpoints.hold()
             metrics["time/step"] = time.perf_counter() - started
             if evaluating:
-                metrics |= await self.evaluate(step)
+                await self.evaluation.begin(step, self.generators, beside)
+            metrics |= await self.evaluation.finished(step)
             await self.log(step, metrics, entries, advantages)
-            self.skips.stepped(step, trained=version > start_version)
+            self.skips.stepped(step, trained=version > start_version or self.rollout_only)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
                 await self.checkpoints.save(step, self.trainers, self.buffer)
         await self.checkpoints.finish()
@@ -266,12 +269,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         kl = np.array([entry.reference_kl for entry in entries]) if self.references else None
         return self.reward_shaping(rewards, lengths, kl, self.ledger.steps_done)
 
-    async def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out success of the published weights, through the generators; rollouts go on."""
-        metrics = await self.evaluation(step, self.generators)
-        self.run_log.evaluation(step, metrics)
-        return metrics
-
     async def log(
         self, step: int, metrics: dict, entries: list[LedgerEntry], advantages: Any
     ) -> None:
@@ -284,9 +281,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     async def on_trainers(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every trainer rank at once (they meet in collectives)."""
         timeout_s = self.timeouts.train_step_s
-        return await asyncio.gather(
-            *(trainer.call(method, *args, timeout_s=timeout_s) for trainer in self.trainers)
-        )
+        calls = (trainer.call(method, *args, timeout_s=timeout_s) for trainer in self.trainers)
+        return await asyncio.gather(*calls)
 
     def setup(self, cfg: DictConfig) -> None:
         """Check the config, build what lives in this process, and start a process per role.
@@ -306,6 +302,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         loss = build("loss", cfg.loss)
         aggregation = build("aggregation", cfg.aggregation)
         off_policy = build("off_policy", cfg.off_policy)
+        ptx = build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None  # a supervised loss beside it
         # EDIT ME: rewards [groups, group_size] -> advantages of the same shape.
         self.advantages = build("advantages", cfg.advantages)
         self.reward_shaping = RewardShaping(**shaping_settings(cfg))
@@ -313,28 +310,28 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.dynamic_sampling = DynamicSampling(limit) if cfg.dynamic_sampling.enabled else None
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
 
-        self.timeouts = cfg.timeouts
-        self.num_steps, self.groups_per_step = cfg.num_steps, cfg.groups_per_step
-        self.group_size, self.rollouts_in_flight = cfg.group_size, cfg.rollouts_in_flight
+        self.timeouts, self.rollout_only = cfg.timeouts, cfg.rollout_only
+        self.groups_per_step, self.rollouts_in_flight = cfg.groups_per_step, cfg.rollouts_in_flight
         self.push_every_n_steps = cfg.push_every_n_steps
         self.pull_every_m_rollouts = cfg.pull_every_m_rollouts
         self.wait_for_stale_groups = cfg.stale_groups == "wait"
         self.save_every_n_steps = cfg.save_every_n_steps
-        self.eval_every_n_steps = cfg.eval_every_n_steps
         self.rollouts_logged = cfg.rollouts_logged_per_step
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         self.prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
-        self.ledger = Ledger(contract, cfg.num_steps, self.prompts)
+        self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, self.prompts)
         self.beginning = begin_run(cfg, self.ledger, self.prompts)
         attempt = self.beginning.attempt
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
         self.run_log = build_run_log(cfg, attempt, self.beginning.note, dataset, held_out)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
-        self.evaluation = build_evaluation(
-            cfg, held_out, self.temperature, self.pull, self.failures.in_evaluation, self.turns
-        )
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
+        scored, turns = self.failures.in_evaluation, self.turns
+        told = (self.run_log.evaluation, self.checkpoints.evaluated)
+        self.evaluation = build_evaluation(
+            cfg, held_out, self.temperature, self.pull, scored, turns, told
+        )
         self.receipts = build_receipts(cfg, self.ledger, attempt)
         self.run_log.phase("starting Ray and the roles")
         self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)
@@ -342,10 +339,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         compared = (loss, self.reward_shaping)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
         num_references = cfg.num_references if needs_reference else 0
+        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
         arguments = role_arguments(
             cfg,
             contract=contract,
-            objective={"loss": loss, "aggregation": aggregation, "off_policy": off_policy},
+            objective=objective | {"ptx": ptx},
             num_references=num_references,
             stop_tokens=tokenizer.stop_tokens,
             longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
@@ -356,21 +354,21 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     def spawn_roles(self, cfg: DictConfig, arguments: RoleArguments, num_references: int) -> None:
         """Start a process per role, side by side; `run` waits until they are ready."""
         spawn = self.cluster.spawn
+        trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or what stands in for them
         self.server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
         self.buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
         self.buffer.recover = partial(refill, self.buffer, self.ledger, self.timeouts.weights_s)
         self.trainers = [
-            spawn(f"trainer_{rank}", TRAINER, restarts_alone=False, rank=rank, **arguments.trainer)
+            spawn(f"trainer_{rank}", trainer, restarts_alone=False, rank=rank, **arguments.trainer)
             for rank in range(cfg.num_trainers)
         ]
         self.references = [
-            spawn(f"reference_{number}", REFERENCE, **arguments.reference)
-            for number in range(num_references)
+            spawn(f"reference_{n}", REFERENCE, **arguments.reference) for n in range(num_references)
         ]
         path, scoring = cfg.reward_model.path, arguments.reward_model
         self.reward_model = spawn("reward_model", REWARD_MODEL, **scoring) if path else None
         generators = [
-            spawn(f"generator_{number}", GENERATOR, number=number, **arguments.generator)
+            spawn(f"generator_{number}", generator, number=number, **arguments.generator)
             for number in range(cfg.num_generators)
         ]
         self.generators = [GeneratorState(role, self.turns.lock()) for role in generators]
@@ -389,12 +387,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    """Entry point for the recipe.
-
-    Configurable parameters are read in the following order:
-        - Parameters specified in config (see available configs through ``tune ls``)
-        - Overwritten by arguments from the command line
-    """
+    """Run it with a config (`tune ls` has some), whose keys the command line overrides."""
     recipe = AsyncGRPOFullFinetuneRecipeDistributed()
     try:
         recipe.setup(cfg)

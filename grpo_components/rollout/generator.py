@@ -191,29 +191,38 @@ class Generator:
         }
         return pack(group), summarize(group), text
 
-    async def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> list[dict[str, Any]]:
-        """Sample and score one response to each prompt, with seeds that never change.
+    async def evaluate(
+        self, prompts: Sequence[Prompt], temperature: float, samples: int = 1
+    ) -> list[dict[str, Any]]:
+        """Sample and score responses to each prompt, with seeds that never change.
 
         Args:
             prompts: rows of the evaluation data set.
-            temperature: of sampling.
+            temperature: of sampling; 0 is greedy.
+            samples: responses to each prompt.
 
         Returns:
-            For each prompt: reward, success, oldest and newest version, error.
+            For each response, those to one prompt side by side: prompt_index, prompt_text, reward,
+            success, oldest and newest version, error.
         """
-        prompts = [
-            {**prompt, "seed": sampling_seed(self._seed, 3, prompt["prompt_index"])}
+        # The same world for all samples of a prompt.
+        asked = [
+            ({**prompt, "seed": sampling_seed(self._seed, 3, prompt["prompt_index"])}, sample)
             for prompt in prompts
+            for sample in range(samples)
         ]
-        chunks = [
-            prompts[i : i + self._group_size] for i in range(0, len(prompts), self._group_size)
-        ]
+        chunks = [asked[i : i + self._group_size] for i in range(0, len(asked), self._group_size)]
+
+        def name(prompt: Prompt, sample: int) -> str:  # the first as in runs with one sample
+            which = f" sample {sample}" if sample else ""
+            return f"evaluation of prompt {prompt['prompt_index']}{which}"
+
         rollouts = await asyncio.gather(
             *(
                 self._collect(
-                    chunk,
-                    [f"evaluation of prompt {p['prompt_index']}" for p in chunk],
-                    [sampling_seed(self._seed, 1, p["prompt_index"]) for p in chunk],
+                    [prompt for prompt, _ in chunk],
+                    [name(prompt, i) for prompt, i in chunk],
+                    [sampling_seed(self._seed, 1, p["prompt_index"], i) for p, i in chunk],
                     temperature,
                 )
                 for chunk in chunks
@@ -221,7 +230,7 @@ class Generator:
         )
         results = []
         slots = (slot for slots in rollouts for slot in slots)
-        for prompt, slot in zip(prompts, slots, strict=True):
+        for (prompt, _), slot in zip(asked, slots, strict=True):
             assert slot.score is not None
             versions = slot.versions[slot.response_mask].tolist()
             results.append(

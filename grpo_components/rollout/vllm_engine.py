@@ -127,7 +127,7 @@ class VLLMEngine:
         Args:
             prompt_ids: [P] tokens.
             max_tokens: longest response, in tokens.
-            temperature: above 0.
+            temperature: above 0, or 0 for the likeliest token.
             seed: of this request's own sampler.
             stop_token_ids: a response ends with the first of these.
             truncation: what else bends the distribution, by vLLM's names (top_p, ...).

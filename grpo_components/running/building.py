@@ -24,6 +24,7 @@ from grpo_components.exchange.weights import (
 )
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.rollout.prompt_mix import PromptMix
+from grpo_components.running.partial_runs import RecordedPrompts
 
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
@@ -65,6 +66,8 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
+    if cfg.train_from:
+        data["dataset"] = RecordedPrompts(cfg.train_from)
     response = cfg.generator.max_response_tokens
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     limits = {

@@ -1,12 +1,18 @@
-"""The folder of checkpoints: each is whole or not there, `latest` points at a whole one."""
+"""The folder of checkpoints: each is whole or not there; `latest` and `best` point at one each."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 LATEST = "latest"
+BEST = "best"
+_EVALUATION = "evaluation.json"
+"""In a checkpoint: what an evaluation of it has measured."""
 
 
 def begin(checkpoints: Path, step: int) -> Path:
@@ -42,7 +48,7 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     Args:
         unfinished: what `begin` returned.
         step: training steps done.
-        keep_last_n: checkpoints that stay; None keeps all.
+        keep_last_n: checkpoints that stay beside the best; None keeps all.
 
     Returns:
         The checkpoint, `step_<step>`.
@@ -59,7 +65,8 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     point_latest(target)
     if keep_last_n is not None:
         # Those of later steps belong to an attempt that was given up.
-        others = [folder for folder in checkpoints.glob("step_*") if folder != target]
+        kept = (target, _target(checkpoints, BEST))
+        others = [folder for folder in checkpoints.glob("step_*") if folder not in kept]
         others.sort(key=lambda folder: (_step(folder) < step, _step(folder)), reverse=True)
         for folder in others[keep_last_n - 1 :]:
             discard(folder)
@@ -68,17 +75,52 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
 
 def latest(checkpoints: Path) -> Path | None:
     """The checkpoint that `latest` points at; None where there is none."""
-    link = checkpoints / LATEST
-    return checkpoints / os.readlink(link) if link.is_symlink() else None
+    return _target(checkpoints, LATEST)
 
 
 def point_latest(checkpoint: Path) -> None:
     """Make a whole checkpoint the one that a run resumes from."""
-    link = checkpoint.parent / f".{LATEST}.unfinished"
-    link.unlink(missing_ok=True)
-    link.symlink_to(checkpoint.name)
-    link.replace(checkpoint.parent / LATEST)
-    _sync(checkpoint.parent)
+    _point(checkpoint, LATEST)
+
+
+def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
+    """Keep what an evaluation of a checkpoint has measured, in its `evaluation.json`.
+
+    Args:
+        checkpoint: a whole one.
+        metrics: of the evaluation.
+    """
+    unfinished = checkpoint / f".{_EVALUATION}.unfinished"
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    unfinished.write_text(json.dumps(finite, indent=1), encoding="utf-8")
+    _sync(unfinished)
+    unfinished.replace(checkpoint / _EVALUATION)
+    _sync(checkpoint)
+
+
+def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
+    """Point `best` at the checkpoint that was rated highest; of equal ones at the first.
+
+    Args:
+        checkpoints: folder of all checkpoints of the run.
+        metric: of the evaluations, that counts.
+        last_step: checkpoints of later steps belong to an attempt that was given up.
+
+    Returns:
+        The best checkpoint; None where none was rated.
+    """
+    ratings = {}
+    for path in checkpoints.glob(f"step_*/{_EVALUATION}"):
+        value = json.loads(path.read_text(encoding="utf-8")).get(metric)
+        if value is not None and _step(path.parent) <= last_step:
+            ratings[path.parent] = value
+    if not ratings:
+        (checkpoints / BEST).unlink(missing_ok=True)
+        return None
+    best = max(ratings, key=lambda folder: (ratings[folder], -_step(folder)))
+    if best != _target(checkpoints, BEST):
+        _point(best, BEST)
+    return best
 
 
 def discard(path: Path) -> None:
@@ -91,6 +133,19 @@ def discard(path: Path) -> None:
             hidden = path.with_name(f".{path.name}.discarded")
             path.rename(hidden)
         shutil.rmtree(hidden)
+
+
+def _target(checkpoints: Path, name: str) -> Path | None:
+    link = checkpoints / name
+    return checkpoints / os.readlink(link) if link.is_symlink() else None
+
+
+def _point(checkpoint: Path, name: str) -> None:
+    link = checkpoint.parent / f".{name}.unfinished"
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint.name)
+    link.replace(checkpoint.parent / name)
+    _sync(checkpoint.parent)
 
 
 def _step(folder: Path) -> int:

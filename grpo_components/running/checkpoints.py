@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.state_files import write_state
-from grpo_components.running.checkpoint_folder import begin, clean, latest, publish
+from grpo_components.running.checkpoint_folder import (
+    begin,
+    choose_best,
+    clean,
+    latest,
+    publish,
+    rate,
+)
 from grpo_components.running.cluster import Role
 from grpo_components.running.resume import Stateful
 from grpo_components.running.run_log import RunLog
@@ -29,7 +36,9 @@ class Checkpoints:
         cfg: of the run, kept with each of them.
         ledger: of the run.
         prompts: that the ledger draws from.
+        writes: whether there are any.
         keep_last_n: checkpoints that stay; None keeps all.
+        keep_best: metric of the evaluations by which one more stays, as `best`; None is none.
         failure: whether a checkpoint that cannot be written ends the run or is only told.
         in_background: write beside the next steps, from a copy.
         timeout_s: longest wait for a role.
@@ -44,7 +53,9 @@ class Checkpoints:
         ledger: Ledger,
         prompts: Stateful,
         *,
+        writes: bool,
         keep_last_n: int | None,
+        keep_best: str | None,
         failure: Literal["error", "warn"],
         in_background: bool,
         timeout_s: float,
@@ -54,6 +65,11 @@ class Checkpoints:
         self._folder, self._cfg, self._ledger, self._prompts = folder, cfg, ledger, prompts
         self._keep_last_n, self._failure, self._timeout_s = keep_last_n, failure, timeout_s
         self._in_background, self._saved, self._note = in_background, saved, note
+        self._writes, self._keep_best = writes, keep_best
+        self._versions: dict[int, int] = {}
+        """Policy version of the last checkpoint, by step."""
+        self._evaluations: dict[int, Mapping[str, float]] = {}
+        """The last one, by step."""
         self._held: dict[str, Any] = {}
         self._buffered: list[Any] = []
         self._writing: asyncio.Task[None] | None = None
@@ -84,6 +100,8 @@ class Checkpoints:
             OSError: if it cannot be written, with `failure: error`.
         """
         await self.finish()
+        if not self._writes:
+            return
         await _all(trainers, "hold_state", self._in_background, timeout_s=self._timeout_s)
         self._writing = asyncio.create_task(
             self._write(step, self._held, self._buffered, trainers, buffer)
@@ -92,6 +110,16 @@ class Checkpoints:
         self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not self._in_background:
             await self.finish()
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rate the checkpoint of a step, once there is one, by what an evaluation has measured.
+
+        Args:
+            step: training steps done, when the evaluation began.
+            metrics: of the evaluation, with the version that it saw.
+        """
+        self._evaluations = {step: metrics}
+        self._rate(step)
 
     async def finish(self) -> None:
         """Wait until the last checkpoint is written.
@@ -117,6 +145,9 @@ class Checkpoints:
             trainers: all ranks.
             buffer: the replay buffer; what it holds is forgotten.
         """
+        if self._keep_best and checkpoint.parent == self._folder.resolve():
+            choose_best(self._folder, self._keep_best, self._ledger.steps_done)
+            self._versions = {self._ledger.steps_done: self._ledger.policy_version}
         await _all(trainers, "load_state", str(checkpoint), timeout_s=self._timeout_s)
         buffered = self._ledger.in_state("buffered")
         group_ids = [entry.group_id for entry in buffered]
@@ -158,6 +189,32 @@ class Checkpoints:
             self._note(problem)
         else:
             self._saved(step, str(checkpoint))
+            self._versions = {step: state["ledger"]["policy_version"]}
+            self._rate(step)
+
+    def _rate(self, step: int) -> None:
+        """Compare a checkpoint with the best, where it is whole and an evaluation saw its weights.
+
+        A generator that was restarted during an evaluation brings newer weights into it.
+        """
+        metrics = self._evaluations.get(step)
+        if not self._keep_best or metrics is None:
+            return
+        if metrics["eval/policy_version"] != self._versions.get(step):
+            return
+        checkpoint = self._folder / f"step_{step}"
+        try:
+            rate(checkpoint, metrics)
+            best = choose_best(self._folder, self._keep_best, step)
+        except OSError as error:
+            problem = f"the evaluation of {checkpoint} could not be kept with it: {error}"
+            if self._failure == "error":
+                raise OSError(problem) from error
+            self._note(problem)
+        else:
+            if best == checkpoint:
+                value = metrics[self._keep_best]
+                self._note(f"step {step}: best checkpoint, {self._keep_best} {value:.3f}")
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
         write_state(folder / "state", "driver", state)
@@ -181,7 +238,9 @@ def build_checkpoints(
         cfg,
         ledger,
         prompts,
+        writes=not cfg.rollout_only,
         keep_last_n=cfg.keep_last_n,
+        keep_best=cfg.keep_best,
         failure=cfg.checkpoint_failure,
         in_background=cfg.async_checkpoint,
         timeout_s=cfg.timeouts.train_step_s,

@@ -68,6 +68,7 @@ TIMEOUTS |= {
 }
 REWARD_KEYS = {"weight": Rule(float, default=1.0), "is_success": Rule(bool, default=False)}
 LR_SCHEDULER: Schema = {"_component_": PATH, "num_warmup_steps": Rule(int, low=0)}  # may be null
+PTX: Schema = {"_component_": PATH, "coeff": Rule(float, low=0)}  # may be null
 # Sampler settings by vLLM's names, each with the value that leaves the distribution as it is.
 TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 TRUNCATION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
@@ -163,6 +164,14 @@ SCHEMA: Schema = {
         "active_steps": Rule(int, low=1, null=True),
         "num_cycles": Rule(int, low=0, null=True),
     },
+    "ptx": PTX,
+    "eval": {
+        "samples_per_prompt": Rule(int, low=1, default=1),
+        "temperature": Rule(float, low=0, null=True, default=None),  # null: generator.temperature
+    },
+    "eval_only": Rule(bool, or_path=True, default=False),
+    "rollout_only": Rule(bool, default=False),
+    "train_from": Rule(str, null=True, default=None),  # trajectories.jsonl of a rollout_only run
     "max_restarts": Rule(int, low=0, default=8),  # of all roles together, within restart_window_s
     "restart_window_s": Rule(float, above=0, default=3600.0),
     "min_generators": Rule(int, low=1, null=True, default=None),  # null: all of them
@@ -172,6 +181,7 @@ SCHEMA: Schema = {
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),
+    "keep_best": Rule(str, null=True, default=None),  # eval/success_rate, eval/pass_at_4, ...
     "async_checkpoint": Rule(bool, default=False),
     "checkpoint_failure": Rule(str, choices=("error", "warn"), default="error"),
     "reward_workers": Rule(int, low=1, default=1),
@@ -207,7 +217,7 @@ def read_section(schema: Schema, given: Any, key: str) -> Any:
     is_node, prefix = "_component_" in schema, f"{key}." if key else ""
     if isinstance(given, dict) and given.get("_component_", "") is None:
         given = None  # what `lr_scheduler=null` on the command line comes to
-    if given is None and schema is LR_SCHEDULER:
+    if given is None and schema in (LR_SCHEDULER, PTX):
         return None
     if "*" in schema:
         if not isinstance(given, dict) or not given:
@@ -281,7 +291,7 @@ def nearest(name: str, keys: Mapping[str, Any] | list[str], prefix: str) -> str:
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
         return f"did you mean {prefix}{near[0]}?"
     sections = {key: rule for key, rule in SCHEMA.items() if isinstance(rule, Mapping)}
-    anywhere = {leaf: f"{key}.{leaf}" for key, rule in sections.items() for leaf in rule}
+    anywhere = {leaf: f"{key}.{leaf}" for key, rule in [*sections.items()][::-1] for leaf in rule}
     anywhere |= {key: key for key in SCHEMA}
     if near := get_close_matches(name, anywhere, n=1, cutoff=0.8):
         return f"did you mean {anywhere[near[0]]}?"

@@ -39,6 +39,8 @@ from grpo_components.running.config_schema import (
     read_section,
     shown,
 )
+from grpo_components.running.evaluation_metrics import check_keep_best
+from grpo_components.running.partial_runs import check_partial_run
 from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import check_resume
 from grpo_components.running.training_checks import check_heads, check_training
@@ -49,6 +51,7 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "eval_dataset": (1, ()),
     "environment": (0, ("num_slots", "decode", "encode", "score", "max_response_tokens")),
     "optimizer": (1, ()),
+    "ptx": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
 REWARD_CALL = dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"))
@@ -89,6 +92,7 @@ def check(cfg: DictConfig) -> DictConfig:
     _check_output_dir(values)
     check_resume(values, needs_reference)
     check_replay(values)
+    check_partial_run(values)
     _check_components(values)
     return OmegaConf.create(values)
 
@@ -137,6 +141,7 @@ def _check_values_together(v: dict[str, Any]) -> None:
         problem = "true given with device: cpu, where flex attention has no backward"
         fail("packing", problem, "false, or device: cuda")
     check_training(v)
+    check_keep_best(v)
     memory = psutil.virtual_memory().total
     if (v["object_store_memory"] or 0) > memory:
         problem = f"{v['object_store_memory']} given, more than the memory of this machine"

@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 
 from grpo_components.exchange.turns import Event
 from grpo_components.rollout.schedule import schedule_file
-from grpo_components.running.config_schema import fail, shown
+from grpo_components.running.config_schema import SCHEMA, fail, read_section, shown
 
 FREE = (
     *("output_dir", "log_level", "replay_events", "gpus_per_generator", "gpus_per_trainer"),
-    *("gpus_per_reference", "gpus_per_reward_model"),
-    *("save_every_n_steps", "metric_logger", "log_every_n_steps"),
-    *("log_peak_memory_stats", "profiler", "keep_last_n", "async_checkpoint"),
+    *("gpus_per_reference", "gpus_per_reward_model", "save_every_n_steps", "metric_logger"),
+    *("log_every_n_steps", "log_peak_memory_stats", "profiler", "keep_last_n", "keep_best"),
+    "async_checkpoint",
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     "log_token_logprobs",
 )
@@ -134,7 +134,9 @@ def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
     for key in given:
         if key not in FREE:
-            _compare(key, _elsewhere(saved.get(key), moved), given[key])
+            # A key that is younger than the run has the default there: it is what the run did.
+            before = saved if key in saved else read_section({key: SCHEMA[key]}, {}, "")
+            _compare(key, _elsewhere(before[key], moved), given[key])
 
 
 def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:

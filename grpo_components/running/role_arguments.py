@@ -16,6 +16,7 @@ from grpo_components.rollout.reward_pool import reward_specs
 from grpo_components.running.building import build_environment, has_slots_apart, split_learning_rate
 from grpo_components.running.cluster import engine_environment
 from grpo_components.running.config_schema import TRUNCATION
+from grpo_components.running.partial_runs import stand_in_arguments
 from grpo_components.running.replay import available_cpus, run_folder, stall_limit_s
 from grpo_components.training.meshes import Sharding
 from grpo_components.training.skipped_steps import skipped_folder
@@ -152,6 +153,7 @@ def role_arguments(
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib),
     }
+    trainer, generator = stand_in_arguments(cfg, trainer, generator)
     return RoleArguments(replay_buffer, trainer, reference, reward_model, generator)
 
 

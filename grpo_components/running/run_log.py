@@ -135,36 +135,25 @@ class RunLog:
             dropped_groups: how many were never trained, by reason.
             replay: what a replay has shown; empty for a new run.
         """
-        first, last = self._steps[:_SHOWN_STEPS], self._steps[-_SHOWN_STEPS:]
-
-        def average(steps: Sequence[Mapping[str, float]], key: str) -> float:
-            return mean([step[key] for step in steps])
-
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
-        generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
+        rows = []
+        if self._steps:
+            rows.append(("reward", self._change_of_reward()))
+        if self._evaluations:
+            rows.append(("held-out success", self._change_of_success()))
+        if self._steps:
+            mean_staleness = mean([step["staleness/mean"] for step in self._steps])
+            most = max(step["staleness/max"] for step in self._steps)
+            staleness = f"{mean_staleness:.2f} policy versions in the mean, {most:.0f} at most"
+            generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
+            tokens = f"{generated:,.0f} generated, {trained:,.0f} trained"
+            rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
+            rows += [("replay", replay)] if replay else []
+            rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
         self._progress.summary(
             [
-                (
-                    "reward",
-                    f"{average(first, 'rollout/reward_mean'):.2f} at the start, "
-                    f"{average(last, 'rollout/reward_mean'):.2f} at the end "
-                    f"(means of {len(first)} steps)",
-                ),
-                (
-                    "held-out success",
-                    f"{self._evaluations[0]['eval/success_rate']:.3f} before, "
-                    f"{self._evaluations[-1]['eval/success_rate']:.3f} after",
-                ),
-                (
-                    "staleness",
-                    f"{average(self._steps, 'staleness/mean'):.2f} policy versions in the mean, "
-                    f"{max(step['staleness/max'] for step in self._steps):.0f} at most",
-                ),
-                ("groups dropped", dropped or "none"),
-                *([("replay", replay)] if replay else []),
-                ("tokens per second", f"{generated:,.0f} generated, {trained:,.0f} trained"),
-                ("checkpoint", self._checkpoint),
+                *rows,
                 ("metrics", str(self._output_dir / "logs" / "metrics.jsonl")),
                 ("sample rollouts", str(self._output_dir / "logs" / "rollouts.jsonl")),
                 (
@@ -174,6 +163,19 @@ class RunLog:
                 ),
             ]
         )
+
+    def _change_of_reward(self) -> str:
+        first, last = self._steps[:_SHOWN_STEPS], self._steps[-_SHOWN_STEPS:]
+        start, end = (mean([step["rollout/reward_mean"] for step in s]) for s in (first, last))
+        return f"{start:.2f} at the start, {end:.2f} at the end (means of {len(first)} steps)"
+
+    def _change_of_success(self) -> str:
+        first, last = self._evaluations[0], self._evaluations[-1]
+        before, after = (each["eval/success_rate"] for each in (first, last))
+        if not self._steps:  # an evaluation alone
+            low, high = (first[f"eval/success_rate_{end}"] for end in ("low", "high"))
+            return f"{before:.3f}, between {low:.3f} and {high:.3f} with 95 % confidence"
+        return f"{before:.3f} before, {after:.3f} after"
 
     def close(self) -> None:
         """End the display, close the files and the logger, and write the report."""

@@ -1,10 +1,9 @@
-"""The numbers of one step or evaluation, under the keys that every logger gets."""
+"""The numbers of one step, under the keys that every logger gets."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from grpo_components.trajectory import GroupSummary
 
@@ -59,23 +58,6 @@ def buffer_metrics(
         "buffer/dropped_stale": dropped_stale,
         "buffer/filtered": filtered,
         "rollout/failed_samples": failed_samples,
-    }
-
-
-def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Held-out success and reward, stamped with the version that sampled all of it.
-
-    Args:
-        results: one per held-out prompt that was scored: reward, success, oldest_version,
-            newest_version.
-    """
-    versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
-    assert len(versions) == 1, f"an evaluation saw several policy versions: {sorted(versions)}"
-    return {
-        "eval/success_rate": mean([result["success"] for result in results]),
-        "eval/reward_mean": mean([result["reward"] for result in results]),
-        "eval/policy_version": versions.pop(),
-        "eval/prompts": len(results),
     }
 
 

@@ -42,6 +42,7 @@ from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import Sample
 from grpo_components.training.skipped_steps import dump_batch
+from grpo_components.training.supervised import SupervisedExamples, SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
@@ -87,6 +88,7 @@ class Trainer:
         skipped_folder: gets the batches of skipped steps.
         collective_timeout_s: a collective that waits longer raises.
         logged_responses: so many of each batch's first return the logprobs of their tokens.
+        ptx: examples of a supervised loss beside the policy's; None has none.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Trainer:
         skipped_folder: str,
         collective_timeout_s: float,
         logged_responses: int = 0,
+        ptx: SupervisedExamples | None = None,
     ) -> None:
         self.policy_version = 0
         self._rank, self._num_ranks = rank, num_ranks
@@ -149,6 +152,8 @@ class Trainer:
             entropy_gradient=bool(getattr(loss, "entropy_coeff", 0)),
             compile_softmax=compile_model,
         )
+        parts = (self._forward, self._plan, self._num_data_ranks)
+        self._supervised = None if ptx is None else SupervisedLoss(ptx, *parts)
         self._optimizer = build_optimizer(self._model.parameters())
         self._lr_scheduler = build_lr_scheduler(self._optimizer) if build_lr_scheduler else None
         self._loss = torch.compile(loss, dynamic=True) if compile_model else loss
@@ -213,7 +218,8 @@ class Trainer:
         for epoch in range(self._ppo_epochs):
             for number, part in enumerate(parts):
                 first = epoch == 0 and (number == 0 or start_known)
-                updates.append(self._update(part, with_mismatch=first))
+                index = (step * self._ppo_epochs + epoch) * len(parts) + number
+                updates.append(self._update(part, index, with_mismatch=first))
         versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
         trained = any(is_usable(update) for update in updates)
         if trained:
@@ -268,8 +274,8 @@ class Trainer:
             for sample, values in zip(members, logprobs, strict=True):
                 sample.proximal_logprobs = values.numpy()
 
-    def _update(self, samples: list[Sample], with_mismatch: bool) -> dict[str, float]:
-        """One optimizer update on the aggregated loss of the given global part of the batch."""
+    def _update(self, samples: list[Sample], index: int, with_mismatch: bool) -> dict[str, float]:
+        """The index-th optimizer update, on the aggregated loss of a global part of the batch."""
         if not samples:  # the same on every rank
             return {}
         counts = np.array([sample.num_tokens for sample in samples])
@@ -287,6 +293,8 @@ class Trainer:
             measured.add({"loss/total": losses * total_tokens})
             # FSDP averages over ranks; the weights are those of all tokens of all ranks.
             (losses.sum() * self._num_data_ranks).backward()
+        if self._supervised is not None:
+            self._supervised.backward(index, measured, total_tokens)
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
         metrics = measured.over_ranks(total_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)

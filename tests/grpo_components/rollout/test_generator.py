@@ -457,6 +457,25 @@ def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_c
     }
 
 
+def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has_its_old_one(
+    generator, module
+):
+    prompts = [prompt(i, [i + 1]) for i in range(2)]
+    results = asyncio.run(generator.evaluate(prompts, 0.0, samples=3))
+    assert [result["prompt_index"] for result in results] == [0, 0, 0, 1, 1, 1]
+    asked = [(seed, s["name"], s["temperature"]) for _, seed, s in generator._engine.requests]
+    assert sorted(asked) == sorted(
+        (
+            module.sampling_seed(42, 1, i, k),
+            f"evaluation of prompt {i}" + (f" sample {k}" if k else ""),
+            0.0,
+        )
+        for i in range(2)
+        for k in range(3)
+    )
+    assert module.sampling_seed(42, 1, 1, 0) == module.sampling_seed(42, 1, 1)
+
+
 def test_new_weights_from_all_ranks_reach_the_engine_together(generator):
     buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in "ab"]
     acknowledged = asyncio.run(generator.load_weights(5, *buckets))

@@ -217,6 +217,7 @@ def data_cfg(tmp_path, monkeypatch):
             "eval_dataset": {"_component_": gsm8k, "source": str(tmp_path / "held_out.jsonl")},
             "generator": {"max_response_tokens": 10, "max_model_len": None},
             "tokens_per_micro_batch": 100,
+            "train_from": None,
         }
     )
 

@@ -1,6 +1,8 @@
 """Whatever interrupts the writing, and wherever, a loader finds a whole checkpoint."""
 
 import asyncio
+import json
+import math
 import os
 import shutil
 import sys
@@ -161,12 +163,20 @@ class Account:
         entry = LedgerEntry(self.steps_done, {"prompt_index": 0}, 0, 0, 0, 0, "buffered")
         entry.parts, self.living = parts, [entry]
 
+    @property
+    def policy_version(self):
+        return self.steps_done
+
     def in_state(self, state):
         return [entry for entry in self.living if entry.state == state]
 
     def state_dict(self):
         living = [vars(entry) | {"parts": ()} for entry in self.living]
-        return {"steps_done": self.steps_done, "living": living}
+        return {
+            "steps_done": self.steps_done,
+            "policy_version": self.policy_version,
+            "living": living,
+        }
 
     def load_state_dict(self, state):
         self.steps_done = state["steps_done"]
@@ -190,7 +200,14 @@ class Run:
             OmegaConf.create({"seed": 7}),
             self.ledger,
             self.ledger,
-            **{"keep_last_n": None, "failure": "error", "in_background": False, **options},
+            **{
+                "writes": True,
+                "keep_last_n": None,
+                "keep_best": None,
+                "failure": "error",
+                "in_background": False,
+                **options,
+            },
             timeout_s=60.0,
             saved=lambda step, folder: self.told.append((step, folder)),
             note=self.told.append,
@@ -423,3 +440,83 @@ def test_the_random_state_of_a_rank_goes_on(tmp_path):
         assert torch.equal(torch.rand(3), drawn)
 
     asyncio.run(main())
+
+
+SUCCESS = "eval/success_rate"
+
+
+def rating(version, success):
+    return {"eval/policy_version": version, SUCCESS: success, "eval/reward_mean_low": math.nan}
+
+
+async def saved_and_rated(run, *successes, before=True):
+    """Steps with these ratings, each known before or after its checkpoint is written."""
+    for success in successes:
+        await run.step()
+        step = run.ledger.steps_done
+        if before:
+            run.checkpoints.evaluated(step, rating(step, success))
+        await run.save()
+        if not before:
+            run.checkpoints.evaluated(step, rating(step, success))
+
+
+def best_of(run):
+    link = run.folder / "best"
+    return os.readlink(link) if link.is_symlink() else None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_best_checkpoint_stays_whatever_comes_after_it(tmp_path, before):
+    run = Run(tmp_path, keep_last_n=1, keep_best=SUCCESS)
+    asyncio.run(saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before))
+    assert best_of(run) == "step_2", "of equal ones the first"
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        *("best", "latest", "step_2", "step_5")
+    ]
+    assert json.loads((run.folder / "best/evaluation.json").read_text()) == {
+        "eval/policy_version": 2,
+        SUCCESS: 0.75,
+    }
+    assert state_of(run.folder / "step_2", tmp_path) == 2
+    assert any("step 2: best checkpoint, eval/success_rate 0.750" in str(t) for t in run.told)
+
+
+def test_an_evaluation_of_other_weights_rates_no_checkpoint(tmp_path):
+    """As of a generator that was restarted during the evaluation, with newer weights."""
+    run = Run(tmp_path, keep_best=SUCCESS)
+
+    async def newer():
+        await saved_and_rated(run, 0.5)
+        await run.step()
+        await run.save()
+        run.checkpoints.evaluated(2, rating(3, 0.9))
+
+    asyncio.run(newer())
+    assert best_of(run) == "step_1" and not (run.folder / "step_2/evaluation.json").exists()
+
+
+def test_a_run_that_goes_back_has_the_best_of_what_it_goes_on_from(tmp_path):
+    first = Run(tmp_path, keep_best=SUCCESS)
+    asyncio.run(saved_and_rated(first, 0.5, 0.25, 0.75))
+    assert best_of(first) == "step_3"
+    again = Run(tmp_path, keep_best=SUCCESS)
+
+    async def go_on():
+        point_latest(first.folder / "step_2")  # as a run does that resumes from it
+        await again.restore(first.folder / "step_2")
+        assert best_of(again) == "step_1"
+        again.checkpoints.evaluated(2, rating(2, 0.625))  # as a resumed run's first evaluation
+        assert best_of(again) == "step_2"
+        await saved_and_rated(again, 0.5625)
+
+    asyncio.run(go_on())
+    assert best_of(again) == "step_2", "step 3 of the attempt that was given up counts no more"
+    rated = json.loads((again.folder / "step_3/evaluation.json").read_text())
+    assert rated[SUCCESS] == 0.5625
+
+
+def test_without_keep_best_there_is_none(tmp_path):
+    run = Run(tmp_path)
+    asyncio.run(saved_and_rated(run, 0.5))
+    assert best_of(run) is None and not (run.folder / "step_1/evaluation.json").exists()

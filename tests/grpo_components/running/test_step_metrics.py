@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.running.step_metrics import evaluation_metrics, mean, rollout_metrics
+from grpo_components.running.step_metrics import mean, rollout_metrics
 from grpo_components.trajectory import Trajectory, summarize
 
 SAMPLES = st.tuples(
@@ -92,37 +92,6 @@ def test_staleness_is_that_of_the_trained_tokens_where_others_were_masked():
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0, 0)
     nothing = rollout_metrics([summarize(group) for group in groups], 5, {})
     assert math.isnan(nothing["staleness/mean"]) and nothing["staleness/max"] == 0
-
-
-def result(reward=1.0, success=True, oldest=4, newest=4):
-    return {
-        "reward": reward,
-        "success": success,
-        "oldest_version": oldest,
-        "newest_version": newest,
-    }
-
-
-def test_an_evaluation_is_the_mean_over_its_scored_prompts_and_names_its_version():
-    results = [result(), result(0.0, False), result(0.5, False), result()]
-    assert evaluation_metrics(results) == {
-        "eval/success_rate": 0.5,
-        "eval/reward_mean": 0.625,
-        "eval/policy_version": 4,
-        "eval/prompts": 4,
-    }
-
-
-@pytest.mark.parametrize(
-    "mixed",
-    [
-        [result(), result(oldest=5, newest=5)],
-        [result(oldest=3)],
-    ],
-)
-def test_an_evaluation_of_mixed_versions_is_a_bug(mixed):
-    with pytest.raises(AssertionError, match="several policy versions"):
-        evaluation_metrics(mixed)
 
 
 def test_the_mean_of_nothing_is_nan():

@@ -31,6 +31,7 @@ from grpo_components.objective.off_policy import MaskedIS, NoCorrection, TokenTI
 from grpo_components.objective.schedules import Schedule
 from grpo_components.training.meshes import Sharding
 from grpo_components.training.skipped_steps import load_batch
+from grpo_components.training.supervised import SupervisedExamples
 from grpo_components.trajectory import Trajectory, batch_hash, pack
 
 VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
@@ -159,6 +160,7 @@ class Ranks:
                 "skipped_folder": f"{folder}/skipped",
                 "collective_timeout_s": 60,
                 "logged_responses": 0,
+                "ptx": None,
             }
             assert not changes.keys() - arguments.keys()
             connection.send((arguments | changes, calls))
@@ -412,6 +414,69 @@ def test_activation_checkpointing_changes_nothing(ranks, base, num_ranks):
     )
     assert_metrics_close(results[0][0], metrics)
     assert_weights_close(exported(results, 2), weights)
+
+
+EXAMPLES = [([5, 9, 2], [7, 7, 1]), ([11], [3, 30, 4, 8, 21]), ([1, 2, 3, 4, 5, 6], [40])]
+
+
+def examples(coeff, per_update=3):
+    return SupervisedExamples(EXAMPLES, coeff=coeff, examples_per_update=per_update, seed=0)
+
+
+def supervised_gradient(base):
+    """Mean over all tokens of the examples, and its gradient by parameter, one at a time."""
+    model = build_model()
+    to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
+    model.load_state_dict(to_tune(hf_weights(base)))
+    losses = []
+    for prompt, response in EXAMPLES:
+        logits = model(torch.tensor([prompt + response]))[0, len(prompt) - 1 : -1]
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, torch.tensor(response)) * len(response)
+        )
+    loss = sum(losses) / sum(len(response) for _, response in EXAMPLES)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
+    return loss.item(), to_hf(gradients)
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, WHOLE), (2, 8)])
+def test_the_supervised_loss_adds_its_own_gradient_whatever_the_ranks(
+    ranks, base, num_ranks, budget
+):
+    alone, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    loss, gradients = supervised_gradient(base)
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(RAGGED, ADVANTAGES), *export(1)],
+        tokens_per_micro_batch=budget,
+        ptx=examples(0.5),
+    )
+    weights = {name: alone[name] - LEARNING_RATE * 0.5 * gradients[name] for name in alone}
+    assert largest_change(alone, weights) > 1e-2, "else this test sees nothing"
+    assert_weights_close(exported(results, 2), weights)
+    for measured, *_ in results:
+        assert measured["loss/ptx"] == pytest.approx(loss, rel=1e-4)
+        assert measured["loss/total"] == pytest.approx(metrics["loss/total"] + 0.5 * loss, rel=1e-4)
+        assert measured["loss/policy"] == pytest.approx(metrics["loss/policy"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_weight_the_supervised_loss_changes_no_bit(ranks, base, num_ranks):
+    calls = [step(RAGGED, ADVANTAGES), *export(1)]
+    without = ranks.run(base, num_ranks, calls, tokens_per_micro_batch=SMALL)
+    weightless = ranks.run(base, num_ranks, calls, tokens_per_micro_batch=SMALL, ptx=examples(0.0))
+    assert_weights_equal(exported(weightless, 2), exported(without, 2))
+    assert untimed(weightless[0][0]) == pytest.approx(untimed(without[0][0]), nan_ok=True)
+
+
+def test_the_supervised_loss_goes_down_beside_the_policys(ranks, base):
+    steps = [step(RAGGED, ADVANTAGES * 1e-3, number) for number in range(6)]
+    results = ranks.run(base, 1, steps, ptx=examples(0.5, per_update=2), updates_per_batch=2)
+    losses = [measured["loss/ptx"] for measured in results[0]]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -1,0 +1,108 @@
+"""PTX: a supervised loss beside the policy's, on examples of what must not be forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from grpo_components.training.sample import Sample
+from grpo_components.training.token_metrics import TokenMetrics
+from grpo_components.trajectory import Trajectory
+
+
+class SupervisedExamples:
+    """Prompts with the responses that they shall keep having, a few for every optimizer update.
+
+    Which ones depends on the update's number alone: a resumed run goes on where it would have been.
+
+    Args:
+        examples: token ids of prompt and response, each.
+        coeff: weight of the supervised loss beside the policy's; 0 leaves it out.
+        examples_per_update: in one optimizer update, of all ranks together.
+        seed: of the order, which is another one in every epoch.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[tuple[list[int], list[int]]],
+        *,
+        coeff: float,
+        examples_per_update: int,
+        seed: int,
+    ) -> None:
+        self.coeff, self._per_update, self._seed = coeff, examples_per_update, seed
+        self._examples = examples
+
+    def batch(self, update: int) -> list[Sample]:
+        """The examples of one optimizer update.
+
+        Args:
+            update: its number since the beginning of the run, from 0.
+        """
+        first = update * self._per_update
+        return [self._sample(place) for place in range(first, first + self._per_update)]
+
+    def _sample(self, place: int) -> Sample:
+        epoch, place = divmod(place, len(self._examples))
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._examples))
+        prompt_ids, response_ids = self._examples[order[place]]
+        size = len(response_ids)
+        trajectory = Trajectory(
+            prompt_ids=np.array(prompt_ids, np.int64),
+            response_ids=np.array(response_ids, np.int64),
+            response_mask=np.ones(size, np.bool_),
+            generator_logprobs=np.zeros(size, np.float32),  # nobody sampled it
+            token_versions=np.zeros(size, np.int32),
+            prompt_index=int(order[place]),
+            epoch=epoch,
+            group_id=0,
+            attempt=0,
+            finish_reason="stop",
+        )
+        return Sample(trajectory, trajectory.response_mask)
+
+
+class SupervisedLoss:
+    """coeff x mean negative log-likelihood of the examples' tokens, over all ranks.
+
+    The pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`).
+
+    Args:
+        examples: what to learn from.
+        forward: logprobs [N] and entropies [N] of samples' tokens, with gradients.
+        plan: this rank's micro-batches of a global batch.
+        num_data_ranks: ranks over which FSDP averages gradients.
+    """
+
+    def __init__(
+        self,
+        examples: SupervisedExamples,
+        forward: Callable[[list[Sample]], tuple[Tensor, Tensor]],
+        plan: Callable[[list[Sample]], Sequence[Sequence[int]]],
+        num_data_ranks: int,
+    ) -> None:
+        self._examples, self._forward, self._plan = examples, forward, plan
+        self._num_data_ranks = num_data_ranks
+
+    def backward(self, update: int, measured: TokenMetrics, policy_tokens: int) -> None:
+        """Add the loss's gradient to that of the policy's loss; every rank together.
+
+        Args:
+            update: number of the optimizer update since the beginning of the run, from 0.
+            measured: gets `loss/ptx`, and its part of `loss/total`.
+            policy_tokens: by whose number all ranks' sums in `measured` will be divided.
+        """
+        coeff = self._examples.coeff
+        if coeff == 0:
+            return
+        samples = self._examples.batch(update)
+        total = sum(sample.num_tokens for sample in samples)
+        for indices in self._plan(samples):
+            members = [samples[i] for i in indices]
+            logprobs = self._forward(members or samples[:1])[0]  # in step with other ranks
+            losses = -logprobs / total * (1.0 if members else 0.0)
+            (losses.sum() * (coeff * self._num_data_ranks)).backward()
+            shares = losses.detach() * policy_tokens
+            measured.add({"loss/ptx": shares, "loss/total": coeff * shares})

@@ -1,0 +1,113 @@
+"""Half a run is refused where it cannot be, and is made of the right roles where it can."""
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_components.exchange.state_files import write_state
+from grpo_components.exchange.trajectory_file import group_line
+from grpo_components.running.partial_runs import (
+    RecordedPrompts,
+    check_partial_run,
+    evaluated_version,
+    roles_of,
+    stand_in_arguments,
+)
+from grpo_components.trajectory import Trajectory
+
+
+def group(version=0, size=2):
+    return [
+        Trajectory(
+            prompt_ids=np.arange(3),
+            response_ids=np.arange(2),
+            response_mask=np.ones(2, bool),
+            generator_logprobs=np.zeros(2, np.float32),
+            token_versions=np.full(2, version, np.int32),
+            prompt_index=0,
+            epoch=0,
+            group_id=0,
+            attempt=0,
+            finish_reason="stop",
+            reward=1.0,
+        )
+    ] * size
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text("".join(group_line(group()) + "\n" for _ in range(4)))
+    return str(path)
+
+
+def values(**changes):
+    whole = {"eval_only": False, "rollout_only": False, "train_from": None, "replay_events": None}
+    rest = {"resume_from_checkpoint": False, "groups_per_step": 2, "group_size": 2}
+    return {**whole, **rest, "num_steps": 4, "max_staleness": 3, "output_dir": "/run", **changes}
+
+
+def refusal(**changes):
+    with pytest.raises(ValueError) as refused:
+        check_partial_run(values(**changes))
+    assert "; allowed: " in str(refused.value)
+    return str(refused.value)
+
+
+def test_whole_runs_and_each_half_are_allowed(recorded):
+    for changes in ({}, {"eval_only": True}, {"rollout_only": True}, {"train_from": recorded}):
+        check_partial_run(values(**changes))
+
+
+def test_what_does_not_go_together_is_refused(recorded):
+    assert refusal(eval_only=True, rollout_only=True).startswith("rollout_only: true given with")
+    assert refusal(eval_only=True, replay_events="/a").startswith("eval_only: given with replay")
+    problem = refusal(rollout_only=True, resume_from_checkpoint=True)
+    assert problem.startswith("resume_from_checkpoint: given with rollout_only")
+
+
+def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path):
+    assert refusal(train_from=str(tmp_path / "none")).startswith("train_from: no file")
+    assert refusal(train_from=recorded, group_size=3).startswith("group_size: 3 given, and ")
+    assert refusal(train_from=recorded, groups_per_step=5).startswith("groups_per_step: 5 given")
+    assert "at least 3 " in refusal(train_from=recorded, max_staleness=2)
+    (tmp_path / "torn").write_text("{")
+    assert "torn, line 1: no group" in refusal(train_from=str(tmp_path / "torn"))
+
+
+def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
+    assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").touch()
+    check_partial_run(values(eval_only=str(tmp_path)))
+
+
+def cfg(**changes):
+    return OmegaConf.create(values(**changes))
+
+
+def test_the_other_half_is_stood_in_for(recorded):
+    whole = ({"dtype": "fp32"}, {"model_path": "/base", "min_living": 1})
+    names = ("Trainer", "Generator")
+    assert roles_of(cfg(), *names) == names
+    assert stand_in_arguments(cfg(), *whole) == whole
+    rollout = cfg(rollout_only=True)
+    assert roles_of(rollout, *names)[0].endswith(".TrajectoryWriter")
+    assert roles_of(rollout, *names)[1] == "Generator"
+    assert stand_in_arguments(rollout, *whole)[0] == {"path": "/run/trajectories.jsonl"}
+    train = cfg(train_from=recorded)
+    assert roles_of(train, *names)[0] == "Trainer"
+    assert roles_of(train, *names)[1].endswith(".RecordedGroups")
+    assert stand_in_arguments(train, *whole)[1] == {"path": recorded, "min_living": 1}
+    prompts = RecordedPrompts(recorded)
+    assert (len(prompts), prompts.max_prompt_length) == (4, 3)
+    assert prompts[2] == {"prompt_index": 2, "prompt_ids": [0, 1, 2]}
+
+
+def test_an_own_checkpoint_is_evaluated_under_its_version(tmp_path):
+    evaluated = cfg(eval_only=str(tmp_path))
+    generator = {"model_path": "/base", "min_living": 1}
+    assert stand_in_arguments(evaluated, {}, generator)[1]["model_path"] == str(tmp_path)
+    assert evaluated_version(evaluated) == evaluated_version(cfg()) == 0
+    write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
+    assert evaluated_version(evaluated) == 7
