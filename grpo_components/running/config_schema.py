@@ -88,19 +88,12 @@ SCHEMA: Schema = {
     "shuffle": FLAG,
     "environment": {"_component_": PATH, "max_turns": COUNT},
     "rewards": {"*": {"_component_": PATH, **REWARD_KEYS}},
-    "reward_model": {
-        "path": Rule(str, null=True, default=None),
-        "weight": Rule(float, default=1.0),
-        "chat_template": Rule(bool, default=False),
-        "tokens_per_micro_batch": Rule(int, low=1, default=8192),
-    },
     "num_generators": COUNT,
     "num_trainers": COUNT,
     "num_references": Rule(int, low=0),
     "gpus_per_generator": GPU_SHARE,
     "gpus_per_trainer": GPU_SHARE,
     "gpus_per_reference": GPU_SHARE,
-    "gpus_per_reward_model": GPU_SHARE,
     "rollouts_in_flight": COUNT,
     "push_every_n_steps": COUNT,
     "pull_every_m_rollouts": COUNT,
@@ -176,6 +169,13 @@ SCHEMA: Schema = {
     "restart_window_s": Rule(float, above=0, default=3600.0),
     "min_generators": Rule(int, low=1, null=True, default=None),  # null: all of them
     "replay_events": Rule(str, null=True, default=None),
+    "reward_model": {
+        "path": Rule(str, null=True, default=None),
+        "weight": Rule(float, default=1.0),
+        "chat_template": Rule(bool, default=False),
+        "tokens_per_micro_batch": Rule(int, low=1, default=8192),
+    },
+    "gpus_per_reward_model": GPU_SHARE,
     "max_failed_samples": Rule(int, low=1, default=64),  # between two training steps
     "object_store_memory": Rule(int, low=75 * 2**20, null=True, default=None),  # bytes, of Ray
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row

@@ -260,7 +260,9 @@ def test_a_call_under_way_is_made_again_after_the_role_has_recovered(restarting,
     async def run():
         role.recover = recover
         await role.call("add", 1000, timeout_s=30)
-        watching = asyncio.create_task(role.watch(0.2, 2, nothing))
+        # A death is noticed at once; only silence takes patience.
+        patience_s = 2 if how is signal.SIGSTOP else 60
+        watching = asyncio.create_task(role.watch(0.2, patience_s, nothing))
         waiting = asyncio.create_task(role.call("nap", 2.0, timeout_s=60))
         once = role.submit("add", 10_000, once=True)  # behind the nap
         await asyncio.sleep(0.5)
