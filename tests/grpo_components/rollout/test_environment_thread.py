@@ -62,3 +62,14 @@ def test_a_failure_to_close_ends_the_thread_all_the_same():
     thread.leave(lambda: 1 / 0)
     own.join(10)
     assert not own.is_alive()
+
+
+def test_the_calls_of_a_rollout_share_its_time_and_the_next_has_its_own():
+    """Else a rollout of many turns would outlast what its generator is given."""
+    thread = EnvironmentThread(timeout_s=0.6)
+    release = threading.Event()
+    with pytest.raises(TimeoutError, match=r"did not end its wait within 0\.6 s"):
+        for _ in range(30):
+            thread.call(release.wait, 0.1)
+    thread.begin()
+    assert thread.call(int) == 0

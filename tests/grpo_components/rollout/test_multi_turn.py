@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
@@ -169,6 +169,8 @@ def test_without_an_answer_of_the_world_the_prompts_counts(module):
 
 
 @settings(max_examples=60)
+@example(turns=[(3, 2), (1, 0)], max_turns=6, max_response_tokens=5)  # no room for another token
+@example(turns=[(3, 2), (1, 0)], max_turns=6, max_response_tokens=6)
 @given(
     turns=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),
     max_turns=st.integers(1, 6),

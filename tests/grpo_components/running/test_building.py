@@ -1,6 +1,7 @@
 """A component that cannot be built, or is not the checkpoint's, is named by its config key."""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,14 @@ from safetensors.torch import save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
-from grpo_components.running.building import build, build_data, check_components
+from grpo_components.running.building import (
+    SHIPPED_ENVIRONMENT,
+    build,
+    build_data,
+    build_environment,
+    check_components,
+    has_slots_apart,
+)
 
 MODEL = {
     "vocab_size": 50,
@@ -270,3 +278,61 @@ def test_a_part_of_a_mix_is_named_with_the_row_of_its_own_file(data_cfg):
         build_data(data_cfg)
     source = data_cfg.dataset.parts.b.source
     assert str(refused.value).startswith(f"dataset.parts.b {source}, row 2, field question: the ")
+
+
+# ---- environments -------------------------------------------------------------------------------
+
+OFFERED = {"num_slots": 2, "decode": str, "encode": list, "score": len, "max_response_tokens": 9}
+MODULE = """
+class Metaclass(type):
+    def __call__(cls, *args, **kwargs):  # as torchrl's has
+        return super().__call__(*args, **kwargs)
+
+
+class Part:
+    def __init__(self, size):
+        self.size = size
+
+
+class Names(metaclass=Metaclass):
+    slots_apart = True
+
+    def __init__(self, *, num_slots, encode, part=None):
+        self.given = {"num_slots": num_slots, "encode": encode, "part": part}
+
+
+def three(*, num_slots, decode, score, own=1):
+    return {"num_slots": num_slots, "decode": decode, "score": score, "own": own}
+
+
+def everything(**given):
+    return given
+"""
+
+
+@pytest.fixture
+def environments(tmp_path, monkeypatch):
+    (tmp_path / "their_environments.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda name, **arguments: component(f"their_environments.{name}", **arguments)
+    sys.modules.pop("their_environments", None)
+
+
+def test_an_environment_gets_what_its_signature_names(environments):
+    made = build_environment(environments("Names"), **OFFERED)
+    assert made.given == {"num_slots": 2, "encode": list, "part": None}
+    made = build_environment(environments("three", own=5), **OFFERED)
+    assert made == {"num_slots": 2, "decode": str, "score": len, "own": 5}
+    assert build_environment(environments("everything"), **OFFERED) == OFFERED
+
+
+def test_components_among_its_arguments_are_built(environments):
+    part = {"_component_": "their_environments.Part", "size": 4}
+    made = build_environment(environments("Names", part=part), **OFFERED)
+    assert made.given["part"].size == 4
+
+
+def test_only_a_class_that_says_so_has_its_slots_apart(environments):
+    assert has_slots_apart(environments("Names"))
+    assert not has_slots_apart(environments("three"))
+    assert not has_slots_apart(OmegaConf.create(SHIPPED_ENVIRONMENT))
