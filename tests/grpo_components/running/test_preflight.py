@@ -246,6 +246,7 @@ def test_pushes_must_come_within_the_staleness_bound(cfg, max_staleness):
         ([f"loss.kl_coeff={DECAY}", "num_references=0"], "num_references"),
         (["reward_shaping.kl_coeff=0.1", "num_references=0"], "num_references"),
         (["reward_shaping.overlong_tokens=33"], "reward_shaping.overlong_tokens"),
+        (["log_token_logprobs=true", "rollouts_logged_per_step=0"], "log_token_logprobs"),
         ([f"optimizer.lr={DECAY}", f"lr_scheduler={COSINE}"], "lr_scheduler"),
         (
             ["loss=grpo_components.objective.losses.DecoupledPPOLoss", f"off_policy={TIS}"],
