@@ -114,6 +114,8 @@ def test_the_same_seed_gives_the_same_mix_and_another_one_another():
     parts = [(4, 1.0), (7, 2.0)]
     first, again, other = (list(islice(mix(*parts, seed=s)[0], 40)) for s in (3, 3, 4))
     assert first == again != other
+    kept_in_order = (islice(mix(*parts, shuffle=False, seed=s)[0], 40) for s in range(9))
+    assert len({str(list(pairs)) for pairs in kept_in_order}) > 1  # which part comes when
 
 
 def test_parts_of_one_length_have_orders_of_their_own():
