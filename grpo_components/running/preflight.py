@@ -192,7 +192,8 @@ def _check_gpus(v: dict[str, Any]) -> None:
     )
     roles += ["reward_model"] * (v["reward_model"]["path"] is not None)
     shares = {role: v[f"gpus_per_{role}"] for role in roles}
-    counts = {role: v.get(f"num_{role}s", 1) for role in roles}
+    absent = {"trainer": v["eval_only"] or v["rollout_only"], "generator": v["train_from"]}
+    counts = {role: 0 if absent.get(role) else v.get(f"num_{role}s", 1) for role in roles}
     if counts["trainer"] > 1 and shares["trainer"] <= 0.5:
         problem = f"{shares['trainer']:g} given, and NCCL lets no two trainers share a GPU"
         fail("gpus_per_trainer", problem, "above 0.5 (or num_trainers: 1)")

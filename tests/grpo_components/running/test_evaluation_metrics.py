@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_components.running.evaluation_metrics import (
+    check_keep_best,
     evaluation_metrics,
     mean_interval,
     pass_at,
@@ -94,3 +95,25 @@ def test_intervals_have_the_truth_as_often_as_they_say(alike):
 
 def test_one_prompt_has_no_interval_of_its_reward():
     assert all(map(math.isnan, mean_interval([0.5])))
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "save", "problem"),
+    [
+        (None, 5, None),
+        ("eval/success_rate", 4, None),
+        ("eval/pass_at_4", 4, None),
+        ("eval/pass_at_8", 4, "keep_best: 'eval/pass_at_8' given; allowed: null | eval/succ"),
+        ("loss/total", 4, "keep_best: 'loss/total' given"),
+        ("eval/reward_mean", 5, "save_every_n_steps: 5 given with keep_best"),
+    ],
+)
+def test_a_best_checkpoint_needs_a_metric_that_every_checkpoint_has(keep_best, save, problem):
+    values = {"keep_best": keep_best, "eval": {"samples_per_prompt": 7}}
+    values |= {"save_every_n_steps": save, "eval_every_n_steps": 2}
+    if problem is None:
+        check_keep_best(values)
+    else:
+        with pytest.raises(ValueError) as refused:
+            check_keep_best(values)
+        assert str(refused.value).startswith(problem)

@@ -547,6 +547,7 @@ def test_cuda_without_a_gpu_is_refused(cfg, num_gpus):
         (["num_generators=3", "gpus_per_generator=0.5", "generator.gpu_memory_utilization=0.4"], 3),
         (["num_generators=3", "gpus_per_generator=0.9", "num_trainers=1"], 4),
         (["num_generators=2", "gpus_per_generator=0.7", "gpus_per_trainer=0.3"], 2),
+        (["num_generators=2", "num_trainers=3", "eval_only=true"], 2),  # no trainer is started
     ],
 )
 def test_roles_need_so_many_gpus_and_no_fewer(cfg, num_gpus, overrides, gpus):

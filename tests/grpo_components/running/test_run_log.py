@@ -272,6 +272,16 @@ def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
     assert logger.closed
 
 
+def test_the_summary_of_an_evaluation_alone_has_its_interval_and_nothing_of_training(make, capsys):
+    log, _ = make(num_steps=1)
+    ends = {"eval/success_rate_low": 0.125, "eval/success_rate_high": 0.5}
+    log.evaluation(0, eval_metrics() | ends)
+    log.summary({})
+    rows = shown(capsys)
+    assert rows["held-out success"] == "0.250, between 0.125 and 0.500 with 95 % confidence"
+    assert not rows.keys() & {"reward", "staleness", "tokens per second", "checkpoint"}
+
+
 def test_closing_closes_the_logger(make):
     log, logger = make()
     log.close()
