@@ -160,7 +160,8 @@ def test_running_requests_go_on_over_a_swap_with_exact_versions(
 
 def entered(folder):
     lines = Path(folder, "schedule_generator_0.jsonl").read_text().splitlines()
-    return [(line["step"], name) for line in map(json.loads, lines) for name in line["entered"]]
+    steps = [json.loads(line) for line in lines[1:]]
+    return [(line["step"], name) for line in steps for name in line["entered"]]
 
 
 def test_a_replayed_schedule_gives_the_same_bits_whenever_requests_and_weights_come(
@@ -210,7 +211,7 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
     from grpo_components.rollout.vllm_engine import EngineStoppedError
 
     (tmp_path / "schedule_generator_0.jsonl").write_text(
-        '{"step": 0, "entered": ["group 7 sample 0", "a request"]}\n'
+        '{"life": 0}\n{"step": 0, "entered": ["group 7 sample 0", "a request"]}\n'
     )
     schedule = open_schedule(0, None, str(tmp_path), 0.05)
     engine = make_engine(checkpoints / "tied_A", schedule=schedule)
