@@ -55,7 +55,7 @@ function layout(figure) {
     hovermode: figure.data.some((trace) => trace.type === "bar") ? "closest" : "x unified",
     hoverlabel: { namelength: -1 },
     legend: { orientation: "h", y: 1.01, yanchor: "bottom", x: 0, font: { size: 11 } },
-    xaxis: { ...axis, ...figure.layout.xaxis },
+    xaxis: { ...axis, automargin: false, ...figure.layout.xaxis },
     yaxis: { ...axis, ...figure.layout.yaxis },
   };
 }

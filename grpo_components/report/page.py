@@ -178,10 +178,12 @@ def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
         else "-",
         "staleness, mean and most": f"{_mean(steps, 'staleness/mean', '.2f')}, "
         f"{max(_values(steps, 'staleness/max'), default=0):.0f}",
-        "tokens per second generated": _mean(
+        "generated tokens per second, mean of the steps": _mean(
             steps, "throughput/generated_tokens_per_second", ",.0f"
         ),
-        "tokens per second trained": _mean(steps, "throughput/trained_tokens_per_second", ",.0f"),
+        "trained tokens per second, mean of the steps": _mean(
+            steps, "throughput/trained_tokens_per_second", ",.0f"
+        ),
         "groups dropped": ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none",
     }
     return [

@@ -54,9 +54,8 @@ def test_long_ones_are_fewer(write, monkeypatch):
 
 
 def test_a_torn_line_and_steps_that_were_done_again_are_left_out(write):
-    path = write(
-        [group(1), group(2), group(3), group(2, attempt=1)], torn='{"step": 3, "attempt": 0, "gro'
-    )
+    groups = [group(1), group(2), group(3), group(2, attempt=1)]
+    path = write(groups, torn='{"step": 3, "attempt": 0, "gro')
     shown = read_rollouts(path, Attempts({0: 0, 1: 1}))
     assert [(g["step"], g["attempt"]) for g in shown.groups] == [(1, 0), (2, 1)]
     assert (shown.logged, shown.superseded) == (2, 2)
