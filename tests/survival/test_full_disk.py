@@ -127,7 +127,7 @@ class Account:
     """Stands for ledger and prompts."""
 
     def __init__(self):
-        self.state = {"steps_done": 0, "living": []}
+        self.state = {"steps_done": 0, "policy_version": 0, "living": []}
 
     def state_dict(self):
         return dict(self.state)
@@ -143,7 +143,9 @@ def make_checkpoints(folder, failure, account):
         OmegaConf.create({"seed": 1}),
         account,
         account,
+        writes=True,
         keep_last_n=1,
+        keep_best=None,
         failure=failure,
         in_background=False,
         timeout_s=10,
