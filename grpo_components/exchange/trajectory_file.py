@@ -124,6 +124,7 @@ class TrajectoryWriter:
         return {
             "policy_version": 0,
             "token_versions": dict(Counter(versions.tolist())),
+            "token_logprobs": {},
             "trained_tokens": 0.0,
             "off_policy/correction_mass": math.nan,
         }

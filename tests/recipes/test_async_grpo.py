@@ -471,13 +471,13 @@ TUTOR = (
 
 
 @pytest.mark.slow
-def test_a_run_of_several_turns_keeps_its_contracts_and_is_replayed(tune):
+def test_a_run_of_several_turns_keeps_its_contracts(tune):
     """With a reference, whose logprobs of what the tutor said are nobody's."""
     knobs = (*SHORT, "num_steps=3", *TUTOR, "loss.kl_coeff=0.01", "rollouts_logged_per_step=4")
-    _, original = succeed(tune, *knobs)
-    code, table = audit(original)
+    _, output_dir = succeed(tune, *knobs)
+    code, table = audit(output_dir)
     assert code == 0, table
-    groups = records(original / "logs" / "rollouts.jsonl")
+    groups = records(output_dir / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
     turns = [[turn["by"] for turn in response.get("turns", [])] for response in responses]
     assert ["policy", "environment"] * 2 + ["policy"] in turns
@@ -486,13 +486,10 @@ def test_a_run_of_several_turns_keeps_its_contracts_and_is_replayed(tune):
     assert any(t.get("wrong_lines", 0) < 0 for t in terms)
     assert any(t["correctness"] == 1 for t in terms)
     assert all(r["reward"] == sum(t.values()) for r, t in zip(responses, terms, strict=True))
-    steps = metrics(original)[1:]
+    steps = metrics(output_dir)[1:]
     assert all(0 <= record["loss/kl_reference"] < 0.1 for record in steps)
     # The first step's weights are the generator's: turn for turn, the two read the same context.
     assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
-    output, replay = succeed(tune, *knobs, f"replay_events={original}")
-    assert "events in the recorded order" in output
-    assert records(replay / "logs" / "rollouts.jsonl") == groups
 
 
 UNRELIABLE = """
