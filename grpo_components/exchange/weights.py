@@ -1,13 +1,10 @@
-"""Weights on their way: torchtune to Hugging Face names, and buckets of bytes with checksums."""
+"""Weights on their way: buckets of bytes with checksums, and what a model's must be."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,82 +14,9 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
-from torchtune.models import convert_weights
-from torchtune.training.checkpointing import ModelType
 
 _HEAD = "lm_head.weight"
-_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
-
-_ROTARY_FAMILIES = (
-    ModelType.LLAMA2,
-    ModelType.LLAMA3,
-    ModelType.LLAMA3_2,
-    ModelType.MISTRAL,
-    ModelType.GEMMA,
-)
-"""Families whose query and key rows torchtune stores in another order than Hugging Face."""
-
 StateDict = dict[str, Tensor]
-
-
-def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Split parameter names into units that convert on their own: a layer, or any other tensor.
-
-    Args:
-        names: torchtune's names.
-    """
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        match = _LAYER.match(name)
-        groups[f"layers.{match[1]}" if match else name].append(name)
-    return list(groups.values())
-
-
-def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
-    """The function that renames (for some families also permutes) torchtune's weights.
-
-    Args:
-        model_type: torchtune's ModelType, e.g. QWEN2.
-        base_model_path: folder of the checkpoint, with its config.json.
-
-    Returns:
-        A function of one unit of `layer_groups` (or the whole state dict).
-
-    Raises:
-        ValueError: for a family that torchtune 0.6.1 cannot convert back exactly.
-    """
-    kind = ModelType[model_type]
-    hf_config = json.loads((base_model_path / "config.json").read_text())
-    heads: Any = hf_config["num_attention_heads"]
-    kv_heads: Any = hf_config.get("num_key_value_heads", heads)
-    dim: Any = hf_config["hidden_size"]
-    head_dim: Any = hf_config.get("head_dim")
-    if kind == ModelType.QWEN2:
-        from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
-
-        return partial(  # pyright: ignore[reportReturnType] -- torchtune says dict without types
-            qwen2_tune_to_hf,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            dim=dim,
-            tie_word_embeddings=bool(hf_config["tie_word_embeddings"]),
-        )
-    if kind in (ModelType.PHI3_MINI, ModelType.PHI4):
-        from torchtune.models.phi3._convert_weights import phi3_tune_to_hf
-
-        return phi3_tune_to_hf
-    if kind in _ROTARY_FAMILIES:
-        return partial(
-            convert_weights.tune_to_hf,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            dim=dim,
-            head_dim=head_dim,
-        )
-    raise ValueError(
-        f"checkpointer.model_type: {model_type} cannot be converted to Hugging Face names exactly; "
-        "allowed: LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2"
-    )
 
 
 @dataclass(frozen=True)

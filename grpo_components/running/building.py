@@ -17,14 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.exchange.weights import (
-    check_names_and_shapes,
-    checkpoint_shapes,
-    hf_converter,
-)
+from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.rollout.prompt_mix import PromptMix
 from grpo_components.running.partial_runs import RecordedPrompts
+from grpo_components.training.hf_weights import hf_converter
 
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}

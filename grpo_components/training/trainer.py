@@ -20,18 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune.training import OffloadActivations
 
-from grpo_components.exchange.weights import (
-    Manifest,
-    StateDict,
-    hf_converter,
-    layer_groups,
-    pack_bucket,
-)
+from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.schedules import Schedule
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
+from grpo_components.training.hf_weights import hf_converter, layer_groups
 from grpo_components.training.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.meshes import Sharding, join_ranks
 from grpo_components.training.micro_batches import plan_micro_batches

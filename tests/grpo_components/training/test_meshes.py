@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 
-from grpo_components.exchange.weights import hf_converter
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.schedules import Schedule
+from grpo_components.training.hf_weights import hf_converter
 from grpo_components.training.meshes import Sharding
 
 # By path: a test module has no name that another could import.
