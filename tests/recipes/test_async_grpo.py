@@ -325,40 +325,6 @@ def test_every_part_of_the_objective_at_once(tune):
 
 
 @pytest.mark.slow
-def test_a_learned_reward_and_one_of_the_users_own(tune, tmp_path):
-    """The user's is the one in docs/rewards.md, as printed."""
-    (source,) = re.findall(r"```python\n(# my_rewards.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
-    (tmp_path / "my_rewards.py").write_text(source)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
-    model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
-    for part in (model, AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR)):
-        part.save_pretrained(tmp_path / "classifier")
-    _, output_dir = succeed(
-        tune,
-        *SHORT,
-        "num_steps=2",
-        "rewards.brevity._component_=my_rewards.Brevity",
-        "rewards.brevity.max_words=4",
-        "rewards.brevity.weight=0.1",
-        f"reward_model.path={tmp_path / 'classifier'}",
-        "reward_model.weight=0.5",
-        "dynamic_sampling.enabled=true",  # of groups that have no two scores alike, none is dropped
-        "rollouts_logged_per_step=4",
-    )
-    weights = {"correctness": 1.0, "brevity": 0.1, "reward_model": 0.5}
-    groups = records(output_dir / "logs" / "rollouts.jsonl")
-    assert len(groups) == 2 * 4
-    for response in (response for group in groups for response in group["responses"]):
-        assert response["reward_terms"].keys() == weights.keys()
-        total = sum(weights[name] * term for name, term in response["reward_terms"].items())
-        assert response["reward"] == pytest.approx(total)
-    assert all(record["groups"]["filtered"]["count"] == 0 for record in receipts(output_dir))
-    code, table = audit(output_dir)
-    assert code == 0, table
-
-
-@pytest.mark.slow
 def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_path):
     """And its profiler has traced the one step that it was told to."""
     (tmp_path / "my_losses.py").write_text(
@@ -406,6 +372,8 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     )
     output, original = succeed(tune, *knobs, recipe=recipe, env=environment)
     assert all(f"{role} is back" in output for role in ("generator_0", "replay_buffer"))
+    code, table = audit(original)
+    assert code == 0, table
     output, replay = succeed(tune, *knobs, f"replay_events={original}")
     assert "events in the recorded order" in output
     assert "generator_0 is back" in output and "replay_buffer" not in output
@@ -429,69 +397,6 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"
 
 
-@pytest.mark.slow
-def test_a_copied_recipe_with_another_loss_and_other_knobs_runs(tune, tmp_path):
-    subprocess.run([TUNE, "cp", RECIPE, "my_grpo.py"], cwd=tmp_path, check=True)
-    subprocess.run([TUNE, "cp", "tiny_async_grpo", "my_config.yaml"], cwd=tmp_path, check=True)
-    recipe = tmp_path / "my_grpo.py"
-    source = recipe.read_text()
-    changed = source.replace('loss = build("loss", cfg.loss)', "loss = MarkedLoss(7.25)")
-    changed = changed.replace(
-        "class AsyncGRPO",
-        "class MarkedLoss:\n"
-        "    def __init__(self, mark):\n"
-        "        self.mark = mark\n\n"
-        "    def __call__(self, inputs):\n"
-        "        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp()\n"
-        "        losses = -ratio * inputs.advantages\n"
-        "        return losses, {'loss/mark': torch.full_like(losses, self.mark)}\n\n\n"
-        "class AsyncGRPO",
-        1,
-    )
-    assert changed.count("MarkedLoss") == 2
-    recipe.write_text(changed)
-    knobs = ("max_staleness=3", "pull_every_m_rollouts=100", "rollouts_in_flight=3", "num_steps=8")
-    _, output_dir = succeed(tune, *SHORT, *knobs, recipe="my_grpo.py", config="my_config.yaml")
-    steps = metrics(output_dir)[1:]
-    assert len(steps) == 8
-    assert all(record["loss/mark"] == 7.25 for record in steps)
-    assert all(record["staleness/max"] <= 3 for record in steps)
-    code, table = audit(output_dir)
-    assert code == 0, table
-
-
-TUTOR = (
-    "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
-    "environment.max_turns=3",
-    "environment.world._component_=grpo_components.rollout.tutor.Tutor",
-    "rewards.correctness.answer_format=plain",
-    "generator.stop_token_ids=[0,2,220]",
-    "generator.max_response_tokens=64",
-)
-
-
-@pytest.mark.slow
-def test_a_run_of_several_turns_keeps_its_contracts(tune):
-    """With a reference, whose logprobs of what the tutor said are nobody's."""
-    knobs = (*SHORT, "num_steps=3", *TUTOR, "loss.kl_coeff=0.01", "rollouts_logged_per_step=4")
-    _, output_dir = succeed(tune, *knobs)
-    code, table = audit(output_dir)
-    assert code == 0, table
-    groups = records(output_dir / "logs" / "rollouts.jsonl")
-    responses = [response for group in groups for response in group["responses"]]
-    turns = [[turn["by"] for turn in response.get("turns", [])] for response in responses]
-    assert ["policy", "environment"] * 2 + ["policy"] in turns
-    assert {response["finish_reason"] for response in responses} >= {"stop", "length"}
-    terms = [response["reward_terms"] for response in responses]
-    assert any(t.get("wrong_lines", 0) < 0 for t in terms)
-    assert any(t["correctness"] == 1 for t in terms)
-    assert all(r["reward"] == sum(t.values()) for r, t in zip(responses, terms, strict=True))
-    steps = metrics(output_dir)[1:]
-    assert all(0 <= record["loss/kl_reference"] < 0.1 for record in steps)
-    # The first step's weights are the generator's: turn for turn, the two read the same context.
-    assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
-
-
 UNRELIABLE = """
 import zlib
 
@@ -511,22 +416,48 @@ class Reward:
             raise ValueError(f"cannot read \\x1b[2J{response_text!r}")
         return float(answer in response_text)
 """
+MARKED_LOSS = """class MarkedLoss:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __call__(self, inputs):
+        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp()
+        losses = -ratio * inputs.advantages
+        return losses, {'loss/mark': torch.full_like(losses, self.mark)}
+
+
+"""
 
 
 @pytest.mark.slow
-def test_rewards_and_environments_that_fail_cost_their_samples_only(tune, tmp_path):
-    """In an object store that holds no more than a few snapshots of the weights."""
+def test_a_copied_recipe_with_the_users_own_loss_and_parts_that_fail(tune, tmp_path):
+    """An environment and a reward that raise cost their samples only.
+
+    In an object store that holds no more than a few snapshots of the weights.
+    """
+    subprocess.run([TUNE, "cp", RECIPE, "my_grpo.py"], cwd=tmp_path, check=True)
+    subprocess.run([TUNE, "cp", "tiny_async_grpo", "my_config.yaml"], cwd=tmp_path, check=True)
+    recipe = tmp_path / "my_grpo.py"
+    source = recipe.read_text()
+    changed = source.replace('loss = build("loss", cfg.loss)', "loss = MarkedLoss(7.25)")
+    changed = changed.replace("class AsyncGRPO", f"{MARKED_LOSS}class AsyncGRPO", 1)
+    assert changed.count("MarkedLoss") == 2
+    recipe.write_text(changed)
     (tmp_path / "unreliable.py").write_text(UNRELIABLE)
     output, output_dir = succeed(
         tune,
         *SHORT,
-        *(
-            "environment=unreliable.Environment",
-            "rewards.correctness._component_=unreliable.Reward",
-        ),
-        *("~rewards.correctness.answer_format", "max_failed_samples=1000"),
+        *("max_staleness=3", "pull_every_m_rollouts=100", "rollouts_in_flight=3", "num_steps=8"),
+        *("environment=unreliable.Environment", "~rewards.correctness.answer_format"),
+        *("rewards.correctness._component_=unreliable.Reward", "max_failed_samples=1000"),
         "object_store_memory=80000000",
+        recipe="my_grpo.py",
+        config="my_config.yaml",
     )
+    steps = metrics(output_dir)[1:]
+    assert len(steps) == 8
+    assert all(record["loss/mark"] == 7.25 for record in steps)
+    assert all(record["staleness/max"] <= 3 for record in steps)
     assert "failed in" in output and "\x1b" not in output
     failed = records(output_dir / "logs" / "failed_samples.jsonl")
     assert all(record["prompt"].startswith("Question: ") for record in failed)
@@ -535,11 +466,66 @@ def test_rewards_and_environments_that_fail_cost_their_samples_only(tune, tmp_pa
     assert lost and all(list(record["errors"].values()) == [4] for record in lost)
     assert any("reward correctness: ValueError" in e for r in groups for e in r["errors"])
     assert len(groups) < len(failed), "evaluations' failures are there, too"
-    steps = metrics(output_dir)[1:]
     counted = sum(record["rollout/failed_samples"] for record in steps)
     assert 0 < counted <= sum(sum(record["errors"].values()) for record in failed)
     trained = {g["group_id"] for r in receipts(output_dir) for g in r["trained"]}
     assert trained and not trained & {record["group_id"] for record in lost}
+    code, table = audit(output_dir)
+    assert code == 0, table
+
+
+TUTOR = (
+    "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+    "environment.max_turns=3",
+    "environment.world._component_=grpo_components.rollout.tutor.Tutor",
+    "rewards.correctness.answer_format=plain",
+    "generator.stop_token_ids=[0,2,220]",
+    "generator.max_response_tokens=64",
+)
+
+
+@pytest.mark.slow
+def test_several_turns_with_a_learned_reward_and_one_of_the_users_own(tune, tmp_path):
+    """The user's reward is the one in docs/rewards.md, as printed.
+
+    With a reference, whose logprobs of what the tutor said are nobody's.
+    """
+    (source,) = re.findall(r"```python\n(# my_rewards.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(source)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
+    model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
+    for part in (model, AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR)):
+        part.save_pretrained(tmp_path / "classifier")
+    _, output_dir = succeed(
+        tune,
+        *(*SHORT, "num_steps=3", *TUTOR, "loss.kl_coeff=0.01", "rollouts_logged_per_step=4"),
+        "rewards.brevity._component_=my_rewards.Brevity",
+        "rewards.brevity.max_words=4",
+        "rewards.brevity.weight=0.1",
+        f"reward_model.path={tmp_path / 'classifier'}",
+        "reward_model.weight=0.5",
+        "dynamic_sampling.enabled=true",  # of groups that have no two scores alike, none is dropped
+    )
+    groups = records(output_dir / "logs" / "rollouts.jsonl")
+    assert len(groups) == 3 * 4
+    responses = [response for group in groups for response in group["responses"]]
+    turns = [[turn["by"] for turn in response.get("turns", [])] for response in responses]
+    assert ["policy", "environment"] * 2 + ["policy"] in turns
+    assert {response["finish_reason"] for response in responses} >= {"stop", "length"}
+    terms = [response["reward_terms"] for response in responses]
+    weights = {"correctness": 1.0, "brevity": 0.1, "reward_model": 0.5}
+    assert all(t.keys() - {"wrong_lines"} == weights.keys() for t in terms)
+    assert any(t.get("wrong_lines", 0) < 0 for t in terms)
+    assert any(t["correctness"] == 1 for t in terms)
+    for response, own in zip(responses, terms, strict=True):
+        total = sum(weights.get(name, 1.0) * term for name, term in own.items())
+        assert response["reward"] == pytest.approx(total)
+    steps = metrics(output_dir)[1:]
+    assert all(0 <= record["loss/kl_reference"] < 0.1 for record in steps)
+    # The first step's weights are the generator's: turn for turn, the two read the same context.
+    assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
+    assert all(record["groups"]["filtered"]["count"] == 0 for record in receipts(output_dir))
     code, table = audit(output_dir)
     assert code == 0, table
 

@@ -13,9 +13,8 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassificat
 
 from grpo_components.tiny_policy import DEFAULT_OUTPUT_DIR
 
-FAULTS = [
+FAULTS = [  # a generator that is killed while it generates is in the replayed run, in tests/recipes
     Fault("replay_buffer", "add", 3),  # while buffering
-    Fault("generator_0", "generate_group", 4, delay_s=0.05),
     Fault("parameter_server", "push", 3),
     Fault("reference_0", "add_logprobs", 10),
     Fault("reward_model", "add_scores", 6),

@@ -390,7 +390,7 @@ def test_a_silent_call_restarts_its_role_and_writes_down_who_waits_where(restart
     asyncio.run(run())
     assert told[0].startswith("hung did not answer nap_once within 2 s")
     assert "nap_once" in (output_dir / "logs" / "hung.log").read_text()  # its threads' stacks
-    assert "role.call" in (output_dir / "logs" / "driver_stacks.log").read_text()
+    assert "await slow" in (output_dir / "logs" / "driver_stacks.log").read_text()
 
 
 def test_one_of_a_family_is_given_up_where_enough_are_left(restarting):
