@@ -77,7 +77,8 @@ def check(cfg: DictConfig) -> DictConfig:
     try:
         given = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        fail(error.full_key or "config", str(error).splitlines()[0], "a value that resolves")
+        allowed = "a value of its own, or ${key} of a key that the config has"
+        fail(error.full_key or "config", str(error).splitlines()[0], allowed)
     values = read_section(SCHEMA, given, "")
     if values["generator"]["enforce_eager"] is None:
         values["generator"]["enforce_eager"] = values["device"] == "cpu"

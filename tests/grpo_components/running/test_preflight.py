@@ -154,7 +154,7 @@ def test_a_key_that_is_left_out_has_a_default_or_is_named(cfg, key):
         ("model=null", "model: null given", "_component_ and its arguments"),
         ("model=Qwen", "model: 'Qwen' given", "_component_ and its arguments"),
         ("model._component_=null", "model: null given", "_component_ and its arguments"),
-        ("seed=${nothing}", "seed: Interpolation key 'nothing' not found", "that resolves"),
+        ("seed=${nothing}", "seed: Interpolation key 'nothing' not found", "a value of its own"),
         *(
             (f"seed={given}", f"seed: '{given}' given", "${key} alone, and no resolver")
             for given in ("${eval:1}", "${oc.env:HOME}", "a ${oc.decode:b}", "${${seed}:1}")

@@ -1,0 +1,51 @@
+"""Runs the commands of the documentation as printed; those of a page in one folder.
+
+python tests/docs/run_examples.py                          # all pages
+python tests/docs/run_examples.py data.md evaluation.md
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from examples import PAGES, examples, files
+
+
+def main(names: list[str]) -> int:
+    """Run the examples of some pages, or of all.
+
+    Args:
+        names: of pages; all where there are none.
+
+    Returns:
+        1 if one failed.
+    """
+    failed = []
+    for page in PAGES:
+        if names and page.name not in names:
+            continue
+        folder = Path(tempfile.mkdtemp(prefix=f"{page.stem}-"))
+        for name, text in files(page).items():
+            (folder / name).write_text(text)
+        for example in examples(page):
+            label = f"{page.name} {example.number}"
+            if not example.complete:
+                sys.stdout.write(f"{label}: left out, it has something of the reader's own\n")
+                continue
+            started, log = time.monotonic(), folder / f"{example.number}.log"
+            with log.open("w") as output:
+                command = ["bash", "-euc", example.text]
+                code = subprocess.run(command, cwd=folder, stdout=output, stderr=output).returncode
+            failed += [label] if code else []
+            seconds = time.monotonic() - started
+            sys.stdout.write(f"{label}: exit code {code} after {seconds:.0f} s, {log}\n")
+            sys.stdout.flush()
+    if failed:
+        sys.stderr.write(f"error: these examples failed: {', '.join(failed)}\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""What the documentation says to type is accepted; `run_examples.py` runs it."""
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import yaml
+from examples import PAGES, blocks, examples, files
+from omegaconf import DictConfig, OmegaConf
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+from grpo_components import sample_data
+from grpo_components.running import preflight
+from grpo_components.running.building import build_data, check_components
+
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+SAMPLES = "/tmp/torchtune-async-grpo/samples"
+OF_ANOTHER_RUN = re.compile(r"(train_from|replay_events|eval_only|reward_model\.path)=/|resume_")
+"""Overrides that name what an earlier command makes, or what is the reader's."""
+
+
+def runs(page):
+    """Config and overrides of each `tune run` of a page that names a config of ours."""
+    for example in examples(page):
+        text = example.text.replace("\\\n", " ").replace("$seed", "0").replace("<seed>", "0")
+        for line in text.replace(" <overrides of the preset>", "").splitlines():
+            words = shlex.split(line, comments=True)
+            if "run" in words and (name := words[words.index("--config") + 1]) != "my_config.yaml":
+                yield name, words[words.index("--config") + 2 :]
+
+
+RUNS = [
+    pytest.param(page, name, overrides, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, (name, overrides) in enumerate(runs(page), start=1)
+    if name.startswith("tiny")
+]
+SNIPPETS = [
+    pytest.param(page, snippet, id=f"{page.stem}-{number}-{next(iter(snippet))}")
+    for page in PAGES
+    for number, (language, text) in enumerate(blocks(page), start=1)
+    if language == "yaml" and (snippet := yaml.safe_load(text)).keys() <= preflight.SCHEMA.keys()
+]
+FILES = [pytest.param(page, name, id=name) for page in PAGES for name in files(page)]
+
+
+@pytest.fixture(scope="module")
+def tiny_policy():
+    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
+
+
+@pytest.fixture
+def folder_of(tmp_path, monkeypatch):
+    """Stand in a folder with a page's files, from which they are imported."""
+
+    def enter(page):
+        for name, text in files(page).items():
+            (tmp_path / name).write_text(text)
+            monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        return tmp_path
+
+    return enter
+
+
+def test_there_are_examples():
+    assert len(RUNS) >= 20 and len(SNIPPETS) >= 15 and len(FILES) >= 7
+
+
+@pytest.mark.parametrize(("page", "name", "overrides"), RUNS)
+def test_a_documented_run_passes_every_check_before_it_starts(
+    tiny_policy, folder_of, monkeypatch, page, name, overrides
+):
+    here = folder_of(page)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sample_data.main([str(here / "samples")])
+    own = [each for each in overrides if not OF_ANOTHER_RUN.match(each)]
+    own = [each.replace(SAMPLES, str(here / "samples")) for each in own]
+    given = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    assert isinstance(given, dict)
+    cfg = _merge_yaml_and_cli_args(Namespace(**given), [*own, f"output_dir={here / 'run'}"])
+    checked = preflight.check(cfg)
+    check_components(checked)
+    build_data(checked)
+
+
+@pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
+def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page, snippet):
+    """Put into the tiny config: a component, or all rewards, in the place of what was there."""
+    here = folder_of(page)
+    sample_data.main([str(here / "data")])
+    cfg = cast(DictConfig, OmegaConf.load(CONFIGS / "tiny_async_grpo.yaml"))
+    for key, value in snippet.items():
+        replaced = {"_component_", "code"} & set(value) if isinstance(value, dict) else True
+        cfg[key] = value if replaced or key not in cfg else OmegaConf.merge(cfg[key], value)
+    if "reward_model" in cfg:  # its folder is the reader's
+        cfg.reward_model.path = None
+    cfg.output_dir = str(here / "run")
+    check_components(preflight.check(cfg))
+
+
+@pytest.mark.parametrize(("page", "name"), FILES)
+def test_a_documented_file_is_imported(folder_of, page, name):
+    assert runpy.run_path(str(folder_of(page) / name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_documented_yaml_is_yaml(page):
+    for language, text in blocks(page):
+        if language == "yaml":
+            assert isinstance(yaml.safe_load(text), dict), text
