@@ -1,5 +1,9 @@
 """Settings and fixtures that all tests share."""
 
+import subprocess
+import sys
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The machine may be busy with real engines: how long an example takes says nothing here.
@@ -14,3 +18,9 @@ def pytest_collection_modifyitems(items):
         return item.get_closest_marker("slow") or "tiny_policy" in item.fixturenames
 
     items.sort(key=lambda item: not whole(item))  # the other worker steals from what is left
+
+
+@pytest.fixture(scope="session")
+def tiny_policy():
+    """The demo's policy; built once per machine."""
+    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)

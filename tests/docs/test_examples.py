@@ -3,7 +3,6 @@
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -48,11 +47,6 @@ SNIPPETS = [
     if language == "yaml" and (snippet := yaml.safe_load(text)).keys() <= preflight.SCHEMA.keys()
 ]
 FILES = [pytest.param(page, name, id=name) for page in PAGES for name in files(page)]
-
-
-@pytest.fixture(scope="module")
-def tiny_policy():
-    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Every rung of the equivalence ladder holds, and the documented table is that of this ladder."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,12 +26,6 @@ SLOW = {  # they start Ray or vLLM
     equivalence_rungs.pulled_engine_is_fresh_engine,
     equivalence_family_rungs.every_family_samples_from_what_it_trained,
 }
-
-
-@pytest.fixture(scope="module")
-def tiny_policy():
-    """The demo's policy; built once per machine."""
-    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
 
 
 @pytest.fixture(scope="module")

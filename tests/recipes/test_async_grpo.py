@@ -15,22 +15,15 @@ import psutil
 import pytest
 import torch
 from chaos import Fault, forked_recipe
+from classifier import random_classifier
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from grpo_components.tiny_policy import DEFAULT_OUTPUT_DIR
 from grpo_components.training.skipped_steps import load_batch
 from grpo_components.trajectory import batch_hash
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "async_grpo_full_finetune_distributed"
 REWARDS = Path(__file__).parents[2] / "docs" / "rewards.md"
-
-
-@pytest.fixture(scope="session")
-def tiny_policy():
-    """The demo's policy; built once per machine."""
-    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
 
 
 @pytest.fixture
@@ -492,18 +485,13 @@ def test_several_turns_with_a_learned_reward_and_one_of_the_users_own(tune, tmp_
     """
     (source,) = re.findall(r"```python\n(# my_rewards.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
     (tmp_path / "my_rewards.py").write_text(source)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
-    model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
-    for part in (model, AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR)):
-        part.save_pretrained(tmp_path / "classifier")
     _, output_dir = succeed(
         tune,
         *(*SHORT, "num_steps=3", *TUTOR, "loss.kl_coeff=0.01", "rollouts_logged_per_step=4"),
         "rewards.brevity._component_=my_rewards.Brevity",
         "rewards.brevity.max_words=4",
         "rewards.brevity.weight=0.1",
-        f"reward_model.path={tmp_path / 'classifier'}",
+        f"reward_model.path={random_classifier(tmp_path / 'classifier')}",
         "reward_model.weight=0.5",
         "dynamic_sampling.enabled=true",  # of groups that have no two scores alike, none is dropped
     )

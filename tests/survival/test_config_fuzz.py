@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -61,9 +60,8 @@ def no_hub(path, *_, **__):
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
+def recipe(tiny_policy, tmp_path_factory):
     """The recipe's entry over the tiny policy with few prompts; called with YAML and overrides."""
-    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
     folder = tmp_path_factory.mktemp("fuzz")
     base = folder / "tiny_policy"
     shutil.copytree(DEFAULT_OUTPUT_DIR, base)

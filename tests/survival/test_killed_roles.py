@@ -9,9 +9,7 @@ from collections import Counter
 
 import pytest
 from chaos import TUNE, Fault, forked_recipe
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
-
-from grpo_components.tiny_policy import DEFAULT_OUTPUT_DIR
+from classifier import random_classifier
 
 FAULTS = [  # a generator that is killed while it generates is in the replayed run, in tests/recipes
     Fault("replay_buffer", "add", 3),  # while buffering
@@ -23,21 +21,6 @@ FAULTS = [  # a generator that is killed while it generates is in the replayed r
     Fault("trainer_0", "gather_weights", 6),  # while pushing
     Fault("generator_0", "generate_group", 30, stop=True),
 ]
-
-
-@pytest.fixture(scope="session")
-def tiny_policy():
-    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
-
-
-def classifier(folder):
-    """A random reward model over the tiny policy's tokens."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
-    model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
-    model.save_pretrained(folder / "classifier")
-    AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR).save_pretrained(folder / "classifier")
-    return folder / "classifier"
 
 
 def records(path):
@@ -57,7 +40,10 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
             *few,
             *("num_steps=16", "num_generators=2", "rollouts_in_flight=4", "save_every_n_steps=3"),
             *("max_restarts=20", "timeouts.heartbeat_s=15"),
-            *(f"reward_model.path={classifier(tmp_path)}", "reward_model.weight=0.1"),
+            *(
+                f"reward_model.path={random_classifier(tmp_path / 'classifier')}",
+                "reward_model.weight=0.1",
+            ),
         ],
         cwd=tmp_path,
         env={**os.environ, **environment},
