@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from grpo_components.running.calls import Call, Part
 from grpo_components.running.restarts import RestartBudget
@@ -401,7 +401,16 @@ class Role:
             name = self._names.get(cause.actor_id or "", self.name)
             log = str(Path(self._log_file).with_name(f"{name}.log"))
             return RoleFailedError(name, _cause_of_death(cause), log, "died")
+        if isinstance(cause, OutOfMemoryError):
+            return RoleFailedError(self.name, _out_of_memory(cause), self._log_file, "died")
         return RoleFailedError(self.name, f"failed in {what}: {error}", self._log_file, "raised")
+
+
+def _out_of_memory(error: OutOfMemoryError) -> str:
+    """The figures that Ray's page of text begins with."""
+    found = re.search(r"was (\S+) used / (\S+) limit", str(error))
+    figures = f", {found[1]} of {found[2]} in use" if found else ""
+    return f"died: killed because the machine's memory was full{figures}"
 
 
 def _cause_of_death(error: RayActorError) -> str:
