@@ -137,7 +137,7 @@ class RunLog:
         """
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
-        rows = []
+        rows, logs = [], self._output_dir / "logs"
         if self._steps:
             rows.append(("reward", self._change_of_reward()))
         if self._evaluations:
@@ -151,18 +151,14 @@ class RunLog:
             rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
             rows += [("replay", replay)] if replay else []
             rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
-        self._progress.summary(
-            [
-                *rows,
-                ("metrics", str(self._output_dir / "logs" / "metrics.jsonl")),
-                ("sample rollouts", str(self._output_dir / "logs" / "rollouts.jsonl")),
-                (
-                    "try next",
-                    "synchronously: add max_staleness=0 pull_every_m_rollouts=1\n"
-                    "your own copy: tune cp async_grpo_full_finetune_distributed my_grpo.py",
-                ),
-            ]
-        )
+        rows.append(("metrics", str(logs / "metrics.jsonl")))
+        if self._steps:
+            advice = (
+                "synchronously: add max_staleness=0 pull_every_m_rollouts=1\n"
+                "your own copy: tune cp async_grpo_full_finetune_distributed my_grpo.py"
+            )
+            rows += [("sample rollouts", str(logs / "rollouts.jsonl")), ("try next", advice)]
+        self._progress.summary(rows)
 
     def _change_of_reward(self) -> str:
         first, last = self._steps[:_SHOWN_STEPS], self._steps[-_SHOWN_STEPS:]
