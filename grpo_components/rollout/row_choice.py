@@ -26,6 +26,8 @@ class RowFilters:
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
         self._checks: list[tuple[str, Callable[[Row, str], bool]]] = []
+        if not isinstance(filters, Mapping):
+            raise ValueError(f"dataset.filters: {filters!r} given; allowed: conditions by column")
         for column, conditions in filters.items():
             key = f"dataset.filters.{column}"
             if not isinstance(conditions, Mapping) or not conditions:
