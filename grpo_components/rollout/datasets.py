@@ -87,7 +87,7 @@ def prompt_dataset(
     Raises:
         ValueError: naming the key, or source, row (from 1) and field of what cannot be used.
     """
-    _check_kinds("a text", source=source, split=split, prompt_template=prompt_template)
+    _check_kinds("a text", source=source, split=split)
     chat = {"chat_template": chat_template, "system_prompt": system_prompt}
     _check_kinds("a text, or null", name=name, **chat)
     _check_kinds("a whole number above 0", num_rows=num_rows, max_prompt_tokens=max_prompt_tokens)
@@ -95,7 +95,8 @@ def prompt_dataset(
     if too_long not in ("error", "drop"):
         raise ValueError(f"dataset.too_long: {too_long!r} given; allowed: error | drop")
     encode = prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt)
-    keep, in_part = RowFilters(filters or {}), Partition("1/1" if partition is None else partition)
+    keep = RowFilters({} if filters is None else filters)
+    in_part = Partition("1/1" if partition is None else partition)
     prompts: list[Prompt] = []
     asked: set[str] = set()
     longer = f"longer than {max_prompt_tokens} tokens"
@@ -109,6 +110,9 @@ def prompt_dataset(
         row = Row(values, where, columns or {})
         question, answer = read(row)
         asked |= row.asked
+        if not (isinstance(question, str) and isinstance(answer, str)):
+            given = f"{question!r} and {answer!r}"
+            raise ValueError(f"{where}: read as {given}; allowed: question and answer as texts")
         if not in_part(question):
             left_out["in other parts"] += 1
             continue

@@ -34,8 +34,9 @@ def prompt_encoder(
     Raises:
         ValueError: naming the key that cannot be.
     """
-    if template.count("{question}") != 1:
-        raise ValueError("dataset.prompt_template: must contain {question} exactly once")
+    if not isinstance(template, str) or template.count("{question}") != 1:
+        allowed = "a text with {question} in it once"
+        raise ValueError(f"dataset.prompt_template: {template!r} given; allowed: {allowed}")
     if chat_template is None:
         if system_prompt is not None:
             problem = "given without a chat_template; allowed: with one, or as part of"

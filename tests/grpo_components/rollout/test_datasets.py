@@ -73,12 +73,6 @@ def test_braces_in_a_template_other_than_the_question_stay(jsonl):
     assert prompt["prompt_text"] == r"\boxed{} {x} 1 + 1?"
 
 
-@pytest.mark.parametrize("template", ["", "{}", "{question} {question}", "{questions}"])
-def test_a_template_must_hold_the_question_once(jsonl, template):
-    with pytest.raises(ValueError, match=r"prompt_template.*\{question\}"):
-        load(jsonl, prompt_template=template)
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -265,8 +259,11 @@ def test_a_column_for_a_field_that_no_builder_asks_for_is_refused(jsonl):
         *(("num_rows", value, "a whole number above 0") for value in (0, -1, "3", 1.5, True)),
         *(("max_prompt_tokens", value, "a whole number above 0") for value in (0, "3")),
         *(("columns", v, "the source's column by field") for v in ("q", ["q"], {"question": 1})),
-        *(("filters", value, "conditions by column") for value in ("q", ["q"])),
-        *(("prompt_template", value, "a text") for value in (None, {"question": None})),
+        *(("filters", value, "conditions by column") for value in ("q", ["q"], [])),
+        *(
+            ("prompt_template", value, "a text with {question} in it once")
+            for value in ("", "{}", "{question} {question}", None, {"question": None})
+        ),
         *(("split", value, "a text") for value in (None, 1)),
         *(("name", 1, "a text, or null"), ("chat_template", True, "a text, or null")),
         ("system_prompt", 5, "a text, or null"),
@@ -385,3 +382,9 @@ def test_a_format_of_ones_own_is_one_function(tmp_path):
     claims_dataset = partial(prompt_dataset, read=true_or_false)
     prompt = read_one(claims_dataset, tmp_path, claim="1 = 2", holds=False)
     assert (prompt["prompt_text"], prompt["answer"]) == ("True or false: 1 = 2", "false")
+
+
+def test_a_format_of_ones_own_that_gives_no_texts_is_told_with_its_row(jsonl):
+    for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
+        with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: read as .*; allowed: question"):
+            prompt_dataset(CharacterTokenizer(), source=str(jsonl), read=read)

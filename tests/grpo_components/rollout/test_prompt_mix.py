@@ -62,7 +62,7 @@ def test_the_notes_of_all_parts_are_told(parts):
         ({"weight": "2"}, "dataset.parts.b.weight: 2 given; allowed"),
         ({"weight": True}, "dataset.parts.b.weight: True given"),
         ({"weight": float("inf")}, "dataset.parts.b.weight: inf given"),
-        ({"prompt_template": "x"}, "dataset.parts.b.prompt_template: must contain"),
+        ({"prompt_template": "x"}, "dataset.parts.b.prompt_template: 'x' given; allowed: a text"),
         ({"source": "nowhere.csv"}, "dataset.parts.b: dataset nowhere.csv: no such file"),
         ({"sauce": "x"}, f"dataset.parts.b: {GSM8K} cannot be built: TypeError: "),
         ({"num_rows": 0}, "dataset.parts.b.num_rows: 0 given; allowed: a whole number above 0"),

@@ -1,5 +1,6 @@
 """Filters keep what they say, and the parts of a partition are disjoint and cover everything."""
 
+import math
 import re
 from itertools import pairwise
 
@@ -82,6 +83,7 @@ def test_a_row_that_cannot_be_judged_is_named(filters, values, problem):
         (5, "dataset.filters.level: 5 given"),
         ({"most": 5}, "dataset.filters.level.most: unknown condition; allowed: one or more of"),
         ({"min": "5"}, "dataset.filters.level.min: '5' given; allowed: a number"),
+        ({"min": math.nan}, "dataset.filters.level.min: nan given; allowed: a number"),
         ({"max": True}, "dataset.filters.level.max: True given; allowed: a number"),
         ({"allowed": "5"}, "dataset.filters.level.allowed: '5' given; allowed: a list of values"),
         ({"regex": "("}, "dataset.filters.level.regex: '(' is no regular expression"),
