@@ -54,8 +54,11 @@ def _listed(names: tuple[str, ...]) -> str:
 def _condition(key: str, name: str, wanted: Any) -> Callable[[Row, str], bool]:
     if name == "allowed" and isinstance(wanted, list) and wanted:
         return lambda row, column: row.value(column) in wanted
-    is_number = type(wanted) in (int, float) and not math.isnan(wanted)
-    if name in ("min", "max") and is_number:
+    if (
+        name in ("min", "max")
+        and isinstance(wanted, int | float)
+        and not (isinstance(wanted, bool) or math.isnan(wanted))
+    ):
         sign = 1 if name == "min" else -1
         return lambda row, column: _is_at_least(row, column, sign, sign * wanted)
     if name == "regex" and isinstance(wanted, str):

@@ -50,11 +50,11 @@ def test_bounds_are_themselves_allowed_and_a_csv_files_numbers_are_texts(level, 
 
 
 def test_a_row_is_kept_that_meets_all_conditions():
-    filters = {"kind": {"allowed": ["algebra", None]}, "problem": {"regex": r"^(?!.*\[asy\])"}}
+    filters = {"kind": {"allowed": ["algebra", None]}, "problem": {"regex": r"(?s)^(?!.*\[asy\])"}}
     assert kept(filters, kind="algebra", problem="x + 1")
     assert kept(filters, kind=None, problem="")
     assert not kept(filters, kind="geometry", problem="x + 1")
-    assert not kept(filters, kind="algebra", problem="see [asy] here")
+    assert not kept(filters, kind="algebra", problem="see\n[asy] here")
     assert not kept(filters, kind="algebra", problem=None)
     assert not kept({"level": {"min": 1}}, level=None)
 
