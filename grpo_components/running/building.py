@@ -99,6 +99,11 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
 
 def _check_prompts(cfg: DictConfig, key: str, node: DictConfig, prompts: Any) -> None:
     """Whether the policy knows a data set's tokens and has room for its prompts and responses."""
+    chat, styled = node.get("chat_template"), cfg.tokenizer.get("prompt_template") is not None
+    if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
+        problem = f"{chat or 'null'} given with tokenizer.prompt_template, which goes unused"
+        allowed = "torchtune, or tokenizer.prompt_template: null"
+        raise ValueError(f"{key}.chat_template: {problem}; allowed: {allowed}")
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     limits = {
         "generator.max_model_len": cfg.generator.max_model_len,

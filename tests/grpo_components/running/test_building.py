@@ -198,6 +198,9 @@ def test_checking_takes_no_memory_for_the_model(cfg):
 
 MY_DATA = """
 class CharacterTokenizer:
+    def __init__(self, prompt_template=None):
+        pass
+
     def encode(self, text, add_bos, add_eos):
         return [ord(character) for character in text]
 
@@ -330,6 +333,16 @@ def test_a_token_that_the_policy_has_not_is_named_before_the_engine_sees_it(data
             f"dataset {data_cfg.dataset.source}, row 1, field question: the prompt has the token"
         )
         assert str(refused.value).startswith(f"{start} {ord('x')}; allowed: those of base_model")
+
+
+def test_a_prompt_template_of_the_tokenizer_that_no_prompt_would_have_is_refused(data_cfg):
+    data_cfg.tokenizer.prompt_template = {"user": ["Q: ", "A: "]}
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    assert str(refused.value) == (
+        "dataset.chat_template: null given with tokenizer.prompt_template, which goes unused; "
+        "allowed: torchtune, or tokenizer.prompt_template: null"
+    )
 
 
 def test_prompts_that_are_trained_on_and_held_out_are_counted():
