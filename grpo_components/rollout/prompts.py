@@ -86,27 +86,17 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
 
 
 def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
-    if not folder or not Path(folder).is_dir():
-        allowed = "null, torchtune, or a model folder such as ${base_model_path}"
-        raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # anything a tokenizer's files may lead to
-        problem = f"no tokenizer can be loaded from {folder}, {type(error).__name__}: {error}"
-        raise ValueError(f"dataset.chat_template: {problem}") from error
-    if not tokenizer.chat_template:
-        problem = f"the tokenizer in {folder} has none"
-        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
+    tokenizer, template = _chat_tokenizer(folder)
+    # As vLLM does: some templates read a content as a text, and some as a list of parts.
+    in_parts = _LOOP_OVER_PARTS.search(template) is not None
 
     def render(text: str, system: str | None) -> str:
         said = ([] if system is None else [("system", system)]) + [("user", text)]
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": t}] if in_parts else t}
+            for role, t in said
+        ]
         try:
-            # As vLLM does: some templates read a content as a text, and some as a list of parts.
-            in_parts = _LOOP_OVER_PARTS.search(tokenizer.get_chat_template()) is not None
-            messages = [
-                {"role": role, "content": [{"type": "text", "text": t}] if in_parts else t}
-                for role, t in said
-            ]
             return tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
@@ -114,10 +104,10 @@ def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
             problem = f"that of {folder} refuses a conversation: {error}"
             raise ValueError(f"dataset.chat_template: {problem}") from error
 
-    marks = {"question": "7f3b", "system prompt": None if system_prompt is None else "c91e"}
-    rendered = render("7f3b", marks["system prompt"])
+    marks = {"question": "7f3b"} | ({} if system_prompt is None else {"system prompt": "c91e"})
+    rendered = render(marks["question"], marks.get("system prompt"))
     for name, mark in marks.items():
-        if mark is not None and mark not in rendered:
+        if mark not in rendered:
             problem = f"that of {folder} leaves out the {name}"
             raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
 
@@ -127,3 +117,20 @@ def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
         return tokenizer(prompt, add_special_tokens=False)["input_ids"], prompt
 
     return encode
+
+
+def _chat_tokenizer(folder: str) -> tuple[Any, str]:
+    """The tokenizer in a model folder, and its chat template."""
+    if not folder or not Path(folder).is_dir():
+        allowed = "null, torchtune, or a model folder such as ${base_model_path}"
+        raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    except Exception as error:  # anything that a tokenizer's files may lead to
+        problem = f"no tokenizer can be loaded from {folder}, {type(error).__name__}: {error}"
+        raise ValueError(f"dataset.chat_template: {problem}") from error
+    if not template:
+        problem = f"the tokenizer in {folder} has none"
+        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
+    return tokenizer, template
