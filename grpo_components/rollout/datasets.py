@@ -121,7 +121,7 @@ def prompt_dataset(
             if too_long == "error":
                 raise ValueError(
                     f"{where}, field question: the prompt has {len(ids)} tokens, "
-                    f"dataset.max_prompt_tokens is {max_prompt_tokens}"
+                    f"and max_prompt_tokens is {max_prompt_tokens}"
                 )
             left_out[longer] += 1
             continue

@@ -80,14 +80,14 @@ def _is_at_least(row: Row, column: str, sign: int, bound: float) -> bool:
     try:
         number = float(value)  # a CSV file has texts only
     except (TypeError, ValueError):
-        row.refuse(column, f"{value!r} is no number, and dataset.filters bounds it")
+        row.refuse(column, f"{value!r} is no number, and filters bound it")
     return sign * number >= bound
 
 
 def _is_found(row: Row, column: str, pattern: re.Pattern[str]) -> bool:
     value = row.value(column)
     if not isinstance(value, str | None):
-        row.refuse(column, f"{value!r} is no text, and dataset.filters searches it")
+        row.refuse(column, f"{value!r} is no text, and filters search it")
     return value is not None and pattern.search(value) is not None
 
 

@@ -345,6 +345,26 @@ def test_a_prompt_template_of_the_tokenizer_that_no_prompt_would_have_is_refused
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_prompt_tokens": 6},
+        {"filters": {"question": {"min": 1}}},
+        {"filters": {"question": {"most": 1}}},
+        {"columns": {"gold": "answer"}},
+        {"partition": "2/1"},
+        {"chat_template": "torchtune"},
+    ],
+)
+def test_what_is_wrong_with_the_evaluation_data_names_no_key_of_the_other(data_cfg, change):
+    data_cfg.eval_dataset.update(change)
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    message = str(refused.value)
+    assert message.startswith("eval_dataset")
+    assert "dataset." not in message.removeprefix("eval_dataset.")
+
+
 def test_prompts_that_are_trained_on_and_held_out_are_counted():
     trained, held_out = ([{"prompt_ids": [i, 0]} for i in numbers] for numbers in ((1, 2), (2, 3)))
     told = "eval_dataset: 1 of its 2 prompts are trained on, too"
