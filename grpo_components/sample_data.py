@@ -115,7 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rows < 1:
         parser.error("--rows: must be at least 1")
-    files = write_sample_data(options.folder, rows=options.rows, seed=options.seed)
+    try:
+        files = write_sample_data(options.folder, rows=options.rows, seed=options.seed)
+    except OSError as error:
+        parser.error(f"{options.folder}: {error.strerror}; allowed: a folder to write to")
     Console().print("\n".join(map(str, files)), soft_wrap=True)
     return 0
 

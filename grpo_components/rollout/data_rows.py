@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 import datasets
 import pyarrow
 import pyarrow.parquet
+from datasets.exceptions import DatasetsError
 
 
 class Row:
@@ -24,6 +26,8 @@ class Row:
 
     def __init__(self, values: Any, where: str, columns: Mapping[str, str]) -> None:
         self._values, self._where, self._columns = values, where, columns
+        self.asked: set[str] = set()
+        """Fields that were asked for."""
 
     def value(self, field: str) -> Any:
         """A field as the source has it; of a CSV file that is a text.
@@ -31,9 +35,13 @@ class Row:
         Raises:
             ValueError: if the row has no such column.
         """
+        self.asked.add(field)
         column = self._columns.get(field, field)
-        if not isinstance(self._values, dict) or column not in self._values:
-            raise ValueError(f"{self._where}: has no field {column}")
+        if not isinstance(self._values, dict):
+            raise ValueError(f"{self._where}: has no field {column}, nor any other")
+        if column not in self._values:
+            has = ", ".join(map(str, self._values))
+            raise ValueError(f"{self._where}: has no field {column}; it has {has}")
         return self._values[column]
 
     def text(self, field: str) -> str:
@@ -50,6 +58,18 @@ class Row:
         except UnicodeEncodeError as error:
             self.refuse(field, f"is no Unicode text: {error}")
         return value
+
+    def text_or_number(self, field: str) -> str:
+        """A field that holds a text, or a number as it is written: 0.5, and 42 for 42.0.
+
+        Raises:
+            ValueError: if it holds anything else, or nothing.
+        """
+        value = self.value(field)
+        if isinstance(value, float) and math.isfinite(value):
+            return str(int(value)) if value.is_integer() else str(value)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        return str(value) if is_whole else self.text(field)
 
     def parsed(self, field: str) -> Any:
         """A field that holds a list, a mapping or a number, or a text of it in JSON.
@@ -95,8 +115,9 @@ def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
         )
     try:
         return datasets.load_dataset(source, name, split=split)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"dataset {source}: cannot be loaded: {error}") from error
+    except (OSError, ValueError, DatasetsError) as error:
+        cause = f"{error}: {error.__cause__}" if error.__cause__ else error
+        raise ValueError(f"dataset {source}: cannot be loaded: {cause}") from error
 
 
 def _check_there(path: Path) -> None:
@@ -107,9 +128,10 @@ def _check_there(path: Path) -> None:
 def _json_lines(path: Path) -> Iterator[Any]:
     _check_there(path)
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = (line for line in file if line.strip())
+        for number, line in enumerate(lines, start=1):
             try:
-                yield json.loads(line.decode("utf-8"))
+                yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"dataset {path}, row {number}: not readable: {error}") from None
 
@@ -117,7 +139,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
 def _json_list(path: Path) -> Iterator[Any]:
     _check_there(path)
     try:
-        rows = json.loads(path.read_bytes().decode("utf-8"))
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"dataset {path}: not readable: {error}") from None
     if not isinstance(rows, list):
@@ -130,7 +152,7 @@ def _csv_rows(path: Path) -> Iterator[Any]:
     number = 0  # of the row that was read last; the header is none
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = csv.reader(file, strict=True)
+            lines = filter(None, csv.reader(file, strict=True))  # a line with nothing is no row
             names = next(lines, [])
             if len(set(names)) < len(names):
                 raise ValueError("two columns have one name")

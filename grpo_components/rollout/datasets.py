@@ -40,8 +40,8 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def question_and_answer(row: Row) -> tuple[str, str]:
-    """Fields `question` and `answer`, as they are."""
-    return row.text("question"), row.text("answer")
+    """Fields `question`, and `answer` as it is."""
+    return row.text("question"), row.text_or_number("answer")
 
 
 def prompt_dataset(
@@ -61,7 +61,7 @@ def prompt_dataset(
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
 ) -> PromptDataset:
-    """A data set of rows with the fields `question` and `answer`, the answer as it is.
+    """A data set of rows with the fields `question` and `answer`, a text or a number, as it is.
 
     Args:
         tokenizer: torchtune's.
@@ -69,7 +69,8 @@ def prompt_dataset(
         name: configuration of a Hugging Face data set.
         split: of a Hugging Face data set.
         read: question and answer of a row, for builders of other formats.
-        columns: names of the source's columns, by field, where they have others.
+        columns: names of the source's columns, by field, where they have others; a field that
+            `read` never asks for is refused.
         filters: conditions by column of the source, see `RowFilters`.
         partition: some of n parts of the rows, such as `1-9/10`, see `Partition`.
         num_rows: use the first n rows that are left; None uses all.
@@ -86,21 +87,32 @@ def prompt_dataset(
     Raises:
         ValueError: naming the key, or source, row (from 1) and field of what cannot be used.
     """
+    _check_kinds("a text", source=source, split=split)
+    chat = {"chat_template": chat_template, "system_prompt": system_prompt}
+    _check_kinds("a text, or null", name=name, **chat)
+    _check_kinds("a whole number above 0", num_rows=num_rows, max_prompt_tokens=max_prompt_tokens)
+    _check_kinds("the source's column by field", columns=columns)
     if too_long not in ("error", "drop"):
         raise ValueError(f"dataset.too_long: {too_long!r} given; allowed: error | drop")
     encode = prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt)
-    keep, in_part = RowFilters(filters or {}), Partition("1/1" if partition is None else partition)
+    keep = RowFilters({} if filters is None else filters)
+    in_part = Partition("1/1" if partition is None else partition)
     prompts: list[Prompt] = []
+    asked: set[str] = set()
     longer = f"longer than {max_prompt_tokens} tokens"
     left_out = dict.fromkeys(("filtered out", "in other parts", longer), 0)
     number = 0
     for number, values in enumerate(read_rows(source, name, split), start=1):
         where = f"dataset {source}, row {number}"
-        row = Row(values, where, columns or {})
-        if not keep(row):
+        if not keep(Row(values, where, {})):
             left_out["filtered out"] += 1
             continue
+        row = Row(values, where, columns or {})
         question, answer = read(row)
+        asked |= row.asked
+        if not (isinstance(question, str) and isinstance(answer, str)):
+            given = f"{question!r} and {answer!r}"
+            raise ValueError(f"{where}: read as {given}; allowed: question and answer as texts")
         if not in_part(question):
             left_out["in other parts"] += 1
             continue
@@ -109,7 +121,7 @@ def prompt_dataset(
             if too_long == "error":
                 raise ValueError(
                     f"{where}, field question: the prompt has {len(ids)} tokens, "
-                    f"dataset.max_prompt_tokens is {max_prompt_tokens}"
+                    f"and max_prompt_tokens is {max_prompt_tokens}"
                 )
             left_out[longer] += 1
             continue
@@ -120,8 +132,28 @@ def prompt_dataset(
     why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     if not prompts:
         raise ValueError(f"dataset {source}: has no rows{f' left: {why}' if why else ''}")
+    for field in sorted(set(columns or {}) - asked):
+        fields = ", ".join(sorted(asked))
+        raise ValueError(f"dataset.columns.{field}: no field of the builder; allowed: {fields}")
     note = f"dataset {source}: {len(prompts)} prompts of {number} rows; {why}" if why else ""
     return PromptDataset(prompts, note)
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a text": lambda value: isinstance(value, str),
+    "a text, or null": lambda value: isinstance(value, str | None),
+    "a whole number above 0": lambda value: value is None or (type(value) is int and value > 0),
+    "the source's column by field": lambda value: (
+        value is None
+        or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value.values()))
+    ),
+}
+
+
+def _check_kinds(kind: str, **given: Any) -> None:
+    for name, value in given.items():
+        if not _KINDS[kind](value):
+            raise ValueError(f"dataset.{name}: {value!r} given; allowed: {kind}")
 
 
 def _after_hashes(row: Row) -> tuple[str, str]:
@@ -137,17 +169,30 @@ gsm8k_dataset = partial(prompt_dataset, read=_after_hashes)
 """A data set in GSM8K's format: `question`, and an `answer` that ends in `#### 42`."""
 
 
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_UNBRACED = re.compile(r"-?\w(?:[\w.,/]*\w)?")  # of `\boxed 5`, which MATH has, too
+_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)  # one after a backslash is text
+
+
 def _in_the_box(row: Row) -> tuple[str, str]:
     problem, solution = row.text("problem"), row.text("solution")
-    for piece in reversed(re.split(r"\\boxed\s*\{", solution)[1:]):
-        depth = 1
-        for end, character in enumerate(piece):
-            depth += (character == "{") - (character == "}")
-            if depth == 0 and piece[:end].strip():
-                return problem, piece[:end].strip()
-            if depth == 0:
-                break
+    for box in reversed(list(_BOX.finditer(solution))):
+        if content := _content(solution[box.end() :]):
+            return problem, content
     row.refuse("solution", r"has no answer in \boxed{}")
+
+
+def _content(text: str) -> str:
+    """What a box holds that opens where the text begins; nothing if it is never closed."""
+    if not text.startswith("{"):
+        match = _UNBRACED.match(text)
+        return match[0] if match else ""
+    depth = 0
+    for brace in _BRACE.finditer(text):
+        depth += (brace[1] == "{") - (brace[1] == "}")
+        if depth == 0:
+            return text[1 : brace.start()].strip()
+    return ""
 
 
 math_dataset = partial(
@@ -184,6 +229,8 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
     prompt, tests = row.text("prompt"), row.parsed("tests")
     if isinstance(tests, list):
         tests = {"asserts": tests}
+    if isinstance(tests, dict):  # a table has every key in every row, those of other rows as null
+        tests = {kind: cases for kind, cases in tests.items() if cases is not None}
     if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
         columns = [tests["inputs"], tests["outputs"]]
         if all(isinstance(texts, list) for texts in columns) and len({*map(len, columns)}) == 1:

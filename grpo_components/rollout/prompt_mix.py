@@ -84,6 +84,9 @@ def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> 
         arguments = {argument: node[argument] for argument in node if argument != "weight"}
         try:
             prompts = config.instantiate(OmegaConf.create(arguments), tokenizer)
+            if isinstance(prompts, PromptMix):
+                raise ValueError("is a mix itself; allowed: its parts beside the others")
+            last = max(prompts[index]["prompt_index"] for index in range(len(prompts)))
         except ValueError as error:
             text = str(error)
             own = text.removeprefix("dataset.")
@@ -92,6 +95,5 @@ def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> 
             what = f"{node['_component_']} cannot be built: {type(error).__name__}: {error}"
             raise ValueError(f"{key}: {what}") from error
         built[name] = MixedPart(prompts, weight, first_index)
-        last = max(prompts[index]["prompt_index"] for index in range(len(prompts)))
         first_index += last + 1
     return PromptMix(built)

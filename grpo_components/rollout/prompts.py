@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from torchtune.data import Message
 from transformers import AutoTokenizer
 
 Encode = Callable[[str], tuple[list[int], str]]
 """A question as the token ids [P] of its prompt, and the text of these."""
+_LOOP_OVER_PARTS = re.compile(
+    r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.content|\w+\[["']content["']\]|content)(?![\w.(])"""
+)
+"""In a chat template, as vLLM's endpoint looks for it in the template's syntax tree."""
 
 
 def prompt_encoder(
@@ -30,8 +34,9 @@ def prompt_encoder(
     Raises:
         ValueError: naming the key that cannot be.
     """
-    if template.count("{question}") != 1:
-        raise ValueError("dataset.prompt_template: must contain {question} exactly once")
+    if not isinstance(template, str) or template.count("{question}") != 1:
+        allowed = "a text with {question} in it once"
+        raise ValueError(f"dataset.prompt_template: {template!r} given; allowed: {allowed}")
     if chat_template is None:
         if system_prompt is not None:
             problem = "given without a chat_template; allowed: with one, or as part of"
@@ -81,25 +86,51 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
 
 
 def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
-    if not Path(folder).is_dir():
-        allowed = "null, torchtune, or a model folder such as ${base_model_path}"
-        raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if not tokenizer.chat_template:
-        problem = f"the tokenizer in {folder} has none"
-        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    tokenizer, template = _chat_tokenizer(folder)
+    # As vLLM does: some templates read a content as a text, and some as a list of parts.
+    in_parts = _LOOP_OVER_PARTS.search(template) is not None
 
-    def encode(text: str) -> tuple[list[int], str]:
-        messages = [*system, {"role": "user", "content": text}]
+    def render(text: str, system: str | None) -> str:
+        said = ([] if system is None else [("system", system)]) + [("user", text)]
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": t}] if in_parts else t}
+            for role, t in said
+        ]
         try:
-            prompt = tokenizer.apply_chat_template(
+            return tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program, and may raise anything
             problem = f"that of {folder} refuses a conversation: {error}"
             raise ValueError(f"dataset.chat_template: {problem}") from error
+
+    marks = {"question": "7f3b"} | ({} if system_prompt is None else {"system prompt": "c91e"})
+    rendered = render(marks["question"], marks.get("system prompt"))
+    for name, mark in marks.items():
+        if mark not in rendered:
+            problem = f"that of {folder} leaves out the {name}"
+            raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
+
+    def encode(text: str) -> tuple[list[int], str]:
+        prompt = render(text, system_prompt)
         # The template has written what a prompt begins with.
         return tokenizer(prompt, add_special_tokens=False)["input_ids"], prompt
 
     return encode
+
+
+def _chat_tokenizer(folder: str) -> tuple[Any, str]:
+    """The tokenizer in a model folder, and its chat template."""
+    if not folder or not Path(folder).is_dir():
+        allowed = "null, torchtune, or a model folder such as ${base_model_path}"
+        raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    except Exception as error:  # anything that a tokenizer's files may lead to
+        problem = f"no tokenizer can be loaded from {folder}, {type(error).__name__}: {error}"
+        raise ValueError(f"dataset.chat_template: {problem}") from error
+    if not template:
+        problem = f"the tokenizer in {folder} has none"
+        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
+    return tokenizer, template

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,8 @@ class RowFilters:
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
         self._checks: list[tuple[str, Callable[[Row, str], bool]]] = []
+        if not isinstance(filters, Mapping):
+            raise ValueError(f"dataset.filters: {filters!r} given; allowed: conditions by column")
         for column, conditions in filters.items():
             key = f"dataset.filters.{column}"
             if not isinstance(conditions, Mapping) or not conditions:
@@ -51,7 +54,11 @@ def _listed(names: tuple[str, ...]) -> str:
 def _condition(key: str, name: str, wanted: Any) -> Callable[[Row, str], bool]:
     if name == "allowed" and isinstance(wanted, list) and wanted:
         return lambda row, column: row.value(column) in wanted
-    if name in ("min", "max") and isinstance(wanted, int | float) and not isinstance(wanted, bool):
+    if (
+        name in ("min", "max")
+        and isinstance(wanted, int | float)
+        and not (isinstance(wanted, bool) or math.isnan(wanted))
+    ):
         sign = 1 if name == "min" else -1
         return lambda row, column: _is_at_least(row, column, sign, sign * wanted)
     if name == "regex" and isinstance(wanted, str):
@@ -73,14 +80,14 @@ def _is_at_least(row: Row, column: str, sign: int, bound: float) -> bool:
     try:
         number = float(value)  # a CSV file has texts only
     except (TypeError, ValueError):
-        row.refuse(column, f"{value!r} is no number, and dataset.filters bounds it")
+        row.refuse(column, f"{value!r} is no number, and filters bound it")
     return sign * number >= bound
 
 
 def _is_found(row: Row, column: str, pattern: re.Pattern[str]) -> bool:
     value = row.value(column)
     if not isinstance(value, str | None):
-        row.refuse(column, f"{value!r} is no text, and dataset.filters searches it")
+        row.refuse(column, f"{value!r} is no text, and filters search it")
     return value is not None and pattern.search(value) is not None
 
 

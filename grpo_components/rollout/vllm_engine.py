@@ -83,7 +83,9 @@ class VLLMEngine:
         seed: int,
         schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
     ) -> None:
-        options: dict[str, Any] = {"enforce_eager": True}
+        # A prompt read in two steps would end the engine on a CPU: what the first one samples is
+        # discarded by setting its random generator back, and a CPU's has no offset to set.
+        options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
         if device == "cuda":
             options = {
                 "enforce_eager": enforce_eager,

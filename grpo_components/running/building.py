@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import netrc
 import os
 import sys
@@ -58,14 +59,48 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
         cfg: checked by preflight.
 
     Raises:
-        ValueError: naming file, row and field of the first prompt that cannot be answered in the
-            policy's context.
+        ValueError: naming what is no data set, or file, row and field of the first prompt that
+            cannot be answered in the policy's context.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
+    for key, dataset in data.items():
+        _check_rows(key, cfg[key]._component_, dataset)
     if cfg.train_from:
         data["dataset"] = RecordedPrompts(cfg.train_from)
-    response = cfg.generator.max_response_tokens
+    for key, dataset in data.items():
+        if isinstance(dataset, PromptMix):
+            nodes, parts = cfg[key].parts, dataset.parts
+            for name in parts:
+                _check_prompts(cfg, f"{key}.parts.{name}", nodes[name], parts[name].prompts)
+        else:
+            _check_prompts(cfg, key, cfg[key], dataset)
+    return tokenizer, data["dataset"], data["eval_dataset"]
+
+
+def _check_rows(key: str, component: str, dataset: Any) -> None:
+    """Whether a data set, which may be of the user's own, has what the recipe reads."""
+    fields = ("prompt_index", "prompt_ids", "prompt_text", "answer")
+    try:
+        rows = [[dataset[i][field] for field in fields] for i in range(len(dataset))]
+        indices, _ = {index for index, *_ in rows}, dataset.max_prompt_length
+    except Exception as error:  # anything may be missing
+        problem = f"gives no prompts, {type(error).__name__}: {error}"
+    else:
+        if 0 < len(rows) == len(indices):
+            return
+        problem = "gives two rows with one prompt_index" if rows else "gives no rows"
+    allowed = f"rows by index, each with {', '.join(fields)}, and a max_prompt_length"
+    raise ValueError(f"{key}: {component} {problem}; allowed: {allowed}")
+
+
+def _check_prompts(cfg: DictConfig, key: str, node: DictConfig, prompts: Any) -> None:
+    """Whether the policy knows a data set's tokens and has room for its prompts and responses."""
+    chat, styled = node.get("chat_template"), cfg.tokenizer.get("prompt_template") is not None
+    if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
+        problem = f"{chat or 'null'} given with tokenizer.prompt_template, which goes unused"
+        allowed = "torchtune, or tokenizer.prompt_template: null"
+        raise ValueError(f"{key}.chat_template: {problem}; allowed: {allowed}")
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     limits = {
         "generator.max_model_len": cfg.generator.max_model_len,
@@ -74,24 +109,33 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
     name, most = min(((k, v) for k, v in limits.items() if v is not None), key=lambda item: item[1])
-    for key, dataset in data.items():
-        if isinstance(dataset, PromptMix):
-            parts = {f"{key}.parts.{p}": dataset.parts[p].prompts for p in dataset.parts}
+    most -= cfg.generator.max_response_tokens
+    vocab_size = hf_config.get("vocab_size", math.inf)
+    for prompt in map(prompts.__getitem__, range(len(prompts))):
+        ids = prompt["prompt_ids"]
+        if not 0 < len(ids) <= most:
+            problem = f"has {len(ids)} tokens; allowed: 1 to {most}, {name} less "
+            problem += "generator.max_response_tokens"
+        elif max(ids) >= vocab_size:
+            problem = f"has the token {max(ids)}; allowed: those of base_model_path, whose "
+            problem += f"vocab_size is {vocab_size}"
         else:
-            parts = {key: dataset}
-        for part, prompts in parts.items():
-            for prompt in map(prompts.__getitem__, range(len(prompts))):
-                length = len(prompt["prompt_ids"])
-                if 0 < length <= most - response:
-                    continue
-                node: Any = OmegaConf.select(cfg, part)
-                source = node.get("source", node._component_)
-                raise ValueError(
-                    f"{part} {source}, row {prompt['prompt_index'] + 1}, field question: the "
-                    f"prompt has {length} tokens; allowed: 1 to {most - response}, {name} less "
-                    f"generator.max_response_tokens"
-                )
-    return tokenizer, data["dataset"], data["eval_dataset"]
+            continue
+        where = f"{key} {node.get('source', node._component_)}, row {prompt['prompt_index'] + 1}"
+        raise ValueError(f"{where}, field question: the prompt {problem}")
+
+
+def shared_prompts(dataset: Any, held_out: Any) -> str:
+    """One line on the prompts that a run trains on and is evaluated on; empty if there are none.
+
+    Args:
+        dataset: to train on.
+        held_out: to be evaluated on.
+    """
+    trained = {tuple(dataset[i]["prompt_ids"]) for i in range(len(dataset))}
+    shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
+    told = f"eval_dataset: {shared} of its {len(held_out)} prompts are trained on, too"
+    return told if shared else ""
 
 
 def parameters_of(component: Any) -> list[inspect.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.report.page import write_report
-from grpo_components.running.building import build
+from grpo_components.running.building import build, shared_prompts
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.progress import Progress
 from grpo_components.running.quiet import without_prints
@@ -184,19 +185,23 @@ class RunLog:
                 self.note(f"no report was written: {type(error).__name__}: {error}")
 
 
-def build_run_log(cfg: DictConfig, attempt: int, note: str, *data: Any) -> RunLog:
+def build_run_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
     """The run log that a config asks for.
 
     Args:
         cfg: checked by preflight.
         attempt: which life of the run.
         note: what the person who watches should know first; may be empty.
-        data: the data sets; their own `note`, where they have one, is told, too.
+        dataset: to train on; its own `note`, where it has one, is told, too.
+        held_out: to be evaluated on; its note as well, and whether the run trains on it.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     run_log = RunLog(folder, logger, every, cfg.num_steps, attempt)
-    for told in filter(None, (note, *(getattr(dataset, "note", "") for dataset in data))):
+    left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
+    trains = not (cfg.eval_only or cfg.rollout_only)
+    shared = shared_prompts(dataset, held_out) if trains else ""
+    for told in filter(None, (note, getattr(dataset, "note", ""), left_out, shared)):
         run_log.note(told)
     return run_log

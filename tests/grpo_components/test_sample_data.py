@@ -97,3 +97,12 @@ def test_the_command_names_what_it_wrote(tmp_path, capsys):
         str(tmp_path / "new" / name)
         for name in ("math.jsonl", "countdown.json", "code.jsonl", "table.csv")
     ]
+
+
+def test_a_place_that_is_no_folder_to_write_to_is_told(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(place)])
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert f"error: {place}: " in told and told.endswith("; allowed: a folder to write to")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pyarrow
 import pyarrow.parquet
@@ -50,6 +51,26 @@ def test_a_csv_file_of_a_spreadsheet_has_no_mark_in_its_first_column(tmp_path):
     assert read(path) == [{"question": 'a, "b"\r\nc?', "answer": "1"}]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '\n{"a": "1"}\n \t\n{"a": "2"}\n\n'),
+        ("a.jsonl", '\ufeff{"a": "1"}\r\n\r\n{"a": "2"}\r\n\r\n'),
+        ("a.json", '\ufeff[{"a": "1"}, {"a": "2"}]'),
+        ("a.csv", "\n\na\n1\n\n2\n\n"),
+    ],
+)
+def test_empty_lines_and_the_mark_of_a_spreadsheet_are_no_rows(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content.encode())
+    assert read(tmp_path / name) == [{"a": "1"}, {"a": "2"}]
+
+
+def test_a_row_after_empty_lines_is_named_by_its_number_among_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n\n{\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 2: not readable"):
+        read(tmp_path / "a.jsonl")
+
+
 def test_the_config_is_checked_for_the_kinds_of_files_that_can_be_read():
     assert SUFFIXES == CHECKED_SUFFIXES
 
@@ -94,9 +115,30 @@ def test_a_field_is_read_from_the_column_that_has_it_and_named_by_that():
     row = Row({"problem": "1 + 1?", "nums": "[1, 2", "level": 3}, "row 7", {"question": "problem"})
     assert row.text("question") == "1 + 1?"
     assert row.parsed("level") == 3
-    with pytest.raises(ValueError, match="row 7: has no field answer"):
+    with pytest.raises(
+        ValueError, match=r"row 7: has no field answer; it has problem, nums, level$"
+    ):
         row.text("answer")
+    with pytest.raises(ValueError, match="row 9: has no field answer, nor any other"):
+        Row(None, "row 9", {}).text("answer")
     mapped = Row({"nums": "[1, 2", "n": [1]}, "row 8", {"numbers": "nums", "list": "n"})
     assert mapped.parsed("list") == [1]
     with pytest.raises(ValueError, match="row 8, field nums: is no JSON"):
         mapped.parsed("numbers")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *(("42", "42"), (" 1,234", " 1,234"), (42, "42"), (-7, "-7"), (0, "0"), (0.5, "0.5")),
+        *((42.0, "42"), (-0.25, "-0.25"), (1e300, str(int(1e300))), (10**30, "1" + "0" * 30)),
+    ],
+)
+def test_a_number_where_a_text_may_stand_is_read_as_it_is_written(value, text):
+    assert Row({"answer": value}, "row 1", {}).text_or_number("answer") == text
+
+
+@pytest.mark.parametrize("value", [None, True, "", " ", math.nan, math.inf, [1], {"a": 1}, b"1"])
+def test_what_is_neither_text_nor_number_is_refused(value):
+    with pytest.raises(ValueError, match="row 1, field answer: must be a text"):
+        Row({"answer": value}, "row 1", {}).text_or_number("answer")

@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -72,17 +73,10 @@ def test_braces_in_a_template_other_than_the_question_stay(jsonl):
     assert prompt["prompt_text"] == r"\boxed{} {x} 1 + 1?"
 
 
-@pytest.mark.parametrize("template", ["", "{}", "{question} {question}", "{questions}"])
-def test_a_template_must_hold_the_question_once(jsonl, template):
-    with pytest.raises(ValueError, match=r"prompt_template.*\{question\}"):
-        load(jsonl, prompt_template=template)
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         (b"{", "row 2"),
-        (b"", "row 2"),
         (b"\xff\xfe", "row 2"),
         (b"[" * 100_000, "row 2"),
         (b"\x1f\x8b\x08\x00gzip", "row 2"),
@@ -171,6 +165,19 @@ def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):
         load("some/where")
 
 
+def test_a_hub_data_set_with_a_broken_file_is_named_with_the_cause(tmp_path, monkeypatch):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", json.dumps(ROWS[0]).encode(), b'{"question":')
+    real, cache = datasets.load_dataset, str(tmp_path / "cache")
+    monkeypatch.setattr(
+        "datasets.load_dataset",
+        lambda path, name, split: real(str(folder), name, split=split, cache_dir=cache),
+    )
+    with pytest.raises(ValueError, match=r"^dataset some/where: cannot be loaded: .*JSON parse"):
+        load("some/where")
+
+
 # ---- which rows are used ------------------------------------------------------------------------
 
 
@@ -227,13 +234,50 @@ def test_columns_may_have_other_names_and_are_called_by_them(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", b'{"q": "1 + 1?", "a": "#### 2"}', b'{"q": "2?"}')
     columns = {"question": "q", "answer": "a"}
     assert load(path, columns=columns, num_rows=1)[0]["answer"] == "2"
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: has no field a$"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: has no field a; it has q$"):
         load(path, columns=columns)
 
 
-def test_a_key_that_is_wrong_is_told(jsonl):
-    with pytest.raises(ValueError, match=r"dataset\.too_long: 'cut' given; allowed: error \| drop"):
-        load(jsonl, too_long="cut")
+def test_filters_look_at_the_sources_columns_whatever_the_fields_are_called(tmp_path):
+    rows = [{"question": "a?", "answer": kind, "gold": "#### 1"} for kind in ("yes", "no")]
+    path = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in rows))
+    columns, filters = {"answer": "gold"}, {"answer": {"allowed": ["no"]}}
+    assert [p["prompt_index"] for p in load(path, columns=columns, filters=filters)] == [1]
+
+
+def test_a_column_for_a_field_that_no_builder_asks_for_is_refused(jsonl):
+    with pytest.raises(ValueError) as refused:
+        load(jsonl, columns={"anwser": "gold"})
+    message = "dataset.columns.anwser: no field of the builder; allowed: answer, question"
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("too_long", "cut", "error | drop"),
+        *(("num_rows", value, "a whole number above 0") for value in (0, -1, "3", 1.5, True)),
+        *(("max_prompt_tokens", value, "a whole number above 0") for value in (0, "3")),
+        *(("columns", v, "the source's column by field") for v in ("q", ["q"], {"question": 1})),
+        *(("filters", value, "conditions by column") for value in ("q", ["q"], [])),
+        *(
+            ("prompt_template", value, "a text with {question} in it once")
+            for value in ("", "{}", "{question} {question}", None, {"question": None})
+        ),
+        *(("split", value, "a text") for value in (None, 1)),
+        *(("name", 1, "a text, or null"), ("chat_template", True, "a text, or null")),
+        ("system_prompt", 5, "a text, or null"),
+    ],
+)
+def test_a_key_that_is_wrong_is_told(jsonl, key, value, allowed):
+    with pytest.raises(ValueError) as refused:
+        load(jsonl, **{key: value})
+    assert str(refused.value) == f"dataset.{key}: {value!r} given; allowed: {allowed}"
+
+
+def test_a_known_answer_may_be_a_number(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", b'{"question": "6 * 7?", "answer": 42}')
+    assert prompt_dataset(CharacterTokenizer(), source=str(path))[0]["answer"] == "42"
 
 
 # ---- other formats ------------------------------------------------------------------------------
@@ -251,6 +295,15 @@ def read_one(builder, tmp_path, **row):
         (r"\boxed{1}, then \boxed {\frac{1}{2}}$", r"\frac{1}{2}"),
         (r"\boxed{4} and \boxed{ }, \boxed{unclosed", "4"),
         (r"\boxed{\text{a } \{1, 2\}}", r"\text{a } \{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}$ or so.", r"\left\{ x \right."),
+        (r"\boxed{x \} y}", r"x \} y"),
+        (r"\boxed{1 \\}", r"1 \\"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"As $\boxed 5$.", "5"),
+        (r"So $\boxed -1,234.$", "-1,234"),
+        (r"$\boxed{1}$, or rather $\boxed2$", "2"),
+        (r"\fbox{E}", "E"),
+        (r"\boxed{6} \boxedeq{7}", "6"),
     ],
 )
 def test_the_answer_of_a_math_problem_stands_in_its_last_box(tmp_path, solution, answer):
@@ -264,6 +317,14 @@ def test_countdown_asks_for_the_target_and_hands_both_to_the_reward(tmp_path):
         prompt = read_one(countdown_dataset, tmp_path, numbers=numbers, target=24)
         assert json.loads(prompt["answer"]) == {"numbers": [3, 8, 1], "target": 24}
         assert "Make 24 out of the numbers 3, 8, 1:" in prompt["prompt_text"]
+
+
+def test_tests_of_two_kinds_in_one_table_are_told_apart(tmp_path):
+    """A Parquet file has both keys in every row, and a null under that of the other rows."""
+    rows = [{"prompt": "Write it.", "tests": tests} for tests in (STDIN, ASSERTS)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prompts = code_dataset(CharacterTokenizer(), source=str(tmp_path / "rows.parquet"))
+    assert [json.loads(prompt["answer"]) for prompt in prompts] == [STDIN, ASSERTS]
 
 
 STDIN = {"stdin_stdout": [{"input": "1\n", "output": "2\n"}, {"input": "", "output": ""}]}
@@ -321,3 +382,9 @@ def test_a_format_of_ones_own_is_one_function(tmp_path):
     claims_dataset = partial(prompt_dataset, read=true_or_false)
     prompt = read_one(claims_dataset, tmp_path, claim="1 = 2", holds=False)
     assert (prompt["prompt_text"], prompt["answer"]) == ("True or false: 1 = 2", "false")
+
+
+def test_a_format_of_ones_own_that_gives_no_texts_is_told_with_its_row(jsonl):
+    for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
+        with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: read as .*; allowed: question"):
+            prompt_dataset(CharacterTokenizer(), source=str(jsonl), read=read)

@@ -62,9 +62,10 @@ def test_the_notes_of_all_parts_are_told(parts):
         ({"weight": "2"}, "dataset.parts.b.weight: 2 given; allowed"),
         ({"weight": True}, "dataset.parts.b.weight: True given"),
         ({"weight": float("inf")}, "dataset.parts.b.weight: inf given"),
-        ({"prompt_template": "x"}, "dataset.parts.b.prompt_template: must contain"),
+        ({"prompt_template": "x"}, "dataset.parts.b.prompt_template: 'x' given; allowed: a text"),
         ({"source": "nowhere.csv"}, "dataset.parts.b: dataset nowhere.csv: no such file"),
         ({"sauce": "x"}, f"dataset.parts.b: {GSM8K} cannot be built: TypeError: "),
+        ({"num_rows": 0}, "dataset.parts.b.num_rows: 0 given; allowed: a whole number above 0"),
         ({"_component_": "no.such"}, "dataset.parts.b: no.such cannot be built: "),
     ],
 )
@@ -72,6 +73,14 @@ def test_a_part_that_cannot_be_built_is_named(parts, change, problem):
     parts["b"].update(change)
     with pytest.raises(ValueError, match=re.escape(problem)):
         build(parts)
+
+
+def test_a_mix_in_a_mix_is_refused_for_its_weights_would_count_for_nothing(parts):
+    mixed = f"{mixed_dataset.__module__}.{mixed_dataset.__name__}"
+    with pytest.raises(
+        ValueError, match=r"^dataset\.parts\.c: is a mix itself; allowed: its parts"
+    ):
+        build({**parts, "c": {"_component_": mixed, "parts": parts}})
 
 
 @pytest.mark.parametrize("wrong", [None, [], {}, {"a": None}, {"a": {"source": "x"}}])

@@ -36,7 +36,24 @@ NO_SYSTEM = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     "{{ messages[0].content }}"
 )
+# Of a content that is a text this would leave nothing.
+PARTS_ONLY = (
+    "{%- for m in messages -%}{{ m.role }}: {%- for part in m['content'] -%}{{ part.text }}"
+    "{%- endfor -%}{%- endfor -%}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+# As of Qwen's models that see; a text would lose its white space, and a part keeps it.
+IN_A_MACRO = (
+    "{% macro shown(content) %}{% if content is string %}{{ content | trim }}{% else %}"
+    "{% for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}{{ m.role }}: {{ shown(m.content) }}\n{% endfor %}assistant: "
+)
+# A loop, but not over parts.
+LINES = (
+    "{% for m in messages %}{{ m.role }}: {% for line in m.content.split('\n') %}{{ line }} / "
+    "{% endfor %}{% endfor %}assistant: "
+)
 CASES = [(CHAT_ML, None), (CHAT_ML, "Count."), (WITH_BOS, "Count. "), (PARTS, "Count.")]
+CASES += [(PARTS_ONLY, "Count."), (IN_A_MACRO, " Count."), (LINES, None)]
 
 
 @pytest.fixture(scope="module")
@@ -187,20 +204,35 @@ def test_without_a_chat_the_prompt_is_the_text(make_folder):
         (None, None, r"dataset\.chat_template: the tokenizer in .* has none; allowed: null"),
         (NO_SYSTEM, "Count.", r"dataset\.chat_template: .*refuses .*: no system here"),
         ("{% for %}", None, r"dataset\.chat_template: .*refuses"),
+        ("{{ 'a' + 1 }}", None, r"dataset\.chat_template: .*refuses .* concatenate"),
+        ({"a": "{{ messages }}", "b": ""}, None, r"dataset\.chat_template: .*no default"),
+        ("Hello!", None, r"dataset\.chat_template: .* leaves out the question; allowed: null"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "Count.",
+            r"dataset\.chat_template: .* leaves out the system prompt; allowed: null",
+        ),
     ],
 )
 def test_a_chat_template_that_cannot_be_used_is_refused(
     make_folder, template, system_prompt, problem
 ):
     with pytest.raises(ValueError, match=problem):
-        prompt_encoder(None, "{question}", str(make_folder(template)), system_prompt)("a")
+        prompt_encoder(None, "{question}", str(make_folder(template)), system_prompt)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^dataset\.chat_template: no tokenizer can be loaded from"
+    ):
+        prompt_encoder(None, "{question}", str(tmp_path), None)
 
 
 def test_what_cannot_be_put_together_is_refused(make_folder):
-    with pytest.raises(
-        ValueError, match=r"dataset\.chat_template: 'qwen' given; allowed: null, to"
-    ):
-        prompt_encoder(None, "{question}", "qwen", None)
+    for name in ("qwen", ""):
+        problem = rf"dataset\.chat_template: '{name}' given; allowed: null, to"
+        with pytest.raises(ValueError, match=problem):
+            prompt_encoder(None, "{question}", name, None)
     with pytest.raises(
         ValueError, match=r"dataset\.chat_template: torchtune given, and dict knows"
     ):

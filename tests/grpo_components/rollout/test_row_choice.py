@@ -1,5 +1,6 @@
 """Filters keep what they say, and the parts of a partition are disjoint and cover everything."""
 
+import math
 import re
 from itertools import pairwise
 
@@ -49,11 +50,11 @@ def test_bounds_are_themselves_allowed_and_a_csv_files_numbers_are_texts(level, 
 
 
 def test_a_row_is_kept_that_meets_all_conditions():
-    filters = {"kind": {"allowed": ["algebra", None]}, "problem": {"regex": r"^(?!.*\[asy\])"}}
+    filters = {"kind": {"allowed": ["algebra", None]}, "problem": {"regex": r"(?s)^(?!.*\[asy\])"}}
     assert kept(filters, kind="algebra", problem="x + 1")
     assert kept(filters, kind=None, problem="")
     assert not kept(filters, kind="geometry", problem="x + 1")
-    assert not kept(filters, kind="algebra", problem="see [asy] here")
+    assert not kept(filters, kind="algebra", problem="see\n[asy] here")
     assert not kept(filters, kind="algebra", problem=None)
     assert not kept({"level": {"min": 1}}, level=None)
 
@@ -82,6 +83,7 @@ def test_a_row_that_cannot_be_judged_is_named(filters, values, problem):
         (5, "dataset.filters.level: 5 given"),
         ({"most": 5}, "dataset.filters.level.most: unknown condition; allowed: one or more of"),
         ({"min": "5"}, "dataset.filters.level.min: '5' given; allowed: a number"),
+        ({"min": math.nan}, "dataset.filters.level.min: nan given; allowed: a number"),
         ({"max": True}, "dataset.filters.level.max: True given; allowed: a number"),
         ({"allowed": "5"}, "dataset.filters.level.allowed: '5' given; allowed: a list of values"),
         ({"regex": "("}, "dataset.filters.level.regex: '(' is no regular expression"),

@@ -105,6 +105,19 @@ def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(
     assert {int(v) for c in after for v in c.token_versions} == {3}
 
 
+def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(make_engine, checkpoints):
+    """vLLM would read a part of one of them, and its CPU sampler cannot go back after that."""
+    engine = make_engine(checkpoints / "tied_A")
+    prompts = np.random.default_rng(0).integers(1, 255, (24, 400)).tolist()  # of 4096 in a step
+    sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [0]}
+    futures = [engine.submit(ids, seed=i, **sampling) for i, ids in enumerate(prompts)]
+    together = [future.result() for future in futures]
+    alone = [engine.submit(ids, seed=i, **sampling).result() for i, ids in enumerate(prompts)]
+    for a, b in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
 def test_cached_prefixes_of_old_weights_are_not_used(make_engine, checkpoints):
     """A long prompt that was cached under A must give B's tokens after the swap."""
     prompt = [int(i) for i in np.random.default_rng(0).integers(1, 255, 300)]

@@ -19,6 +19,7 @@ from grpo_components.running.building import (
     build_environment,
     check_components,
     has_slots_apart,
+    shared_prompts,
 )
 
 MODEL = {
@@ -197,12 +198,46 @@ def test_checking_takes_no_memory_for_the_model(cfg):
 
 MY_DATA = """
 class CharacterTokenizer:
+    def __init__(self, prompt_template=None):
+        pass
+
     def encode(self, text, add_bos, add_eos):
         return [ord(character) for character in text]
 
 
+class Rows(list):
+    max_prompt_length = 3
+
+
+PROMPT = {"prompt_index": 4, "prompt_ids": [], "prompt_text": "", "answer": "1"}
+
+
 def empty_prompts(tokenizer):
-    return [{"prompt_index": 4, "prompt_ids": [], "prompt_text": "", "answer": "1"}]
+    return Rows([PROMPT])
+
+
+def no_rows(tokenizer):
+    return Rows()
+
+
+def no_length(tokenizer):
+    return [PROMPT]
+
+
+def no_answers(tokenizer):
+    return Rows([{**PROMPT, "answer": "1"}, {"prompt_index": 1, "prompt_ids": [1]}])
+
+
+def same_index(tokenizer):
+    return Rows([PROMPT, PROMPT])
+
+
+def texts(tokenizer):
+    return Rows(["1 + 1?"])
+
+
+def nothing(tokenizer):
+    return None
 """
 
 
@@ -264,11 +299,84 @@ def test_an_empty_prompt_of_anyones_data_set_is_named(data_cfg):
         build_data(data_cfg)
 
 
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_rows", "gives no rows"),
+        ("no_length", "gives no prompts, AttributeError: "),
+        ("no_answers", "gives no prompts, KeyError: 'prompt_text'"),
+        ("same_index", "gives two rows with one prompt_index"),
+        ("texts", "gives no prompts, TypeError: "),
+        ("nothing", "gives no prompts, TypeError: "),
+    ],
+)
+def test_what_is_no_data_set_is_told(data_cfg, key, name, problem):
+    data_cfg[key] = {"_component_": f"my_data.{name}"}
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    assert str(refused.value).startswith(f"{key}: my_data.{name} {problem}")
+    assert "; allowed: rows by index, each with prompt_index, prompt_ids" in str(refused.value)
+
+
+def test_a_token_that_the_policy_has_not_is_named_before_the_engine_sees_it(data_cfg):
+    """As with the chat template of a folder with a larger vocabulary."""
+    for vocab_size, fits in ((ord("x") + 1, True), (ord("x"), False)):
+        known = {"max_position_embeddings": 100, "vocab_size": vocab_size}
+        Path(data_cfg.base_model_path, "config.json").write_text(json.dumps(known))
+        if fits:
+            build_data(data_cfg)
+            continue
+        with pytest.raises(ValueError) as refused:
+            build_data(data_cfg)
+        start = (
+            f"dataset {data_cfg.dataset.source}, row 1, field question: the prompt has the token"
+        )
+        assert str(refused.value).startswith(f"{start} {ord('x')}; allowed: those of base_model")
+
+
+def test_a_prompt_template_of_the_tokenizer_that_no_prompt_would_have_is_refused(data_cfg):
+    data_cfg.tokenizer.prompt_template = {"user": ["Q: ", "A: "]}
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    assert str(refused.value) == (
+        "dataset.chat_template: null given with tokenizer.prompt_template, which goes unused; "
+        "allowed: torchtune, or tokenizer.prompt_template: null"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_prompt_tokens": 6},
+        {"filters": {"question": {"min": 1}}},
+        {"filters": {"question": {"most": 1}}},
+        {"columns": {"gold": "answer"}},
+        {"partition": "2/1"},
+        {"chat_template": "torchtune"},
+    ],
+)
+def test_what_is_wrong_with_the_evaluation_data_names_no_key_of_the_other(data_cfg, change):
+    data_cfg.eval_dataset.update(change)
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    message = str(refused.value)
+    assert message.startswith("eval_dataset")
+    assert "dataset." not in message.removeprefix("eval_dataset.")
+
+
+def test_prompts_that_are_trained_on_and_held_out_are_counted():
+    trained, held_out = ([{"prompt_ids": [i, 0]} for i in numbers] for numbers in ((1, 2), (2, 3)))
+    told = "eval_dataset: 1 of its 2 prompts are trained on, too"
+    assert shared_prompts(trained, held_out) == told
+    assert shared_prompts(trained[:1], held_out) == ""
+
+
 MIXED = "grpo_components.rollout.prompt_mix.mixed_dataset"
 
 
 def test_a_part_of_a_mix_is_named_with_the_row_of_its_own_file(data_cfg):
-    parts = {"a": dict(data_cfg.dataset, num_rows=1), "b": dict(data_cfg.eval_dataset, weight=2)}
+    parts = {"a": dict(data_cfg.dataset, num_rows=1), "b.c": dict(data_cfg.eval_dataset, weight=2)}
     data_cfg.dataset = {"_component_": MIXED, "parts": parts}
     data_cfg.eval_dataset.num_rows = 1
     _, dataset, _ = build_data(data_cfg)
@@ -276,8 +384,8 @@ def test_a_part_of_a_mix_is_named_with_the_row_of_its_own_file(data_cfg):
     data_cfg.generator.max_model_len = 29
     with pytest.raises(ValueError) as refused:
         build_data(data_cfg)
-    source = data_cfg.dataset.parts.b.source
-    assert str(refused.value).startswith(f"dataset.parts.b {source}, row 2, field question: the ")
+    source = data_cfg.dataset.parts["b.c"].source
+    assert str(refused.value).startswith(f"dataset.parts.b.c {source}, row 2, field question: the ")
 
 
 # ---- environments -------------------------------------------------------------------------------

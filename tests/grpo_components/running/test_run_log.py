@@ -288,16 +288,35 @@ def test_closing_closes_the_logger(make):
     assert logger.closed
 
 
-def test_what_was_left_out_of_the_data_is_told_at_the_start(tmp_path, capsys):
-    folder, disk = str(tmp_path), "torchtune.training.metric_logging.DiskLogger"
-    settings = {
-        "log_every_n_steps": 1,
-        "num_steps": 3,
-        "log_level": "WARNING",
-        "output_dir": folder,
-    }
-    logger = {"_component_": disk, "log_dir": folder}
-    cfg = OmegaConf.create({**settings, "metric_logger": logger})
-    data = [SimpleNamespace(note="dataset a: 1 prompts of 2 rows"), ["no note"]]
-    run_log.build_run_log(cfg, 0, "moved aside", *data).close()
-    assert capsys.readouterr().out.splitlines() == ["moved aside", "dataset a: 1 prompts of 2 rows"]
+class Prompts(list):
+    """Prompts of one token each."""
+
+    def __init__(self, tokens, note=""):
+        super().__init__({"prompt_ids": [token]} for token in tokens)
+        self.note = note
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    disk = "torchtune.training.metric_logging.DiskLogger"
+    settings = {"log_every_n_steps": 1, "num_steps": 3, "log_level": "WARNING"}
+    settings |= {"output_dir": str(tmp_path), "eval_only": False, "rollout_only": False}
+    logger = {"_component_": disk, "log_dir": str(tmp_path)}
+    return OmegaConf.create({**settings, "metric_logger": logger})
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_was_left_out_of_the_data_or_is_not_held_out_is_told_at_the_start(cfg, capsys, trains):
+    cfg.eval_only = not trains
+    left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
+    dataset, held_out = Prompts([1, 2], left_out), Prompts([2, 3], left_out)
+    run_log.build_run_log(cfg, 0, "moved aside", dataset, held_out).close()
+    shared = ["eval_dataset: 1 of its 2 prompts are trained on, too"]
+    told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def test_of_data_sets_without_notes_that_share_no_prompt_nothing_is_told(cfg, capsys):
+    datasets = ([{"prompt_ids": [number]}] for number in (1, 2))
+    run_log.build_run_log(cfg, 0, "", *datasets).close()
+    assert capsys.readouterr().out == ""
