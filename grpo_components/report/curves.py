@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_components.report.run_files import Record
+from grpo_components.report.run_files import NUMBER, Record
 from grpo_components.report.shown import label
 
 MOST_POINTS = 1000
@@ -214,7 +215,7 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # no NaN, either
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from grpo_components.report.curves import Chart, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.rollouts import MOST_GROUPS, Shown, read_rollouts
 from grpo_components.report.run_files import (
+    NUMBER,
     Receipts,
     Record,
     read_metrics,
@@ -66,12 +67,8 @@ def _page(folder: Path, most_groups: int) -> str:
         raise FileNotFoundError(f"no step is logged in {logs / 'metrics.jsonl'}")
     over_time, told = timeline(
         read_records(logs / "events.jsonl"),
-        [life for life in read_records(logs / "roles.jsonl") if {"role", "started"} <= life.keys()],
-        [
-            beat
-            for beat in read_records(logs / "heartbeats.jsonl")
-            if {"role", "time"} <= beat.keys()
-        ],
+        list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER})),
+        list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER})),
     )
     rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, most_groups)
     charts: list[Chart] = []

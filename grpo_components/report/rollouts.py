@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_components.report.run_files import Attempts, Record, parse
+from grpo_components.report.run_files import NUMBER, Attempts, Record, fits, parse
 from grpo_components.report.shown import text
 
 MOST_GROUPS = 200
@@ -54,10 +54,11 @@ def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS
             for start, length in chosen:
                 file.seek(start)
                 record = parse(file.read(length))
-                if record is not None:
+                if record is not None and fits(record, _GROUP):
                     groups.append(_readable(record))
     with_logprobs = any(_has_logprobs(group) for group in groups)
-    return Shown(groups, len(places), superseded, with_logprobs)
+    damaged = len(chosen) - len(groups)
+    return Shown(groups, len(places) - damaged, superseded, with_logprobs)
 
 
 def _places(path: Path, attempts: Attempts) -> tuple[list[tuple[int, int]], int]:
@@ -75,7 +76,7 @@ def _places(path: Path, attempts: Attempts) -> tuple[list[tuple[int, int]], int]
             record: Record | None = parse(line) if head is None else None
             if head is not None:
                 record = {"step": int(head[1]), "attempt": int(head[2])}
-            if record is None:
+            if record is None or not fits(record, _PLACE):
                 continue
             if attempts.counts(record):
                 places.append((here, len(line)))
@@ -94,22 +95,19 @@ def _spread(places: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int
 
 
 def _readable(record: Record) -> Record:
-    responses = record.get("responses") or []
-    advantages = record.get("advantages")
-    if not isinstance(advantages, list):
-        advantages = [advantages]  # a group of one
+    advantages = record["advantages"]
     return {
         **{key: record.get(key) for key in _NUMBERS},
         **{key: text(record.get(key, ""), _LONGEST) for key in ("prompt", "answer")},
         "responses": [
             _response(response, advantages[i] if i < len(advantages) else None)
-            for i, response in enumerate(responses)
+            for i, response in enumerate(record["responses"])
         ],
     }
 
 
 def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
-    terms = response.get("reward_terms") or {}
+    terms = response.get("reward_terms")
     error = response.get("error")
     shown: Record = {
         "text": text(response.get("response", ""), _LONGEST),
@@ -117,7 +115,7 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
         "tokens": response.get("response_tokens"),
         "versions": response.get("versions"),
         "reward": response.get("reward"),
-        "terms": {text(name): value for name, value in terms.items()},
+        "terms": {text(k): v for k, v in terms.items()} if isinstance(terms, dict) else {},
         "success": bool(response.get("success")),
         "error": None if error is None else text(error, 1000),
         "advantage": advantage,
@@ -136,4 +134,6 @@ def _has_logprobs(group: Record) -> bool:
     return any(response.get("trainer_logprobs") for response in group["responses"])
 
 
+_PLACE = {"step": int, "attempt": int}
+_GROUP = {"responses": [dict], "advantages": [(*NUMBER, type(None))]}
 _NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch")

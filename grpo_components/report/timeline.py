@@ -8,11 +8,24 @@ from typing import Any
 
 from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve, short
 from grpo_components.report.idle import Idle
-from grpo_components.report.run_files import Record
+from grpo_components.report.run_files import NUMBER, Record, fits
 from grpo_components.report.shown import label
 
 _TOLD = ("start", "restart", "rollback")
 """Events that the page lists."""
+_EVENT = {"event": str, "time": NUMBER}
+_FIELDS = {
+    "publish": {"version": int},
+    "load": {"role": str, "version": int},
+    "issue": {"role": str, "group": int},
+    "finish": {"group": int},
+    "buffer": {"group": int},
+    "drop": {"groups": [int]},
+    "step": {"step": int},
+    "restart": {"role": str},
+    "rollback": {"role": str},
+}
+"""What is read of an event, besides its kind and time."""
 
 
 def timeline(
@@ -35,7 +48,7 @@ def timeline(
     last = max((beat["time"] for beat in beats), default=0.0)
     first = min((life["started"] for life in lives), default=last)
     for event in events:
-        if not {"event", "time"} <= event.keys():
+        if not fits(event, _EVENT) or not fits(event, _FIELDS.get(event["event"], {})):
             continue
         idle.follow(event)
         first, last = min(first or event["time"], event["time"]), max(last, event["time"])
@@ -116,7 +129,7 @@ def _lives_chart(
 def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
     by_role: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for beat in beats:
-        if "rss_mib" in beat:
+        if fits(beat, {"rss_mib": NUMBER}):
             by_role[beat["role"]].append(((beat["time"] - first) / 60, beat["rss_mib"] / 1024))
     if not by_role:
         return None

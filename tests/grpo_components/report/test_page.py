@@ -142,3 +142,30 @@ def test_the_command_says_where_the_page_is_or_why_there_is_none(run, tmp_path, 
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'} (")
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no report: no step is logged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("receipts.jsonl", "logs/events.jsonl", "logs/roles.jsonl", "logs/heartbeats.jsonl"),
+        *("logs/failed_samples.jsonl", "logs/rollouts.jsonl", "logs/metrics.jsonl"),
+    ],
+)
+def test_a_damaged_record_costs_the_page_no_more_than_itself(run, name):
+    """Whole JSON, but of another kind than what should stand there."""
+    kinds = (None, "x", float("nan"), [1], {"x": 1})
+    whole = (run / name).read_text().splitlines()[:-1]
+    damaged = [
+        json.dumps({**json.loads(line), key: kind})
+        for line in whole
+        for key in json.loads(line)
+        for kind in kinds
+    ]
+    kinds_of_event = ("publish", "load", "issue", "finish", "buffer", "drop", "step", "restart")
+    damaged += [json.dumps({"event": kind, "time": 1.0}) for kind in kinds_of_event]
+    before = write_report(run).read_text(encoding="utf-8")
+    (run / name).write_text("".join(f"{line}\n" for line in [*damaged, *whole]))
+    found = Page(write_report(run).read_text(encoding="utf-8"))
+    assert len(found.scripts) == len(Page(before).scripts)
+    groups = json.loads(found.scripts[1][1])
+    assert any("alert(2)" in response["text"] for g in groups for response in g["responses"])
