@@ -13,6 +13,8 @@ from grpo_components.report.run_files import Record
 class Idle:
     """How long each role had nothing to do, from one training step to the next.
 
+    An attempt's first step counts from the first group that a generator gets.
+
     A generator works while it has a group in flight, a reference from the end of a group's
     generation until it is buffered, the trainers from the taking of a batch to the end of its step.
     """
@@ -34,6 +36,8 @@ class Idle:
         """Take the next event of the log."""
         kind, now = event["event"], event["time"]
         group: int = event.get("group", -1)
+        if self._last is None and kind in ("issue", "sample"):
+            self._last = now
         if kind == "issue":
             self._generators[group] = event["role"]
             self._known.add(event["role"])
@@ -49,7 +53,6 @@ class Idle:
                 for role in list(self._tasks):
                     self._end(role, dropped, now)
         elif kind == "sample":
-            self._last = now if self._last is None else self._last
             self._begin("trainers", "step", now)
         elif kind == "step":
             self._end("trainers", "step", now)

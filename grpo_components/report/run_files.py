@@ -109,7 +109,7 @@ def read_receipts(path: Path) -> Receipts:
         elif receipts.starts:
             receipts.attempts.steps_done.setdefault(attempt, receipts.starts[-1]["steps_done"])
         receipts.last_steps[attempt] = record["step"]
-        events = record.get("events")
+        events = record.get("events", [])
         for event in events if fits(events, [dict]) else ():
             if "issued" in event:
                 prompt = {key: event.get(key) for key in ("prompt_index", "epoch")}
