@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -15,9 +15,11 @@ from grpo_components.report.curves import Chart, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.rollouts import MOST_GROUPS, Shown, read_rollouts
 from grpo_components.report.run_files import (
+    FAILURES,
     NUMBER,
     Receipts,
     Record,
+    read_failures,
     read_metrics,
     read_receipts,
     read_records,
@@ -30,7 +32,12 @@ _FIRST_AND_LAST = 10
 """Steps that the first and the last figure of a tile are means of."""
 _MOST_EVENTS = 200
 _LONGEST_TILE = 80
+_LONGEST_ERROR = 4000
 _LOGPROBS_HOW = "add <code>log_token_logprobs=true</code> to the command of the run"
+
+
+class NoStepsError(FileNotFoundError):
+    """A run has logged no step yet."""
 
 
 def write_report(output_dir: Path, most_groups: int = MOST_GROUPS) -> Path:
@@ -44,7 +51,7 @@ def write_report(output_dir: Path, most_groups: int = MOST_GROUPS) -> Path:
         Path of the page.
 
     Raises:
-        FileNotFoundError: if no step was logged yet.
+        NoStepsError: if no step was logged yet.
         OSError: if the page cannot be written.
     """
     page = _page(output_dir, most_groups)
@@ -64,12 +71,13 @@ def _page(folder: Path, most_groups: int) -> str:
     receipts = read_receipts(folder / "receipts.jsonl")
     metrics = read_metrics(logs / "metrics.jsonl", receipts.attempts)
     if not metrics:
-        raise FileNotFoundError(f"no step is logged in {logs / 'metrics.jsonl'}")
+        raise NoStepsError(f"no step is logged in {logs / 'metrics.jsonl'}")
     over_time, told = timeline(
         read_records(logs / "events.jsonl"),
         list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER})),
         list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER})),
     )
+    failures = read_failures(logs / FAILURES)
     rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, most_groups)
     charts: list[Chart] = []
     sections = metric_charts(metrics)
@@ -78,7 +86,7 @@ def _page(folder: Path, most_groups: int) -> str:
     sections = {name: found for name, found in sections.items() if found}
     for name, found in sections.items():
         html.append(_section(name, _charts(found, charts)))
-    history = _charts(over_time, charts) + _history(receipts, told)
+    history = _charts(over_time, charts) + _history(receipts, failures, told)
     html += [
         _section("Rollouts", _rollouts(rollouts)),
         _section("Timeline", history),
@@ -95,7 +103,7 @@ def _page(folder: Path, most_groups: int) -> str:
     plotly = get_plotlyjs()
     return Template((package / "page.html").read_text(encoding="utf-8")).substitute(
         title=escaped(f"Run {folder.resolve().name}"),
-        state=_state(receipts, metrics),
+        state=_state(receipts, failures, metrics),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in names),
         tiles="".join(_tiles(metrics, receipts)),
         sections="\n".join(html),
@@ -144,18 +152,29 @@ def _smoothing() -> str:
     )
 
 
-def _state(receipts: Receipts, metrics: Sequence[Record]) -> str:
+def _state(
+    receipts: Receipts, failures: Mapping[int, str | None], metrics: Sequence[Record]
+) -> str:
     last, attempts = metrics[-1]["step"], len(receipts.starts)
-    end, planned = None, ""
+    how, planned, why = "running, or killed", "", None
     if receipts.starts:
         start = receipts.starts[-1]
-        end = receipts.ends.get(start.get("attempt", 0))
+        how = _ending(receipts, failures, start["attempt"]) or how
         planned = f" of {start.get('num_steps')}"
-    how = "running, or killed"
-    if end is not None:
-        how = "finished" if end.get("finished") else "stopped before its end"
+        why = failures.get(start["attempt"])
     several = f", {attempts} attempts" if attempts > 1 else ""
-    return escaped(f"{how}; {last}{planned} steps{several}")
+    state = f'<p class="state">{escaped(f"{how}; {last}{planned} steps{several}")}</p>'
+    return state + (f'<pre class="warn">{escaped(why, _LONGEST_ERROR)}</pre>' if why else "")
+
+
+def _ending(receipts: Receipts, failures: Mapping[int, str | None], attempt: int) -> str | None:
+    """How an attempt ended, in a word or two; None where it told nothing."""
+    if attempt in failures:
+        return "interrupted" if failures[attempt] is None else "failed"
+    end = receipts.ends.get(attempt)
+    if end is None:
+        return None
+    return "finished" if end.get("finished") else "stopped before its end"
 
 
 def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
@@ -202,15 +221,13 @@ def _mean(records: Sequence[Record], key: str, spec: str) -> str:
     return format(sum(values) / len(values), spec) if values else "-"
 
 
-def _history(receipts: Receipts, told: Sequence[Record]) -> str:
+def _history(receipts: Receipts, failures: Mapping[int, str | None], told: Sequence[Record]) -> str:
     rows = []
     for start in receipts.starts:
-        attempt = start.get("attempt", 0)
-        end = receipts.ends.get(attempt)
-        how = "no end was written"
-        if end is not None:
-            how = "finished" if end.get("finished") else "stopped before its end"
-        done = start.get("steps_done", 0)
+        attempt, done = start["attempt"], start["steps_done"]
+        how = _ending(receipts, failures, attempt) or "no end was written"
+        if why := failures.get(attempt):
+            how += f": {why}"
         rows.append((attempt, done, receipts.last_steps.get(attempt, done), how))
     parts = [
         '<div class="box"><h3>Attempts</h3>',

@@ -10,6 +10,8 @@ from typing import Any
 
 Record = dict[str, Any]
 NUMBER = (int, float)
+FAILURES = "failures.jsonl"
+"""Of each attempt that an error or a person ended: `attempt`, and `error` or null."""
 _JSON = json.JSONDecoder(parse_constant=lambda _: None)
 
 
@@ -72,6 +74,16 @@ class Attempts:
         """
         step, attempt = record.get("step", 0), record.get("attempt", 0)
         return all(step <= done for later, done in self.steps_done.items() if later > attempt)
+
+
+def read_failures(path: Path) -> dict[int, str | None]:
+    """The error that ended each attempt that failed; None where a person stopped it.
+
+    Args:
+        path: of failures.jsonl; it may be missing.
+    """
+    shape = {"attempt": int, "error": (str, type(None))}
+    return {record["attempt"]: record["error"] for record in read_records(path, shape)}
 
 
 @dataclass
