@@ -135,9 +135,11 @@ def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
     """Cards of these charts, which go to the others of the page."""
     cards = []
     for chart in found:
+        title, about = escaped(chart["title"]), escaped(chart["about"])
         cards.append(
-            f'<div class="chart"><h3>{escaped(chart["title"])}</h3><p>{escaped(chart["about"])}</p>'
-            f'<div class="plot" data-chart="{len(charts)}"></div></div>'
+            f'<div class="chart"><h3>{title}</h3><p>{about}</p>'
+            f'<div class="plot" role="img" aria-label="{title}" data-chart="{len(charts)}"></div>'
+            "</div>"
         )
         charts.append(chart)
     return f'<div class="charts">{"".join(cards)}</div>'
@@ -285,7 +287,10 @@ def _rollouts(shown: Shown) -> str:
     if shown.with_logprobs:
         differences = ("trainer - generator", "trainer - reference", "generator - reference")
         colors = [*((name, name) for name in differences), ("", "nothing")]
-        logprobs = "Point at a token for its logprobs."
+        logprobs = (
+            "Point at a token for its logprobs, click on it, or use the arrow keys in its box. "
+            "A dot stands for a token without text of its own."
+        )
     else:
         logprobs = f"Tokens have no logprobs here: {_LOGPROBS_HOW}."
     kinds = {
@@ -307,7 +312,7 @@ def _rollouts(shown: Shown) -> str:
         f'<p class="about">{about}. {logprobs}</p>'
         f'<div class="box"><div class="filters">{"".join(filters)}</div>'
         '<div class="legend" id="rollout-legend"><span></span><span class="scale"></span>'
-        '<span></span></div><div class="about" id="rollout-count"></div></div>'
+        '<span></span></div><div class="about" id="rollout-count" role="status"></div></div>'
         '<div id="rollout-list"></div><button id="rollout-more" hidden>show more</button>'
     )
 

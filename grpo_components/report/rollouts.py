@@ -127,6 +127,10 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
         for name in _LOGPROBS:
             values = response.get(name)
             shown[name] = values[:_MOST_TOKENS] if isinstance(values, list) else None
+    elif fits(response, {"turns": [{"by": str, "text": str}]}):
+        shown["turns"] = [
+            {"by": turn["by"], "text": text(turn["text"], _LONGEST)} for turn in response["turns"]
+        ]
     return shown
 
 
