@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from grpo_components.report.run_files import NUMBER, Record
@@ -13,6 +14,8 @@ from grpo_components.report.shown import label
 
 MOST_POINTS = 1000
 """Of one curve; where a run has more steps, each point stands for several."""
+_FEW_STEPS = 8
+"""Each of which gets its tick: plotly would put some between them."""
 Chart = dict[str, Any]
 """`title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
 
@@ -30,17 +33,18 @@ class _Panel:
     from_zero: bool = False
 
 
+def _both(metric: str) -> dict[str, str]:
+    """Curves of what is measured in training and at evaluations."""
+    return {f"rollout/{metric}": "training", f"eval/{metric}": "held-out"}
+
+
 _PANELS = {
     "Learning": (
-        _Panel(
-            "Reward",
-            "mean over the responses of a step; held-out at its evaluations",
-            {"rollout/reward_mean": "training", "eval/reward_mean": "held-out"},
-        ),
+        _Panel("Reward", "mean of a step's responses; of evaluations'", _both("reward_mean")),
         _Panel(
             "Success",
             "share of responses with the full reward",
-            {"rollout/success_rate": "training", "eval/success_rate": "held-out"},
+            _both("success_rate"),
             range=(-0.02, 1.02),
         ),
         _Panel(
@@ -58,6 +62,7 @@ _PANELS = {
             "Staleness",
             "policy versions between a trained token and the trainer",
             {"staleness/mean": "mean", "staleness/max": "oldest token"},
+            from_zero=True,
         ),
         _Panel(
             "Ratio",
@@ -69,6 +74,7 @@ _PANELS = {
             "Clipped tokens",
             "share whose ratio lies outside the clip range",
             {"ratio/clip_fraction_low": "below", "ratio/clip_fraction_high": "above"},
+            from_zero=True,
         ),
         _Panel(
             "KL",
@@ -147,7 +153,10 @@ def chart(
         x_title: of the horizontal axis.
         layout: plotly's, besides what all charts share.
     """
-    axes: dict[str, Any] = {"xaxis": {"title": {"text": x_title}}, "showlegend": len(traces) > 1}
+    x_axis: dict[str, Any] = {"title": {"text": x_title}}
+    if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
+        x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
+    axes: dict[str, Any] = {"xaxis": x_axis, "showlegend": len(traces) > 1}
     return {"title": title, "about": about, "figure": {"data": [*traces], "layout": axes | layout}}
 
 
@@ -199,7 +208,7 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
         if key.startswith("eval/"):
             trace = curve(name, steps, values, mode="lines+markers", line={"dash": "dot"})
         else:
-            steps, values = thinned(steps, values, max if key.endswith("max") else _mean)
+            steps, values = thinned(steps, values, max if key.endswith("max") else fmean)
             # A single point has no line.
             mode = "lines" if len(steps) > 1 else "markers"
             smooth = panel.smooth and not key.endswith("max")
@@ -211,12 +220,9 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
     axis: dict[str, Any] = {"type": "log"} if panel.log else {}
     axis |= {"range": list(panel.range)} if panel.range else {}
     axis |= {"rangemode": "tozero"} if panel.from_zero else {}
-    return chart(panel.title, panel.about, traces, yaxis=axis)
+    several = len(panel.curves) > 1  # the name of one tells that the others were not measured
+    return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=several)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # no NaN, either
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve
+from grpo_components.report.curves import Chart, chart, curve, thinned
 from grpo_components.report.run_files import Record
 
 
@@ -101,18 +101,12 @@ class Idle:
         """Idle shares over steps; None if there was no step."""
         if not self.steps:
             return None
-        width = -(-len(self.steps) // MOST_POINTS)
         traces = []
         for role in sorted(self._known):
             values = [shares.get(role, 1.0) for shares in self.shares]
-            means = [_mean(values[i : i + width]) for i in range(0, len(values), width)]
-            ends = self.steps[width - 1 :: width]
-            ends += self.steps[-1:] if len(ends) < len(means) else []
-            traces.append(curve(role, ends, means, meta="smooth"))
+            mode = "lines" if len(values) > 1 else "markers"
+            steps, means = thinned(self.steps, values, fmean)
+            traces.append(curve(role, steps, means, mode=mode, meta="smooth"))
         about = "share of the time between two steps in which a role had no group or batch to work "
         about += "on; evaluations and checkpoints count as idle"
         return chart("Idle time by role", about, traces, yaxis={"range": [-0.02, 1.02]})
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

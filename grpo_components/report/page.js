@@ -52,7 +52,7 @@ function layout(figure) {
   };
   return {
     ...figure.layout,
-    margin: { l: 46, r: 10, t: 8, b: 36 },
+    margin: { l: 46, r: 10, t: 8, b: 44 },
     font: { size: 11, color: "#1f2933" },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",

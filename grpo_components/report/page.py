@@ -19,6 +19,7 @@ from grpo_components.report.run_files import (
     NUMBER,
     Receipts,
     Record,
+    first_and_last,
     read_failures,
     read_metrics,
     read_receipts,
@@ -28,10 +29,9 @@ from grpo_components.report.shown import escaped, script_json
 from grpo_components.report.tables import table
 from grpo_components.report.timeline import timeline
 
-_FIRST_AND_LAST = 10
-"""Steps that the first and the last figure of a tile are means of."""
 _MOST_EVENTS = 200
 _LONGEST_TILE = 80
+_ARROW = " \N{RIGHTWARDS ARROW} "
 _LONGEST_ERROR = 4000
 _LOGPROBS_HOW = "add <code>log_token_logprobs=true</code> to the command of the run"
 
@@ -181,21 +181,22 @@ def _ending(receipts: Receipts, failures: Mapping[int, str | None], attempt: int
 
 def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
     steps = [record for record in metrics if record["step"] > 0]
-    first, last = steps[:_FIRST_AND_LAST], steps[-_FIRST_AND_LAST:]
+    first, last = first_and_last(steps)
+    of_steps = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"
     held_out = _values(metrics, "eval/success_rate")
     dropped = Counter(str(drop.get("reason")) for drop in receipts.drops)
     tiles = {
-        "reward, first and last steps": _from_to(
+        f"reward, {of_steps}": _from_to(
             *(_mean(part, "rollout/reward_mean", ".2f") for part in (first, last))
         ),
-        "success, first and last steps": _from_to(
+        f"success, {of_steps}": _from_to(
             *(_mean(part, "rollout/success_rate", ".2f") for part in (first, last))
         ),
-        "held-out success": _from_to(f"{held_out[0]:.3f}", f"{held_out[-1]:.3f}")
-        if held_out
+        "held-out success": _ARROW.join(f"{rate:.3f}" for rate in held_out[:1] + held_out[1:][-1:])
+        or "-",
+        "staleness, mean and most": f"{_mean(steps, 'staleness/mean', '.2f')}, {max(stalest):.0f}"
+        if (stalest := _values(steps, "staleness/max"))
         else "-",
-        "staleness, mean and most": f"{_mean(steps, 'staleness/mean', '.2f')}, "
-        f"{max(_values(steps, 'staleness/max'), default=0):.0f}",
         "generated tokens per second, mean of the steps": _mean(
             steps, "throughput/generated_tokens_per_second", ",.0f"
         ),
@@ -207,11 +208,12 @@ def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
     return [
         f'<div class="tile"><b>{escaped(value, _LONGEST_TILE)}</b><span>{name}</span></div>'
         for name, value in tiles.items()
+        if value != "-"  # an evaluation alone has no steps
     ]
 
 
 def _from_to(before: str, after: str) -> str:
-    return before if before == after == "-" else f"{before} \N{RIGHTWARDS ARROW} {after}"
+    return before if before == after == "-" else before + _ARROW + after
 
 
 def _values(records: Sequence[Record], key: str) -> list[float]:
@@ -238,6 +240,8 @@ def _history(receipts: Receipts, failures: Mapping[int, str | None], told: Seque
         table(("attempt", "goes on after step", "last step", "how it ended"), rows),
         "</div>",
     ]
+    if not rows:
+        parts = ['<p class="about">no receipts.jsonl, which would tell of attempts</p>']
     events = [event for event in told if event["event"] != "start"]
     if events:
         shown = [
@@ -273,6 +277,8 @@ def _config(folder: Path) -> str:
 
 
 def _rollouts(shown: Shown) -> str:
+    if not shown.groups and shown.logged:
+        return f'<p class="about">none of the {shown.logged:,} groups that are logged</p>'
     if not shown.groups:
         return (
             '<p class="about">no rollouts are logged: <code>rollouts_logged_per_step</code> '

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Record = dict[str, Any]
+T = TypeVar("T")
+_FIRST_AND_LAST = 10
 NUMBER = (int, float)
 FAILURES = "failures.jsonl"
 """Of each attempt that an error or a person ended: `attempt`, and `error` or null."""
@@ -74,6 +76,19 @@ class Attempts:
         """
         step, attempt = record.get("step", 0), record.get("attempt", 0)
         return all(step <= done for later, done in self.steps_done.items() if later > attempt)
+
+
+def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Equally many of a run's first and last steps, whose means tell what it has changed.
+
+    Args:
+        steps: of the run.
+
+    Returns:
+        Up to 10 of each, which share no step where there is more than one.
+    """
+    number = max(1, min(_FIRST_AND_LAST, len(steps) // 2))
+    return steps[:number], steps[-number:]
 
 
 def read_failures(path: Path) -> dict[int, str | None]:

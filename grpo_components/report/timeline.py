@@ -139,7 +139,7 @@ def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
         mode = "lines" if len(kept) > 1 else "markers"
         traces.append(curve(role, short([x for x, _ in kept]), [y for _, y in kept], mode=mode))
     about = "GiB of each process, without what it shares with others and without its children"
-    return chart("Memory by role", about, traces, "minutes")
+    return chart("Memory by role", about, traces, "minutes", yaxis={"rangemode": "tozero"})
 
 
 _ROLLBACK = {"color": "#7c3aed", "width": 1, "dash": "dot"}

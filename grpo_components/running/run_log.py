@@ -15,7 +15,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.report.page import NoStepsError, write_report
-from grpo_components.report.run_files import FAILURES
+from grpo_components.report.run_files import FAILURES, first_and_last
 from grpo_components.running.building import build
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.output_folder import append_line
@@ -23,9 +23,6 @@ from grpo_components.running.progress import Progress
 from grpo_components.running.quiet import without_prints
 from grpo_components.running.step_metrics import mean
 from grpo_components.running.supervision import RoleFailedError, root_cause
-
-_SHOWN_STEPS = 10
-"""Steps that the first and the last figure of the summary are means of."""
 
 
 class RunLog:
@@ -171,7 +168,7 @@ class RunLog:
         )
 
     def _change_of_reward(self) -> str:
-        first, last = self._steps[:_SHOWN_STEPS], self._steps[-_SHOWN_STEPS:]
+        first, last = first_and_last(self._steps)
         start, end = (mean([step["rollout/reward_mean"] for step in s]) for s in (first, last))
         return f"{start:.2f} at the start, {end:.2f} at the end (means of {len(first)} steps)"
 

@@ -68,5 +68,17 @@ def test_each_point_stands_for_equally_many_steps_up_to_its_own():
     assert thinned(steps[:7], values[:7], max) == (steps[:7], values[:7])
 
 
+def test_a_curve_that_is_alone_in_a_chart_of_several_has_its_name():
+    """Else nobody could tell which of the two KLs was measured."""
+    steps = [{"step": 1, "mismatch/generator_kl": 0.1, "loss/kl_reference": None, "my/own": 2}]
+    charts = {c["title"]: c["figure"]["layout"] for s in metric_charts(steps).values() for c in s}
+    assert charts["KL"]["showlegend"] and not charts["my/own"]["showlegend"]
+
+
+def test_a_few_steps_have_their_own_ticks_and_no_half_ones():
+    [chart] = metric_charts([{"step": s, "my/own": 2} for s in (0, 2, 3)])["Other metrics"]
+    assert chart["figure"]["layout"]["xaxis"]["tickvals"] == [0, 2, 3]
+
+
 def test_a_run_without_any_such_file_has_no_charts():
     assert timeline([], [], []) == ([], [])

@@ -169,3 +169,15 @@ def test_a_damaged_record_costs_the_page_no_more_than_itself(run, name):
     assert len(found.scripts) == len(Page(before).scripts)
     groups = json.loads(found.scripts[1][1])
     assert any("alert(2)" in response["text"] for g in groups for response in g["responses"])
+
+
+def test_an_evaluation_alone_shows_what_it_has(run):
+    record = {"step": 0, "attempt": 0, "eval/success_rate": 0.25}
+    (run / "logs/metrics.jsonl").write_text(json.dumps(record) + "\n")
+    html = write_report(run).read_text(encoding="utf-8")
+    assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
+
+
+def test_rollouts_that_are_not_shown_are_not_said_to_be_missing(run):
+    html = write_report(run, most_groups=0).read_text(encoding="utf-8")
+    assert "none of the 1 groups" in html and "no rollouts are logged" not in html

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from grpo_components.report.run_files import (
     NUMBER,
     Attempts,
+    first_and_last,
     fits,
     read_metrics,
     read_receipts,
@@ -47,6 +48,13 @@ def test_of_every_step_the_last_attempt_counts_and_no_step_that_was_taken_back(l
     counted = [record for record in metrics if attempts.counts(record)]
     assert {r["step"]: r["attempt"] for r in counted} == dict(enumerate(history, start=1))
     assert len(counted) == len(history)
+
+
+@given(st.integers(2, 60))
+def test_first_and_last_steps_are_equally_many_and_share_none(num_steps):
+    first, last = first_and_last(range(1, num_steps + 1))
+    assert len(first) == len(last) <= 10 and first[-1] < last[0]
+    assert (first[0], last[-1]) == (1, num_steps)
 
 
 def test_the_metrics_alone_tell_where_an_attempt_went_on(tmp_path):
