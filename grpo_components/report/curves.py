@@ -16,6 +16,10 @@ MOST_POINTS = 1000
 """Of one curve; where a run has more steps, each point stands for several."""
 _FEW_STEPS = 8
 """Each of which gets its tick: plotly would put some between them."""
+_HEIGHT, _ROW, _ROWS = 270, 20, 8
+"""Pixels of a chart, and of a row in its legend or on its axis; so many rows need no more."""
+_NAMES_IN_A_ROW = 2
+"""Of a legend, on a narrow screen."""
 Chart = dict[str, Any]
 """`title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
 
@@ -40,7 +44,9 @@ def _both(metric: str) -> dict[str, str]:
 
 _PANELS = {
     "Learning": (
-        _Panel("Reward", "mean of a step's responses; of evaluations'", _both("reward_mean")),
+        _Panel(
+            "Reward", "mean over the responses of a step or an evaluation", _both("reward_mean")
+        ),
         _Panel(
             "Success",
             "share of responses with the full reward",
@@ -142,6 +148,7 @@ def chart(
     about: str,
     traces: Sequence[dict[str, Any]],
     x_title: str = "step",
+    rows: int = 0,
     **layout: Any,
 ) -> Chart:
     """A chart as the page draws it.
@@ -151,13 +158,22 @@ def chart(
         about: one line that says what is drawn.
         traces: plotly's.
         x_title: of the horizontal axis.
+        rows: that the vertical axis names.
         layout: plotly's, besides what all charts share.
     """
     x_axis: dict[str, Any] = {"title": {"text": x_title}}
     if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
         x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
-    axes: dict[str, Any] = {"xaxis": x_axis, "showlegend": len(traces) > 1}
-    return {"title": title, "about": about, "figure": {"data": [*traces], "layout": axes | layout}}
+    legend = max(0, math.ceil(len(traces) / _NAMES_IN_A_ROW) - 2)  # two rows have their room
+    shared = {
+        **{"xaxis": x_axis, "showlegend": len(traces) > 1},
+        "height": _HEIGHT + _ROW * max(legend, rows - _ROWS),
+    }
+    return {
+        "title": title,
+        "about": about,
+        "figure": {"data": [*traces], "layout": shared | layout},
+    }
 
 
 def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ function number(value, digits = 3) {
 // ---- Charts
 
 const COLORS = ["#2563a8", "#d9822b", "#1b7f4b", "#8e4ec6", "#b42318", "#5b6774", "#0e7c86"];
+const DASHES = ["solid", "dash", "dot"]; // where there are more curves than colours
 
 /* An exponential mean, without the pull of its start to zero. */
 function smoothed(values, weight) {
@@ -33,7 +34,8 @@ function traces(figure, weight) {
   return figure.data.flatMap((trace, i) => {
     const color = COLORS[i % COLORS.length];
     if (trace.type !== "scatter" || trace.mode === "markers") return [trace];
-    const line = { width: 1.8, color, ...trace.line };
+    const dash = DASHES[Math.floor(i / COLORS.length) % DASHES.length];
+    const line = { width: 1.8, color, dash, ...trace.line };
     if (trace.meta !== "smooth" || weight === 0) return [{ ...trace, line }];
     const raw = { ...trace, line: { ...line, width: 1 }, opacity: 0.25 };
     return [

@@ -138,8 +138,8 @@ def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
         title, about = escaped(chart["title"]), escaped(chart["about"])
         cards.append(
             f'<div class="chart"><h3>{title}</h3><p>{about}</p>'
-            f'<div class="plot" role="img" aria-label="{title}" data-chart="{len(charts)}"></div>'
-            "</div>"
+            f'<div class="plot" role="img" aria-label="{title}" data-chart="{len(charts)}" '
+            f'style="height: {chart["figure"]["layout"]["height"]}px"></div></div>'
         )
         charts.append(chart)
     return f'<div class="charts">{"".join(cards)}</div>'

@@ -122,8 +122,9 @@ def _lives_chart(
             trace = {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **places}
             traces.append(trace)
     about = "from the start of each process to its next start or the end"
-    axis = {"autorange": "reversed", "automargin": True}
-    return chart("Lives of the roles", about, traces, "minutes", yaxis=axis, bargap=0.35)
+    axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
+    layout = {"yaxis": axis, "bargap": 0.35}
+    return chart("Lives of the roles", about, traces, "minutes", rows=len(names), **layout)
 
 
 def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:

@@ -80,5 +80,17 @@ def test_a_few_steps_have_their_own_ticks_and_no_half_ones():
     assert chart["figure"]["layout"]["xaxis"]["tickvals"] == [0, 2, 3]
 
 
+def test_a_chart_grows_with_its_roles():
+    """Else the legend takes the room of the curves, and every other role has no name."""
+    roles = [f"generator_{i}" for i in range(16)]
+    lives = [{"role": role, "started": 90.0} for role in roles]
+    beats = [{"role": role, "time": 100.0, "rss_mib": 512.0} for role in roles]
+    heights = [
+        [chart["figure"]["layout"]["height"] for chart in timeline([], lives[:n], beats[:n])[0]]
+        for n in (2, 16)
+    ]
+    assert all(few < many for few, many in zip(*heights, strict=True))
+
+
 def test_a_run_without_any_such_file_has_no_charts():
     assert timeline([], [], []) == ([], [])
