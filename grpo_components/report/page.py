@@ -197,12 +197,12 @@ def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
         "staleness, mean and most": f"{_mean(steps, 'staleness/mean', '.2f')}, {max(stalest):.0f}"
         if (stalest := _values(steps, "staleness/max"))
         else "-",
-        "generated tokens per second, mean of the steps": _mean(
-            steps, "throughput/generated_tokens_per_second", ",.0f"
-        ),
-        "trained tokens per second, mean of the steps": _mean(
-            steps, "throughput/trained_tokens_per_second", ",.0f"
-        ),
+        **{
+            f"{kind} tokens per second": _per_second(
+                steps, receipts, f"throughput/{kind}_tokens_per_second"
+            )
+            for kind in ("generated", "trained")
+        },
         "groups dropped": ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none",
     }
     return [
@@ -223,6 +223,18 @@ def _values(records: Sequence[Record], key: str) -> list[float]:
 def _mean(records: Sequence[Record], key: str, spec: str) -> str:
     values = _values(records, key)
     return format(sum(values) / len(values), spec) if values else "-"
+
+
+def _per_second(steps: Sequence[Record], receipts: Receipts, key: str) -> str:
+    """Mean over the time of the steps, so that short ones do not count as much as long ones."""
+    tokens = seconds = 0.0
+    for record in steps:
+        trained = receipts.trained_tokens.get(record["step"], 0)
+        speed = sum(_values([record], "throughput/trained_tokens_per_second"))
+        took = trained / speed if trained and speed else sum(_values([record], "time/step"))
+        for rate in _values([record], key):
+            tokens, seconds = tokens + rate * took, seconds + took
+    return f"{tokens / seconds:,.0f}" if seconds else "-"
 
 
 def _history(receipts: Receipts, failures: Mapping[int, str | None], told: Sequence[Record]) -> str:

@@ -112,6 +112,8 @@ class Receipts:
     """The end record of each attempt that wrote one."""
     last_steps: dict[int, int] = field(default_factory=dict)
     """The last step that each attempt has done."""
+    trained_tokens: dict[int, int] = field(default_factory=dict)
+    """Of each step, as the last attempt did it."""
     drops: list[Record] = field(default_factory=list)
     """Groups that were dropped: step, attempt, group_id, prompt_index, epoch, reason, reissue."""
 
@@ -136,6 +138,9 @@ def read_receipts(path: Path) -> Receipts:
         elif receipts.starts:
             receipts.attempts.steps_done.setdefault(attempt, receipts.starts[-1]["steps_done"])
         receipts.last_steps[attempt] = record["step"]
+        if fits(record, {"token_versions": dict}):
+            found = record["token_versions"].values()
+            receipts.trained_tokens[record["step"]] = sum(n for n in found if fits(n, int))
         events = record.get("events", [])
         for event in events if fits(events, [dict]) else ():
             if "issued" in event:

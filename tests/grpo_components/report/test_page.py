@@ -181,3 +181,16 @@ def test_an_evaluation_alone_shows_what_it_has(run):
 def test_rollouts_that_are_not_shown_are_not_said_to_be_missing(run):
     html = write_report(run, most_groups=0).read_text(encoding="utf-8")
     assert "none of the 1 groups" in html and "no rollouts are logged" not in html
+
+
+def test_tokens_per_second_are_of_the_time_that_the_steps_took(run):
+    """100 tokens in 1 s, then 100 in 9 s: 20 a second, and not the mean of the two rates."""
+    rate = "throughput/trained_tokens_per_second"
+    metrics = [{"step": s, "attempt": 0, rate: 100 / took} for s, took in ((1, 1), (2, 9))]
+    (run / "logs/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    step = {"record": "step", "attempt": 0, "token_versions": {"0": 60, "1": 40}}
+    receipts = [{"record": "start", "attempt": 0, "steps_done": 0}]
+    receipts += [{**step, "step": s} for s in (1, 2)]
+    (run / "receipts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in receipts))
+    html = write_report(run).read_text(encoding="utf-8")
+    assert "<b>20</b><span>trained tokens per second</span>" in html
