@@ -31,6 +31,8 @@ from grpo_components.report.timeline import timeline
 
 _MOST_EVENTS = 200
 _LONGEST_TILE = 80
+_PAIRS = (("trainer", "generator"), ("trainer", "reference"), ("generator", "reference"))
+"""Whose logprobs are compared."""
 _ARROW = " \N{RIGHTWARDS ARROW} "
 _LONGEST_ERROR = 4000
 _LOGPROBS_HOW = "add <code>log_token_logprobs=true</code> to the command of the run"
@@ -294,17 +296,17 @@ def _rollouts(shown: Shown) -> str:
     if not shown.groups:
         return (
             '<p class="about">no rollouts are logged: <code>rollouts_logged_per_step</code> '
-            "groups of each step would be</p>"
+            "groups of each step would be, but of what <code>train_from</code> reads, which has no "
+            "text</p>"
         )
     about = f"{len(shown.groups):,} of the {shown.logged:,} groups in logs/rollouts.jsonl"
     if len(shown.groups) < shown.logged:
         about += ", spread evenly over the run (<code>--rollouts N</code> shows another number)"
     if shown.superseded:
         about += f"; {shown.superseded:,} more are of steps that a later attempt has done again"
-    colors = [("", "nothing")]
-    if shown.with_logprobs:
-        differences = ("trainer - generator", "trainer - reference", "generator - reference")
-        colors = [*((name, name) for name in differences), ("", "nothing")]
+    differences = [" - ".join(pair) for pair in _PAIRS if shown.logprobs.issuperset(pair)]
+    colors = [*((name, name) for name in differences), ("", "nothing")]
+    if shown.logprobs:
         logprobs = (
             "Point at a token for its logprobs, click on it, or use the arrow keys in its box. "
             "A dot stands for a token without text of its own."
@@ -316,7 +318,7 @@ def _rollouts(shown: Shown) -> str:
         **{"wrong": "none right", "failed": "with a failed sample"},
     }
     orders = ("newest first", "oldest first", "lowest reward", "highest reward", "longest")
-    orders += ("largest logprob difference",) if shown.with_logprobs else ()
+    orders += ("largest logprob difference",) if differences else ()
     filters = [
         _input("words", "text in it", "search"),
         _select("kind", "responses", list(kinds.items())),

@@ -19,7 +19,7 @@ _LONGEST = 12_000
 _MOST_TOKENS = 3_000
 """Of a response, where they are shown one by one."""
 _HEAD = re.compile(rb'\{"step": (\d+), "attempt": (\d+), ')
-_LOGPROBS = ("generator_logprobs", "trainer_logprobs", "reference_logprobs")
+_WHOSE = ("generator", "trainer", "reference")
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Shown:
     """Groups of the run that are in the file."""
     superseded: int
     """Groups of steps that a later attempt has done again."""
-    with_logprobs: bool
-    """Whether any group has the logprobs of its tokens."""
+    logprobs: set[str]
+    """Whose logprobs of tokens any group has: generator, trainer, reference."""
 
 
 def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS) -> Shown:
@@ -56,9 +56,12 @@ def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS
                 record = parse(file.read(length))
                 if record is not None and fits(record, _GROUP):
                     groups.append(_readable(record))
-    with_logprobs = any(_has_logprobs(group) for group in groups)
+    responses = [response for group in groups for response in group["responses"]]
+    known = {
+        who for who in _WHOSE if any(response.get(f"{who}_logprobs") for response in responses)
+    }
     damaged = len(chosen) - len(groups)
-    return Shown(groups, len(places) - damaged, superseded, with_logprobs)
+    return Shown(groups, len(places) - damaged, superseded, known)
 
 
 def _places(path: Path, attempts: Attempts) -> tuple[list[tuple[int, int]], int]:
@@ -124,7 +127,7 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
     if isinstance(pieces, list):
         shown["pieces"] = [text(piece) for piece in pieces[:_MOST_TOKENS]]
         shown["more_tokens"] = max(0, len(pieces) - _MOST_TOKENS)
-        for name in _LOGPROBS:
+        for name in (f"{who}_logprobs" for who in _WHOSE):
             values = response.get(name)
             shown[name] = values[:_MOST_TOKENS] if isinstance(values, list) else None
     elif fits(response, {"turns": [{"by": str, "text": str}]}):
@@ -132,10 +135,6 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
             {"by": turn["by"], "text": text(turn["text"], _LONGEST)} for turn in response["turns"]
         ]
     return shown
-
-
-def _has_logprobs(group: Record) -> bool:
-    return any(response.get("trainer_logprobs") for response in group["responses"])
 
 
 _PLACE = {"step": int, "attempt": int}

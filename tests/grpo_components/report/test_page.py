@@ -121,6 +121,10 @@ def test_metrics_alone_are_enough(run):
 def test_without_logprobs_it_says_how_to_have_them(run):
     path = run / "logs/rollouts.jsonl"
     path.write_text(path.read_text().replace('"trainer_logprobs": [-1.5]', '"other": 1'))
+    of_generator_only = write_report(run).read_text(encoding="utf-8")
+    assert "log_token_logprobs=true" not in of_generator_only, "as of a run without a trainer"
+    assert '<option value="trainer - generator">' not in of_generator_only
+    path.write_text(path.read_text().replace('"generator_logprobs": [-1.0]', '"another": 1'))
     assert "log_token_logprobs=true" in write_report(run).read_text(encoding="utf-8")
 
 

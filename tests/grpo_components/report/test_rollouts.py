@@ -76,11 +76,11 @@ def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
     logprobs = {f"{who}_logprobs": [-1.0, None, -3.0] for who in ("generator", "trainer")}
     told = response(tokens=["4", "\x07", "!"], **logprobs, reference_logprobs=None)
     shown = read_rollouts(write([group(1, responses=[told])]), Attempts())
-    assert shown.with_logprobs
+    assert shown.logprobs == {"generator", "trainer"}
     [found] = shown.groups[0]["responses"]
     assert (found["pieces"], found["more_tokens"]) == (["4", r"\x07"], 1)
     assert found["trainer_logprobs"] == [-1.0, None] and found["reference_logprobs"] is None
-    assert not read_rollouts(write([group(1)]), Attempts()).with_logprobs
+    assert not read_rollouts(write([group(1)]), Attempts()).logprobs
 
 
 def test_who_said_what_is_shown_where_several_did(write):
