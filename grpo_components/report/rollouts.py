@@ -12,7 +12,7 @@ from grpo_components.report.run_files import NUMBER, Attempts, Record, fits, par
 from grpo_components.report.shown import text
 
 MOST_GROUPS = 200
-_MOST_BYTES = 12 * 2**20
+MOST_BYTES = 12 * 2**20
 """Of all lines that are shown; fewer groups where they are long."""
 _LONGEST = 12_000
 """Characters of a prompt or a response."""
@@ -46,7 +46,7 @@ def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS
     """
     places, superseded = _places(path, attempts)
     chosen = _spread(places, most_groups)
-    while len(chosen) > 1 and sum(length for _, length in chosen) > _MOST_BYTES:
+    while len(chosen) > 1 and sum(length for _, length in chosen) > MOST_BYTES:
         chosen = _spread(chosen, len(chosen) // 2)
     groups = []
     if chosen:

@@ -146,6 +146,9 @@ def test_the_command_says_where_the_page_is_or_why_there_is_none(run, tmp_path, 
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'} (")
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no report: no step is logged" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), "--rollouts=-3"])
+    assert "--rollouts: '-3' given; allowed: 0 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_they_are_spread_over_the_run_with_its_first_and_last(write):
 
 
 def test_long_ones_are_fewer(write, monkeypatch):
-    monkeypatch.setattr(rollouts, "_MOST_BYTES", 50_000)
+    monkeypatch.setattr(rollouts, "MOST_BYTES", 50_000)
     path = write([group(step, responses=[response("x" * 5000)] * 2) for step in range(1, 101)])
     shown = read_rollouts(path, Attempts())
     assert 2 <= len(shown.groups) <= 5 and shown.logged == 100
