@@ -185,7 +185,8 @@ def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> di
         y: the values, finite.
         trace: plotly's other settings.
     """
-    lines = {"type": "scatter", "mode": "lines", "name": label(name)}
+    mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
+    lines = {"type": "scatter", "mode": mode, "name": label(name)}
     return {**lines, "x": short(x), "y": short(y), **trace}
 
 
@@ -225,10 +226,8 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
             trace = curve(name, steps, values, mode="lines+markers", line={"dash": "dot"})
         else:
             steps, values = thinned(steps, values, max if key.endswith("max") else fmean)
-            # A single point has no line.
-            mode = "lines" if len(steps) > 1 else "markers"
             smooth = panel.smooth and not key.endswith("max")
-            trace = curve(name or key, steps, values, mode=mode)
+            trace = curve(name or key, steps, values)
             trace |= {"meta": "smooth"} if smooth else {}
         traces.append(trace)
     if not traces:

@@ -104,9 +104,8 @@ class Idle:
         traces = []
         for role in sorted(self._known):
             values = [shares.get(role, 1.0) for shares in self.shares]
-            mode = "lines" if len(values) > 1 else "markers"
             steps, means = thinned(self.steps, values, fmean)
-            traces.append(curve(role, steps, means, mode=mode, meta="smooth"))
+            traces.append(curve(role, steps, means, meta="smooth"))
         about = "share of the time between two steps in which a role had no group or batch to work "
         about += "on; evaluations and checkpoints count as idle"
         return chart("Idle time by role", about, traces, yaxis={"range": [-0.02, 1.02]})

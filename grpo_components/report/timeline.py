@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve, short
+from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve
 from grpo_components.report.idle import Idle
 from grpo_components.report.run_files import NUMBER, Record, fits
 from grpo_components.report.shown import label
@@ -137,8 +137,7 @@ def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
     traces = []
     for role, points in sorted(by_role.items()):
         kept = points[:: -(-len(points) // MOST_POINTS)]
-        mode = "lines" if len(kept) > 1 else "markers"
-        traces.append(curve(role, short([x for x, _ in kept]), [y for _, y in kept], mode=mode))
+        traces.append(curve(role, [x for x, _ in kept], [y for _, y in kept]))
     about = "GiB of each process, without what it shares with others and without its children"
     return chart("Memory by role", about, traces, "minutes", yaxis={"rangemode": "tozero"})
 

@@ -170,7 +170,8 @@ class RunLog:
     def _change_of_reward(self) -> str:
         first, last = first_and_last(self._steps)
         start, end = (mean([step["rollout/reward_mean"] for step in s]) for s in (first, last))
-        return f"{start:.2f} at the start, {end:.2f} at the end (means of {len(first)} steps)"
+        of_steps = f"means of {len(first)} steps" if len(first) > 1 else "one step each"
+        return f"{start:.2f} at the start, {end:.2f} at the end ({of_steps})"
 
     def _change_of_success(self) -> str:
         first, last = self._evaluations[0], self._evaluations[-1]

@@ -80,6 +80,16 @@ def test_a_few_steps_have_their_own_ticks_and_no_half_ones():
     assert chart["figure"]["layout"]["xaxis"]["tickvals"] == [0, 2, 3]
 
 
+def test_a_single_point_is_a_mark_in_every_chart():
+    step = [{"event": kind, "time": 1.0, "version": 1, "step": 1} for kind in ("publish", "sample")]
+    step.append({"event": "step", "time": 2.0, "step": 1})
+    charts, _ = timeline(step, [], [{"role": "a", "time": 1.0, "rss_mib": 1.0}])
+    charts += metric_charts([{"step": 1, "my/own": 2}])["Other metrics"]
+    modes = {chart["title"]: {t["mode"] for t in chart["figure"]["data"]} for chart in charts}
+    titles = {"Policy versions", "Idle time by role", "Memory by role", "my/own"}
+    assert modes == {title: {"markers"} for title in titles}
+
+
 def test_a_chart_grows_with_its_roles():
     """Else the legend takes the room of the curves, and every other role has no name."""
     roles = [f"generator_{i}" for i in range(16)]

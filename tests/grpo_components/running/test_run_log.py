@@ -243,7 +243,7 @@ def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys
     log.summary({})
     rows = shown(capsys)
     assert rows["groups dropped"].strip() == "none"
-    assert "(means of 1 steps)" in rows["reward"]
+    assert "(one step each)" in rows["reward"]
 
 
 def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys):
