@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from grpo_components.report.curves import Chart, metric_charts
+from grpo_components.report.curves import MOST_POINTS, Chart, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.history import history_tables, state_line
 from grpo_components.report.rollouts import MOST_GROUPS, read_rollouts
@@ -74,7 +75,7 @@ def _page(folder: Path, most_groups: int) -> str:
     charts: list[Chart] = []
     sections = metric_charts(metrics)
     others = sections.pop("Other metrics")
-    html = [_smoothing()]
+    html = [_smoothing(math.ceil(len(metrics) / MOST_POINTS))]
     sections = {name: found for name, found in sections.items() if found}
     for name, found in sections.items():
         html.append(_section(name, _charts(found, charts)))
@@ -137,11 +138,12 @@ def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
     return f'<div class="charts">{"".join(cards)}</div>'
 
 
-def _smoothing() -> str:
+def _smoothing(steps_per_point: int) -> str:
+    several = f"; each point stands for {steps_per_point} steps" if steps_per_point > 1 else ""
     return (
         '<div class="smoothing"><label for="smoothing">Smoothing of the curves</label>'
         '<input type="range" id="smoothing" min="0" max="50" value="8">'
-        '<span id="smoothing-shown">over about 8 points</span>'
+        f'<span><span id="smoothing-shown">over about 8 points</span>{several}</span>'
         "<span>Drag in a chart to zoom, double-click to come back.</span></div>"
     )
 

@@ -185,6 +185,12 @@ def test_an_evaluation_alone_shows_what_it_has(run):
     assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
 
 
+def test_a_long_runs_page_says_that_its_points_stand_for_several_steps(run):
+    lines = [json.dumps({"step": s, "attempt": 0, "my/own": 1.0}) for s in range(1, 2002)]
+    (run / "logs/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "each point stands for 3 steps" in write_report(run).read_text(encoding="utf-8")
+
+
 def test_rollouts_that_are_not_shown_are_not_said_to_be_missing(run):
     html = write_report(run, most_groups=0).read_text(encoding="utf-8")
     assert "none of the 1 groups" in html and "no rollouts are logged" not in html
