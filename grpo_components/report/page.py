@@ -148,9 +148,14 @@ def _smoothing(steps_per_point: int) -> str:
     )
 
 
+def _number(path: Path) -> tuple[int, str]:
+    """What orders files whose names end in a number."""
+    return len(path.name), path.name
+
+
 def _config(folder: Path) -> str:
     parts = []
-    earlier = sorted(folder.glob("config_attempt_*.yaml"))
+    earlier = sorted(folder.glob("config_attempt_*.yaml"), key=_number)
     for path in [folder / "config.yaml", *earlier]:
         if path.is_file():
             is_last = path.name == "config.yaml"

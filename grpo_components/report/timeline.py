@@ -76,9 +76,7 @@ def _versions_chart(
         return None
     traces = []
     for name in sorted(versions, key=lambda name: (name != "published", name)):
-        points = versions[name]
-        width = -(-len(points) // MOST_POINTS)
-        kept = points[::width] + (points[-1:] if (len(points) - 1) % width else [])
+        kept = _some(versions[name])
         minutes = [(time - first) / 60 for time, _ in kept]
         line = {"shape": "hv", "width": 2.5 if name == "published" else 1.2}
         traces.append(curve(name, minutes, [version for _, version in kept], line=line))
@@ -90,6 +88,12 @@ def _versions_chart(
     ]
     about += "; a dotted line is a rollback" if marks else ""
     return chart("Policy versions", about, traces, "minutes", shapes=shapes)
+
+
+def _some(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
+    """At most `MOST_POINTS` of them and the last one."""
+    width = -(-len(points) // MOST_POINTS)
+    return points[::width] + (points[-1:] if (len(points) - 1) % width else [])
 
 
 def _lives_chart(
@@ -136,7 +140,7 @@ def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
         return None
     traces = []
     for role, points in sorted(by_role.items()):
-        kept = points[:: -(-len(points) // MOST_POINTS)]
+        kept = _some(points)
         traces.append(curve(role, [x for x, _ in kept], [y for _, y in kept]))
     about = "GiB of each process, without what it shares with others and without its children"
     return chart("Memory by role", about, traces, "minutes", yaxis={"rangemode": "tozero"})

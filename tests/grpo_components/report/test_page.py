@@ -191,6 +191,13 @@ def test_a_long_runs_page_says_that_its_points_stand_for_several_steps(run):
     assert "each point stands for 3 steps" in write_report(run).read_text(encoding="utf-8")
 
 
+def test_configs_stand_in_the_order_of_their_attempts(run):
+    for attempt in (0, 2, 10):
+        (run / f"config_attempt_{attempt}.yaml").write_text("seed: 1\n")
+    html = write_report(run).read_text(encoding="utf-8")
+    assert re.findall(r"config_attempt_(\d+)", html) == ["0", "2", "10"]
+
+
 def test_rollouts_that_are_not_shown_are_not_said_to_be_missing(run):
     html = write_report(run, most_groups=0).read_text(encoding="utf-8")
     assert "none of the 1 groups" in html and "no rollouts are logged" not in html
