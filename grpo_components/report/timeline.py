@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve
@@ -125,10 +126,18 @@ def _lives_chart(
             marker = {"symbol": symbol, "size": 10, "color": color}
             trace = {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **places}
             traces.append(trace)
-    about = "from the start of each process to its next start or the end"
+    about = "from the start of each process to its next start or the end" + _beginning(first)
     axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
     layout = {"yaxis": axis, "bargap": 0.35}
     return chart("Lives of the roles", about, traces, "minutes", rows=len(names), **layout)
+
+
+def _beginning(first: float) -> str:
+    """What ties the minutes to the clock of the logs."""
+    try:
+        return f"; minute 0 is {datetime.fromtimestamp(first, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):  # of a damaged record
+        return ""
 
 
 def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
@@ -143,7 +152,8 @@ def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
         kept = _some(points)
         traces.append(curve(role, [x for x, _ in kept], [y for _, y in kept]))
     about = "GiB of each process, without what it shares with others and without its children"
-    return chart("Memory by role", about, traces, "minutes", yaxis={"rangemode": "tozero"})
+    layout = {"yaxis": {"rangemode": "tozero"}, "showlegend": True}
+    return chart("Memory by role", about, traces, "minutes", **layout)
 
 
 _ROLLBACK = {"color": "#7c3aed", "width": 1, "dash": "dot"}

@@ -73,11 +73,19 @@ def test_a_curve_that_is_alone_in_a_chart_of_several_has_its_name():
     steps = [{"step": 1, "mismatch/generator_kl": 0.1, "loss/kl_reference": None, "my/own": 2}]
     charts = {c["title"]: c["figure"]["layout"] for s in metric_charts(steps).values() for c in s}
     assert charts["KL"]["showlegend"] and not charts["my/own"]["showlegend"]
+    [memory], _ = timeline([], [], BEATS)
+    assert memory["figure"]["layout"]["showlegend"]
 
 
 def test_a_few_steps_have_their_own_ticks_and_no_half_ones():
     [chart] = metric_charts([{"step": s, "my/own": 2} for s in (0, 2, 3)])["Other metrics"]
     assert chart["figure"]["layout"]["xaxis"]["tickvals"] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("started", "said"), [(90.0, "1970-01-01 00:01:30 UTC"), (1e300, "")])
+def test_minutes_are_tied_to_the_clock(started, said):
+    [chart], _ = timeline([], [{"role": "a", "started": started}], [])
+    assert chart["about"].endswith(said)
 
 
 def test_a_single_point_is_a_mark_in_every_chart():
