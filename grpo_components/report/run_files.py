@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ _FIRST_AND_LAST = 10
 NUMBER = (int, float)
 FAILURES = "failures.jsonl"
 """Of each attempt that an error or a person ended: `attempt`, and `error` or null."""
-_JSON = json.JSONDecoder(parse_constant=lambda _: None)
 
 
 def read_records(path: Path, shape: Mapping[str, Any] | None = None) -> Iterator[Record]:
@@ -43,6 +43,14 @@ def parse(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _finite(said: str) -> float | None:
+    value = float(said)
+    return value if math.isfinite(value) else None
+
+
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def fits(value: Any, shape: Any) -> bool:
