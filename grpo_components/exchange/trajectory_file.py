@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum
+from grpo_components.training.token_logprobs import recorded_logprobs
 from grpo_components.trajectory import (
     GroupSummary,
     PackedTrajectories,
@@ -95,9 +96,11 @@ class TrajectoryWriter:
     Args:
         rank: only the first one writes.
         path: of the file, which begins anew with this object.
+        logged_responses: so many of each batch's first return the logprobs of their tokens.
     """
 
-    def __init__(self, *, rank: int, path: str) -> None:
+    def __init__(self, *, rank: int, path: str, logged_responses: int = 0) -> None:
+        self._logged_responses = logged_responses
         self._path = Path(path) if rank == 0 else None
         if self._path is not None:
             self._path.write_text("")
@@ -120,11 +123,14 @@ class TrajectoryWriter:
             with self._path.open("a", encoding="utf-8") as file:
                 for _, group in groupby(trajectories, key=lambda t: t.group_id):
                     file.write(group_line(list(group)) + "\n")
+        logprobs: dict[int, list[Any]] = {}
+        for trajectory in trajectories[: self._logged_responses]:
+            logprobs.setdefault(trajectory.group_id, []).append(recorded_logprobs(trajectory))
         versions = np.concatenate([t.token_versions[t.response_mask] for t in trajectories])
         return {
             "policy_version": 0,
             "token_versions": dict(Counter(versions.tolist())),
-            "token_logprobs": {},
+            "token_logprobs": logprobs,
             "trained_tokens": 0.0,
             "off_policy/correction_mass": math.nan,
         }

@@ -21,19 +21,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="of the run")
     parser.add_argument(
         "--rollouts",
-        type=int,
+        type=_count,
         default=MOST_GROUPS,
         metavar="N",
         help=f"groups to show at most, spread over the run (default {MOST_GROUPS})",
     )
     options = parser.parse_args(arguments)
     try:
-        page = write_report(options.output_dir, max(0, options.rollouts))
+        page = write_report(options.output_dir, options.rollouts)
     except OSError as error:
         sys.stderr.write(f"no report: {error}\n")
         return 2
     sys.stdout.write(f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n")
     return 0
+
+
+def _count(said: str) -> int:
+    if not said.isdecimal():
+        raise argparse.ArgumentTypeError(f"{said!r} given; allowed: 0 or more")
+    return int(said)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from grpo_components.report.run_files import Record
+from grpo_components.report.run_files import NUMBER, Record
 from grpo_components.report.shown import label
 
 MOST_POINTS = 1000
 """Of one curve; where a run has more steps, each point stands for several."""
+_FEW_STEPS = 8
+"""Each of which gets its tick: plotly would put some between them."""
+_HEIGHT, _ROW, _ROWS = 270, 20, 8
+"""Pixels of a chart, and of a row in its legend or on its axis; so many rows need no more."""
+_NAMES_IN_A_ROW = 2
+"""Of a legend, on a narrow screen."""
 Chart = dict[str, Any]
 """`title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
 
@@ -29,17 +37,20 @@ class _Panel:
     from_zero: bool = False
 
 
+def _both(metric: str) -> dict[str, str]:
+    """Curves of what is measured in training and at evaluations."""
+    return {f"rollout/{metric}": "training", f"eval/{metric}": "held-out"}
+
+
 _PANELS = {
     "Learning": (
         _Panel(
-            "Reward",
-            "mean over the responses of a step; held-out at its evaluations",
-            {"rollout/reward_mean": "training", "eval/reward_mean": "held-out"},
+            "Reward", "mean over the responses of a step or an evaluation", _both("reward_mean")
         ),
         _Panel(
             "Success",
             "share of responses with the full reward",
-            {"rollout/success_rate": "training", "eval/success_rate": "held-out"},
+            _both("success_rate"),
             range=(-0.02, 1.02),
         ),
         _Panel(
@@ -57,6 +68,7 @@ _PANELS = {
             "Staleness",
             "policy versions between a trained token and the trainer",
             {"staleness/mean": "mean", "staleness/max": "oldest token"},
+            from_zero=True,
         ),
         _Panel(
             "Ratio",
@@ -68,6 +80,7 @@ _PANELS = {
             "Clipped tokens",
             "share whose ratio lies outside the clip range",
             {"ratio/clip_fraction_low": "below", "ratio/clip_fraction_high": "above"},
+            from_zero=True,
         ),
         _Panel(
             "KL",
@@ -135,6 +148,7 @@ def chart(
     about: str,
     traces: Sequence[dict[str, Any]],
     x_title: str = "step",
+    rows: int = 0,
     **layout: Any,
 ) -> Chart:
     """A chart as the page draws it.
@@ -144,10 +158,22 @@ def chart(
         about: one line that says what is drawn.
         traces: plotly's.
         x_title: of the horizontal axis.
+        rows: that the vertical axis names.
         layout: plotly's, besides what all charts share.
     """
-    axes: dict[str, Any] = {"xaxis": {"title": {"text": x_title}}, "showlegend": len(traces) > 1}
-    return {"title": title, "about": about, "figure": {"data": [*traces], "layout": axes | layout}}
+    x_axis: dict[str, Any] = {"title": {"text": x_title}}
+    if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
+        x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
+    legend = max(0, math.ceil(len(traces) / _NAMES_IN_A_ROW) - 2)  # two rows have their room
+    shared = {
+        **{"xaxis": x_axis, "showlegend": len(traces) > 1},
+        "height": _HEIGHT + _ROW * max(legend, rows - _ROWS),
+    }
+    return {
+        "title": title,
+        "about": about,
+        "figure": {"data": [*traces], "layout": shared | layout},
+    }
 
 
 def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
@@ -159,7 +185,8 @@ def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> di
         y: the values, finite.
         trace: plotly's other settings.
     """
-    lines = {"type": "scatter", "mode": "lines", "name": label(name)}
+    mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
+    lines = {"type": "scatter", "mode": mode, "name": label(name)}
     return {**lines, "x": short(x), "y": short(y), **trace}
 
 
@@ -198,11 +225,9 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
         if key.startswith("eval/"):
             trace = curve(name, steps, values, mode="lines+markers", line={"dash": "dot"})
         else:
-            steps, values = thinned(steps, values, max if key.endswith("max") else _mean)
-            # A single point has no line.
-            mode = "lines" if len(steps) > 1 else "markers"
+            steps, values = thinned(steps, values, max if key.endswith("max") else fmean)
             smooth = panel.smooth and not key.endswith("max")
-            trace = curve(name or key, steps, values, mode=mode)
+            trace = curve(name or key, steps, values)
             trace |= {"meta": "smooth"} if smooth else {}
         traces.append(trace)
     if not traces:
@@ -210,12 +235,9 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
     axis: dict[str, Any] = {"type": "log"} if panel.log else {}
     axis |= {"range": list(panel.range)} if panel.range else {}
     axis |= {"rangemode": "tozero"} if panel.from_zero else {}
-    return chart(panel.title, panel.about, traces, yaxis=axis)
+    several = len(panel.curves) > 1  # the name of one tells that the others were not measured
+    return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=several)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # no NaN, either

@@ -44,7 +44,7 @@ def dropped_section(receipts: Receipts, failed_samples: Path) -> str:
         ]
     else:
         parts.append('<p class="about">No group was dropped.</p>')
-    failures = list(read_records(failed_samples))
+    failures = list(read_records(failed_samples, {"errors": dict}))
     if failures:
         rows = [
             (
@@ -53,7 +53,7 @@ def dropped_section(receipts: Receipts, failed_samples: Path) -> str:
                 if "evaluation" in record
                 else f"group {record.get('group_id')}",
                 str(record.get("prompt_index")),
-                "\n".join(f"{n} x {error}" for error, n in (record.get("errors") or {}).items()),
+                "\n".join(f"{n} x {error}" for error, n in record["errors"].items()),
             )
             for record in failures[-_SHOWN:]
         ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve
+from grpo_components.report.curves import Chart, chart, curve, thinned
 from grpo_components.report.run_files import Record
 
 
 class Idle:
     """How long each role had nothing to do, from one training step to the next.
+
+    An attempt's first step counts from the first group that a generator gets.
 
     A generator works while it has a group in flight, a reference from the end of a group's
     generation until it is buffered, the trainers from the taking of a batch to the end of its step.
@@ -34,6 +36,8 @@ class Idle:
         """Take the next event of the log."""
         kind, now = event["event"], event["time"]
         group: int = event.get("group", -1)
+        if self._last is None and kind in ("issue", "sample"):
+            self._last = now
         if kind == "issue":
             self._generators[group] = event["role"]
             self._known.add(event["role"])
@@ -49,7 +53,6 @@ class Idle:
                 for role in list(self._tasks):
                     self._end(role, dropped, now)
         elif kind == "sample":
-            self._last = now if self._last is None else self._last
             self._begin("trainers", "step", now)
         elif kind == "step":
             self._end("trainers", "step", now)
@@ -98,18 +101,11 @@ class Idle:
         """Idle shares over steps; None if there was no step."""
         if not self.steps:
             return None
-        width = -(-len(self.steps) // MOST_POINTS)
         traces = []
         for role in sorted(self._known):
             values = [shares.get(role, 1.0) for shares in self.shares]
-            means = [_mean(values[i : i + width]) for i in range(0, len(values), width)]
-            ends = self.steps[width - 1 :: width]
-            ends += self.steps[-1:] if len(ends) < len(means) else []
-            traces.append(curve(role, ends, means, meta="smooth"))
+            steps, means = thinned(self.steps, values, fmean)
+            traces.append(curve(role, steps, means, meta="smooth"))
         about = "share of the time between two steps in which a role had no group or batch to work "
         about += "on; evaluations and checkpoints count as idle"
         return chart("Idle time by role", about, traces, yaxis={"range": [-0.02, 1.02]})
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -10,13 +10,15 @@ function make(tag, className, text) {
   return node;
 }
 
-const number = (value, digits = 3) =>
-  value === null || value === undefined || Number.isNaN(value) ? "-"
-    : String(Number(value.toFixed(digits)));
+function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "-";
+  return typeof value === "number" ? String(Number(value.toFixed(digits))) : String(value);
+}
 
 // ---- Charts
 
 const COLORS = ["#2563a8", "#d9822b", "#1b7f4b", "#8e4ec6", "#b42318", "#5b6774", "#0e7c86"];
+const DASHES = ["solid", "dash", "dot"]; // where there are more curves than colours
 
 /* An exponential mean, without the pull of its start to zero. */
 function smoothed(values, weight) {
@@ -32,7 +34,8 @@ function traces(figure, weight) {
   return figure.data.flatMap((trace, i) => {
     const color = COLORS[i % COLORS.length];
     if (trace.type !== "scatter" || trace.mode === "markers") return [trace];
-    const line = { width: 1.8, color, ...trace.line };
+    const dash = DASHES[Math.floor(i / COLORS.length) % DASHES.length];
+    const line = { width: 1.8, color, dash, ...trace.line };
     if (trace.meta !== "smooth" || weight === 0) return [{ ...trace, line }];
     const raw = { ...trace, line: { ...line, width: 1 }, opacity: 0.25 };
     return [
@@ -45,10 +48,13 @@ function traces(figure, weight) {
 }
 
 function layout(figure) {
-  const axis = { gridcolor: "#e8ecf0", zeroline: false, automargin: true, exponentformat: "e" };
+  const axis = {
+    gridcolor: "#e8ecf0", zeroline: false, automargin: true, exponentformat: "e",
+    ticks: "outside", tickcolor: "rgba(0,0,0,0)", // room between the labels of the two axes
+  };
   return {
     ...figure.layout,
-    margin: { l: 46, r: 10, t: 8, b: 36 },
+    margin: { l: 46, r: 10, t: 8, b: 44 },
     font: { size: 11, color: "#1f2933" },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
@@ -78,8 +84,9 @@ function drawCharts() {
   }, { rootMargin: "400px" });
   document.querySelectorAll(".plot").forEach((node) => seen.observe(node));
   slider.addEventListener("input", () => {
-    document.getElementById("smoothing-shown").textContent =
-      slider.value === "0" ? "off" : `over about ${slider.value} points`;
+    const shown = slider.value === "0" ? "off" : `over about ${slider.value} points`;
+    document.getElementById("smoothing-shown").textContent = shown;
+    slider.setAttribute("aria-valuetext", shown);
     for (const [node, figure] of drawn) {
       Plotly.react(node, traces(figure, weightOf(slider)), layout(figure));
     }
@@ -110,7 +117,7 @@ function differences(response, what) {
 
 function largest(group, what) {
   const found = group.responses.flatMap((r) => differences(r, what) || []);
-  return Math.max(0, ...found.filter((value) => value !== null).map(Math.abs));
+  return found.reduce((most, value) => Math.max(most, Math.abs(value)), 0); // |null| is 0
 }
 
 const KINDS = {
@@ -141,8 +148,12 @@ function wanted(group) {
     (words === "" || texts.some((text) => text.toLowerCase().includes(words)));
 }
 
+const ofEnvironment = (response, i) =>
+  response.generator_logprobs && response.generator_logprobs[i] === null;
+
 function tokenTitle(response, i) {
   const lines = [`token ${i + 1}: ${JSON.stringify(response.pieces[i])}`];
+  if (ofEnvironment(response, i)) lines.push("of the environment");
   for (const who of ["generator", "trainer", "reference"]) {
     const values = response[`${who}_logprobs`];
     if (values && values[i] !== null) lines.push(`${who} logprob ${number(values[i], 5)}`);
@@ -160,26 +171,54 @@ function colored(share) {
   return `rgb(${end.map((value) => Math.round(255 + (value - 255) * part)).join(",")})`;
 }
 
+/* Its tokens tell their numbers where one points; a click or the arrow keys show them below. */
+function explained(box, response) {
+  const tokens = [...box.querySelectorAll(".token")];
+  const shown = make("div", "facts");
+  shown.setAttribute("role", "status");
+  let picked = -1;
+  const pick = (i) => {
+    if (!tokens[i]) return;
+    if (tokens[picked]) tokens[picked].classList.remove("picked");
+    picked = i;
+    tokens[i].classList.add("picked");
+    shown.replaceChildren(...tokenTitle(response, i).split("\n").map((t) => make("span", "", t)));
+  };
+  box.tabIndex = 0;
+  box.setAttribute("role", "group");
+  box.setAttribute("aria-label", "response; the arrow keys go from token to token");
+  box.addEventListener("mouseover", ({ target }) => {
+    const i = tokens.indexOf(target);
+    if (i >= 0) target.title = tokenTitle(response, i);
+  });
+  box.addEventListener("click", ({ target }) => pick(tokens.indexOf(target)));
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    pick(picked + step);
+  });
+  return [box, shown];
+}
+
 function said(response, what, scale) {
   const box = make("div", "said");
   box.dir = "auto";
   if (!response.pieces) {
-    box.textContent = response.text;
-    return box;
+    for (const { by, text } of response.turns || [{ by: "policy", text: response.text }]) {
+      box.append(make("span", by === "policy" ? "" : "environment", text));
+    }
+    return [box];
   }
   const found = DIFFERENCES[what] ? differences(response, what) : null;
   response.pieces.forEach((piece, i) => {
     const token = make("span", "token", piece === "" ? "\u00b7" : piece);
-    token.title = tokenTitle(response, i);
-    if (response.generator_logprobs && response.generator_logprobs[i] === null) {
-      token.classList.add("environment");
-      token.title += "\nof the environment";
-    }
+    if (ofEnvironment(response, i)) token.classList.add("environment");
     if (found && found[i] !== null) token.style.background = colored(found[i] / scale);
     box.append(token);
   });
   if (response.more_tokens) box.append(`\n[... ${response.more_tokens} more tokens ...]`);
-  return box;
+  return explained(box, response);
 }
 
 function facts(response) {
@@ -205,7 +244,7 @@ function responseNode(response, what, scale) {
   const node = make("div", "response");
   node.append(facts(response));
   if (response.error !== null) node.append(make("div", "said warn", response.error));
-  else node.append(said(response, what, scale));
+  else node.append(...said(response, what, scale));
   return node;
 }
 
@@ -221,6 +260,8 @@ function groupNode(group, scale) {
     mark.title = `reward ${number(response.reward)}`;
     marks.append(mark);
   }
+  marks.setAttribute("role", "img");
+  marks.setAttribute("aria-label", `${successes(group)} of ${group.responses.length} right`);
   summary.append(marks);
   const first = make("span", "first", group.prompt.trim().replace(/\s+/g, " "));
   first.dir = "auto";

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
-from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from grpo_components.report.curves import Chart, metric_charts
+from grpo_components.report.curves import MOST_POINTS, Chart, metric_charts
 from grpo_components.report.dropped import dropped_section
-from grpo_components.report.rollouts import MOST_GROUPS, Shown, read_rollouts
+from grpo_components.report.history import history_tables, state_line
+from grpo_components.report.rollouts import MOST_GROUPS, read_rollouts
 from grpo_components.report.run_files import (
-    Receipts,
-    Record,
+    FAILURES,
+    NUMBER,
+    read_failures,
     read_metrics,
     read_receipts,
     read_records,
 )
 from grpo_components.report.shown import escaped, script_json
-from grpo_components.report.tables import table
+from grpo_components.report.tiles import tiles
 from grpo_components.report.timeline import timeline
+from grpo_components.report.viewer import rollouts_section
 
-_FIRST_AND_LAST = 10
-"""Steps that the first and the last figure of a tile are means of."""
-_MOST_EVENTS = 200
-_LONGEST_TILE = 80
-_LOGPROBS_HOW = "add <code>log_token_logprobs=true</code> to the command of the run"
+
+class NoStepsError(FileNotFoundError):
+    """A run has logged no step yet."""
 
 
 def write_report(output_dir: Path, most_groups: int = MOST_GROUPS) -> Path:
@@ -43,7 +44,7 @@ def write_report(output_dir: Path, most_groups: int = MOST_GROUPS) -> Path:
         Path of the page.
 
     Raises:
-        FileNotFoundError: if no step was logged yet.
+        NoStepsError: if no step was logged yet.
         OSError: if the page cannot be written.
     """
     page = _page(output_dir, most_groups)
@@ -63,27 +64,24 @@ def _page(folder: Path, most_groups: int) -> str:
     receipts = read_receipts(folder / "receipts.jsonl")
     metrics = read_metrics(logs / "metrics.jsonl", receipts.attempts)
     if not metrics:
-        raise FileNotFoundError(f"no step is logged in {logs / 'metrics.jsonl'}")
+        raise NoStepsError(f"no step is logged in {logs / 'metrics.jsonl'}")
     over_time, told = timeline(
         read_records(logs / "events.jsonl"),
-        [life for life in read_records(logs / "roles.jsonl") if {"role", "started"} <= life.keys()],
-        [
-            beat
-            for beat in read_records(logs / "heartbeats.jsonl")
-            if {"role", "time"} <= beat.keys()
-        ],
+        list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER})),
+        list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER})),
     )
+    failures = read_failures(logs / FAILURES)
     rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, most_groups)
     charts: list[Chart] = []
     sections = metric_charts(metrics)
     others = sections.pop("Other metrics")
-    html = [_smoothing()]
+    html = [_smoothing(math.ceil(len(metrics) / MOST_POINTS))]
     sections = {name: found for name, found in sections.items() if found}
     for name, found in sections.items():
         html.append(_section(name, _charts(found, charts)))
-    history = _charts(over_time, charts) + _history(receipts, told)
+    history = _charts(over_time, charts) + history_tables(receipts, failures, told)
     html += [
-        _section("Rollouts", _rollouts(rollouts)),
+        _section("Rollouts", rollouts_section(rollouts)),
         _section("Timeline", history),
         _section("Dropped groups", dropped_section(receipts, logs / "failed_samples.jsonl")),
         _section("Config", _config(folder)),
@@ -98,9 +96,9 @@ def _page(folder: Path, most_groups: int) -> str:
     plotly = get_plotlyjs()
     return Template((package / "page.html").read_text(encoding="utf-8")).substitute(
         title=escaped(f"Run {folder.resolve().name}"),
-        state=_state(receipts, metrics),
+        state=state_line(receipts, failures, metrics),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in names),
-        tiles="".join(_tiles(metrics, receipts)),
+        tiles=tiles(metrics, receipts),
         sections="\n".join(html),
         footer=f"written by <code>python -m grpo_components.report {escaped(folder)}</code>",
         style=(package / "page.css").read_text(encoding="utf-8"),
@@ -130,120 +128,34 @@ def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
     """Cards of these charts, which go to the others of the page."""
     cards = []
     for chart in found:
+        title, about = escaped(chart["title"]), escaped(chart["about"])
         cards.append(
-            f'<div class="chart"><h3>{escaped(chart["title"])}</h3><p>{escaped(chart["about"])}</p>'
-            f'<div class="plot" data-chart="{len(charts)}"></div></div>'
+            f'<div class="chart"><h3>{title}</h3><p>{about}</p>'
+            f'<div class="plot" role="img" aria-label="{title}" data-chart="{len(charts)}" '
+            f'style="height: {chart["figure"]["layout"]["height"]}px"></div></div>'
         )
         charts.append(chart)
     return f'<div class="charts">{"".join(cards)}</div>'
 
 
-def _smoothing() -> str:
+def _smoothing(steps_per_point: int) -> str:
+    several = f"; each point stands for {steps_per_point} steps" if steps_per_point > 1 else ""
     return (
         '<div class="smoothing"><label for="smoothing">Smoothing of the curves</label>'
         '<input type="range" id="smoothing" min="0" max="50" value="8">'
-        '<span id="smoothing-shown">over about 8 points</span>'
+        f'<span><span id="smoothing-shown">over about 8 points</span>{several}</span>'
         "<span>Drag in a chart to zoom, double-click to come back.</span></div>"
     )
 
 
-def _state(receipts: Receipts, metrics: Sequence[Record]) -> str:
-    last, attempts = metrics[-1]["step"], len(receipts.starts)
-    end, planned = None, ""
-    if receipts.starts:
-        start = receipts.starts[-1]
-        end = receipts.ends.get(start.get("attempt", 0))
-        planned = f" of {start.get('num_steps')}"
-    how = "running, or killed"
-    if end is not None:
-        how = "finished" if end.get("finished") else "stopped before its end"
-    several = f", {attempts} attempts" if attempts > 1 else ""
-    return escaped(f"{how}; {last}{planned} steps{several}")
-
-
-def _tiles(metrics: Sequence[Record], receipts: Receipts) -> list[str]:
-    steps = [record for record in metrics if record["step"] > 0]
-    first, last = steps[:_FIRST_AND_LAST], steps[-_FIRST_AND_LAST:]
-    held_out = _values(metrics, "eval/success_rate")
-    dropped = Counter(str(drop.get("reason")) for drop in receipts.drops)
-    tiles = {
-        "reward, first and last steps": _from_to(
-            *(_mean(part, "rollout/reward_mean", ".2f") for part in (first, last))
-        ),
-        "success, first and last steps": _from_to(
-            *(_mean(part, "rollout/success_rate", ".2f") for part in (first, last))
-        ),
-        "held-out success": _from_to(f"{held_out[0]:.3f}", f"{held_out[-1]:.3f}")
-        if held_out
-        else "-",
-        "staleness, mean and most": f"{_mean(steps, 'staleness/mean', '.2f')}, "
-        f"{max(_values(steps, 'staleness/max'), default=0):.0f}",
-        "generated tokens per second, mean of the steps": _mean(
-            steps, "throughput/generated_tokens_per_second", ",.0f"
-        ),
-        "trained tokens per second, mean of the steps": _mean(
-            steps, "throughput/trained_tokens_per_second", ",.0f"
-        ),
-        "groups dropped": ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none",
-    }
-    return [
-        f'<div class="tile"><b>{escaped(value, _LONGEST_TILE)}</b><span>{name}</span></div>'
-        for name, value in tiles.items()
-    ]
-
-
-def _from_to(before: str, after: str) -> str:
-    return before if before == after == "-" else f"{before} \N{RIGHTWARDS ARROW} {after}"
-
-
-def _values(records: Sequence[Record], key: str) -> list[float]:
-    return [r[key] for r in records if isinstance(r.get(key), (int, float))]
-
-
-def _mean(records: Sequence[Record], key: str, spec: str) -> str:
-    values = _values(records, key)
-    return format(sum(values) / len(values), spec) if values else "-"
-
-
-def _history(receipts: Receipts, told: Sequence[Record]) -> str:
-    rows = []
-    for start in receipts.starts:
-        attempt = start.get("attempt", 0)
-        end = receipts.ends.get(attempt)
-        how = "no end was written"
-        if end is not None:
-            how = "finished" if end.get("finished") else "stopped before its end"
-        done = start.get("steps_done", 0)
-        rows.append((attempt, done, receipts.last_steps.get(attempt, done), how))
-    parts = [
-        '<div class="box"><h3>Attempts</h3>',
-        '<p class="about">A later attempt replaces the steps from where it goes on, '
-        "as soon as it has done one.</p>",
-        table(("attempt", "goes on after step", "last step", "how it ended"), rows),
-        "</div>",
-    ]
-    events = [event for event in told if event["event"] != "start"]
-    if events:
-        shown = [
-            (
-                event["minute"],
-                event["event"],
-                event.get("attempt"),
-                event.get("role"),
-                f"{event.get('what')}{'; given up' if event.get('given_up') else ''}",
-            )
-            for event in events[-_MOST_EVENTS:]
-        ]
-        told_all = f"the last {len(shown)} of {len(events)}" if len(events) > len(shown) else "all"
-        columns = ("minute", "what", "attempt", "role", "why")
-        head = f'<div class="box"><h3>Restarts and rollbacks</h3><p class="about">{told_all}</p>'
-        parts += [head, table(columns, shown), "</div>"]
-    return "".join(parts)
+def _number(path: Path) -> tuple[int, str]:
+    """What orders files whose names end in a number."""
+    return len(path.name), path.name
 
 
 def _config(folder: Path) -> str:
     parts = []
-    earlier = sorted(folder.glob("config_attempt_*.yaml"))
+    earlier = sorted(folder.glob("config_attempt_*.yaml"), key=_number)
     for path in [folder / "config.yaml", *earlier]:
         if path.is_file():
             is_last = path.name == "config.yaml"
@@ -254,54 +166,3 @@ def _config(folder: Path) -> str:
                 f"<pre>{escaped(said, 100_000)}</pre></details>"
             )
     return "".join(parts) or '<p class="about">no config.yaml</p>'
-
-
-def _rollouts(shown: Shown) -> str:
-    if not shown.groups:
-        return (
-            '<p class="about">no rollouts are logged: <code>rollouts_logged_per_step</code> '
-            "groups of each step would be</p>"
-        )
-    about = f"{len(shown.groups):,} of the {shown.logged:,} groups in logs/rollouts.jsonl"
-    if len(shown.groups) < shown.logged:
-        about += ", spread evenly over the run (<code>--rollouts N</code> shows another number)"
-    if shown.superseded:
-        about += f"; {shown.superseded:,} more are of steps that a later attempt has done again"
-    colors = [("", "nothing")]
-    if shown.with_logprobs:
-        differences = ("trainer - generator", "trainer - reference", "generator - reference")
-        colors = [*((name, name) for name in differences), ("", "nothing")]
-        logprobs = "Point at a token for its logprobs."
-    else:
-        logprobs = f"Tokens have no logprobs here: {_LOGPROBS_HOW}."
-    kinds = {
-        **{"all": "all", "mixed": "some right, some wrong", "right": "all right"},
-        **{"wrong": "none right", "failed": "with a failed sample"},
-    }
-    orders = ("newest first", "oldest first", "lowest reward", "highest reward", "longest")
-    orders += ("largest logprob difference",) if shown.with_logprobs else ()
-    filters = [
-        _input("words", "text in it", "search"),
-        _select("kind", "responses", list(kinds.items())),
-        _select("finish", "finish reason", [("", "any")]),
-        _input("from", "from step", "number"),
-        _input("to", "to step", "number"),
-        _select("order", "order", [(order, order) for order in orders]),
-        _select("color", "tokens coloured by", colors),
-    ]
-    return (
-        f'<p class="about">{about}. {logprobs}</p>'
-        f'<div class="box"><div class="filters">{"".join(filters)}</div>'
-        '<div class="legend" id="rollout-legend"><span></span><span class="scale"></span>'
-        '<span></span></div><div class="about" id="rollout-count"></div></div>'
-        '<div id="rollout-list"></div><button id="rollout-more" hidden>show more</button>'
-    )
-
-
-def _input(name: str, label: str, kind: str) -> str:
-    return f'<label>{label}<input type="{kind}" id="filter-{name}"></label>'
-
-
-def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:
-    chosen = "".join(f'<option value="{value}">{said}</option>' for value, said in options)
-    return f'<label>{label}<select id="filter-{name}">{chosen}</select></label>'

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_components.report.run_files import Attempts, Record, parse
+from grpo_components.report.run_files import NUMBER, Attempts, Record, fits, parse
 from grpo_components.report.shown import text
 
 MOST_GROUPS = 200
-_MOST_BYTES = 12 * 2**20
+MOST_BYTES = 12 * 2**20
 """Of all lines that are shown; fewer groups where they are long."""
 _LONGEST = 12_000
 """Characters of a prompt or a response."""
 _MOST_TOKENS = 3_000
 """Of a response, where they are shown one by one."""
 _HEAD = re.compile(rb'\{"step": (\d+), "attempt": (\d+), ')
-_LOGPROBS = ("generator_logprobs", "trainer_logprobs", "reference_logprobs")
+_WHOSE = ("generator", "trainer", "reference")
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Shown:
     """Groups of the run that are in the file."""
     superseded: int
     """Groups of steps that a later attempt has done again."""
-    with_logprobs: bool
-    """Whether any group has the logprobs of its tokens."""
+    logprobs: set[str]
+    """Whose logprobs of tokens any group has: generator, trainer, reference."""
 
 
 def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS) -> Shown:
@@ -46,7 +46,7 @@ def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS
     """
     places, superseded = _places(path, attempts)
     chosen = _spread(places, most_groups)
-    while len(chosen) > 1 and sum(length for _, length in chosen) > _MOST_BYTES:
+    while len(chosen) > 1 and sum(length for _, length in chosen) > MOST_BYTES:
         chosen = _spread(chosen, len(chosen) // 2)
     groups = []
     if chosen:
@@ -54,10 +54,14 @@ def read_rollouts(path: Path, attempts: Attempts, most_groups: int = MOST_GROUPS
             for start, length in chosen:
                 file.seek(start)
                 record = parse(file.read(length))
-                if record is not None:
+                if record is not None and fits(record, _GROUP):
                     groups.append(_readable(record))
-    with_logprobs = any(_has_logprobs(group) for group in groups)
-    return Shown(groups, len(places), superseded, with_logprobs)
+    responses = [response for group in groups for response in group["responses"]]
+    known = {
+        who for who in _WHOSE if any(response.get(f"{who}_logprobs") for response in responses)
+    }
+    damaged = len(chosen) - len(groups)
+    return Shown(groups, len(places) - damaged, superseded, known)
 
 
 def _places(path: Path, attempts: Attempts) -> tuple[list[tuple[int, int]], int]:
@@ -75,7 +79,7 @@ def _places(path: Path, attempts: Attempts) -> tuple[list[tuple[int, int]], int]
             record: Record | None = parse(line) if head is None else None
             if head is not None:
                 record = {"step": int(head[1]), "attempt": int(head[2])}
-            if record is None:
+            if record is None or not fits(record, _PLACE):
                 continue
             if attempts.counts(record):
                 places.append((here, len(line)))
@@ -94,22 +98,19 @@ def _spread(places: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int
 
 
 def _readable(record: Record) -> Record:
-    responses = record.get("responses") or []
-    advantages = record.get("advantages")
-    if not isinstance(advantages, list):
-        advantages = [advantages]  # a group of one
+    advantages = record["advantages"]
     return {
         **{key: record.get(key) for key in _NUMBERS},
         **{key: text(record.get(key, ""), _LONGEST) for key in ("prompt", "answer")},
         "responses": [
             _response(response, advantages[i] if i < len(advantages) else None)
-            for i, response in enumerate(responses)
+            for i, response in enumerate(record["responses"])
         ],
     }
 
 
 def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
-    terms = response.get("reward_terms") or {}
+    terms = response.get("reward_terms")
     error = response.get("error")
     shown: Record = {
         "text": text(response.get("response", ""), _LONGEST),
@@ -117,7 +118,7 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
         "tokens": response.get("response_tokens"),
         "versions": response.get("versions"),
         "reward": response.get("reward"),
-        "terms": {text(name): value for name, value in terms.items()},
+        "terms": {text(k): v for k, v in terms.items()} if isinstance(terms, dict) else {},
         "success": bool(response.get("success")),
         "error": None if error is None else text(error, 1000),
         "advantage": advantage,
@@ -126,14 +127,16 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
     if isinstance(pieces, list):
         shown["pieces"] = [text(piece) for piece in pieces[:_MOST_TOKENS]]
         shown["more_tokens"] = max(0, len(pieces) - _MOST_TOKENS)
-        for name in _LOGPROBS:
+        for name in (f"{who}_logprobs" for who in _WHOSE):
             values = response.get(name)
             shown[name] = values[:_MOST_TOKENS] if isinstance(values, list) else None
+    elif fits(response, {"turns": [{"by": str, "text": str}]}):
+        shown["turns"] = [
+            {"by": turn["by"], "text": text(turn["text"], _LONGEST)} for turn in response["turns"]
+        ]
     return shown
 
 
-def _has_logprobs(group: Record) -> bool:
-    return any(response.get("trainer_logprobs") for response in group["responses"])
-
-
+_PLACE = {"step": int, "attempt": int}
+_GROUP = {"responses": [dict], "advantages": [(*NUMBER, type(None))]}
 _NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch")

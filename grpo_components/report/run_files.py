@@ -3,39 +3,70 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Record = dict[str, Any]
+T = TypeVar("T")
+_FIRST_AND_LAST = 10
+NUMBER = (int, float)
+FAILURES = "failures.jsonl"
+"""Of each attempt that an error or a person ended: `attempt`, and `error` or null."""
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path, shape: Mapping[str, Any] | None = None) -> Iterator[Record]:
     """The JSON objects of a file of lines; nothing if there is no file.
 
-    A line that is no JSON object is passed over: the last one of a run that is being written, or
+    A line that is no such object is passed over: the last one of a run that is being written, or
     that was killed, may be torn.
 
     Args:
         path: of the file.
+        shape: what the objects have at least, as in `fits`.
     """
     if not path.is_file():
         return
     with path.open("rb") as lines:
         for line in lines:
             record = parse(line)
-            if record is not None:
+            if record is not None and fits(record, shape or {}):
                 yield record
 
 
 def parse(line: bytes) -> Record | None:
-    """One line as a JSON object; None where it is torn."""
+    """One line as a JSON object, NaN and infinity in it as null; None where it is torn."""
     try:
-        record = json.loads(line)
-    except (UnicodeDecodeError, json.JSONDecodeError):
+        record = _JSON.decode(line.decode())
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _finite(said: str) -> float | None:
+    value = float(said)
+    return value if math.isfinite(value) else None
+
+
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Whether a JSON value can be read as what it should be.
+
+    Args:
+        value: of any kind.
+        shape: a type or types, [shape of the items], or {name: shape} of the fields that it needs.
+    """
+    if isinstance(shape, Mapping):
+        return isinstance(value, dict) and all(
+            name in value and fits(value[name], needed) for name, needed in shape.items()
+        )
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
+    return isinstance(value, shape)
 
 
 @dataclass
@@ -55,6 +86,29 @@ class Attempts:
         return all(step <= done for later, done in self.steps_done.items() if later > attempt)
 
 
+def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Equally many of a run's first and last steps, whose means tell what it has changed.
+
+    Args:
+        steps: of the run.
+
+    Returns:
+        Up to 10 of each, which share no step where there is more than one.
+    """
+    number = max(1, min(_FIRST_AND_LAST, len(steps) // 2))
+    return steps[:number], steps[-number:]
+
+
+def read_failures(path: Path) -> dict[int, str | None]:
+    """The error that ended each attempt that failed; None where a person stopped it.
+
+    Args:
+        path: of failures.jsonl; it may be missing.
+    """
+    shape = {"attempt": int, "error": (str, type(None))}
+    return {record["attempt"]: record["error"] for record in read_records(path, shape)}
+
+
 @dataclass
 class Receipts:
     """What the receipts say of attempts and of groups that were never trained."""
@@ -66,6 +120,8 @@ class Receipts:
     """The end record of each attempt that wrote one."""
     last_steps: dict[int, int] = field(default_factory=dict)
     """The last step that each attempt has done."""
+    trained_tokens: dict[int, int] = field(default_factory=dict)
+    """Of each step, as the last attempt did it."""
     drops: list[Record] = field(default_factory=list)
     """Groups that were dropped: step, attempt, group_id, prompt_index, epoch, reason, reissue."""
 
@@ -78,18 +134,23 @@ def read_receipts(path: Path) -> Receipts:
     """
     receipts = Receipts()
     prompts: dict[int, Record] = {}
-    for record in read_records(path):
-        attempt = record.get("attempt", 0)
-        if record.get("record") == "start":
+    for record in read_records(path, _RECEIPT):
+        kind, attempt = record["record"], record["attempt"]
+        if kind not in _RECEIPTS or not fits(record, _RECEIPTS[kind]):
+            continue
+        if kind == "start":
             receipts.starts.append(record)
             continue
-        if record.get("record") == "end":
+        if kind == "end":
             receipts.ends[attempt] = record
         elif receipts.starts:
-            done = receipts.starts[-1].get("steps_done", 0)
-            receipts.attempts.steps_done.setdefault(attempt, done)
-        receipts.last_steps[attempt] = record.get("step", 0)
-        for event in record.get("events", ()):
+            receipts.attempts.steps_done.setdefault(attempt, receipts.starts[-1]["steps_done"])
+        receipts.last_steps[attempt] = record["step"]
+        if fits(record, {"token_versions": dict}):
+            found = record["token_versions"].values()
+            receipts.trained_tokens[record["step"]] = sum(n for n in found if fits(n, int))
+        events = record.get("events", [])
+        for event in events if fits(events, [dict]) else ():
             if "issued" in event:
                 prompt = {key: event.get(key) for key in ("prompt_index", "epoch")}
                 prompts[event["issued"]] = prompt
@@ -97,7 +158,7 @@ def read_receipts(path: Path) -> Receipts:
                 prompts.pop(event["trained"], None)
             elif "dropped" in event:
                 group_id = event["dropped"]
-                drop = {"step": record.get("step", 0), "attempt": attempt, "group_id": group_id}
+                drop = {"step": record["step"], "attempt": attempt, "group_id": group_id}
                 why = {key: event.get(key) for key in ("reason", "reissue")}
                 receipts.drops.append({**drop, **prompts.pop(group_id, {}), **why})
     receipts.drops = [drop for drop in receipts.drops if receipts.attempts.counts(drop)]
@@ -111,9 +172,13 @@ def read_metrics(path: Path, attempts: Attempts) -> list[Record]:
         path: of metrics.jsonl; it may be missing.
         attempts: of the run; attempts that only the metrics know of are added.
     """
-    records = [record for record in read_records(path) if isinstance(record.get("step"), int)]
+    records = list(read_records(path, {"step": int, "attempt": int}))
     for record in records:
         if record["step"] > 0:
-            attempts.steps_done.setdefault(record.get("attempt", 0), record["step"] - 1)
+            attempts.steps_done.setdefault(record["attempt"], record["step"] - 1)
     counted = {record["step"]: record for record in records if attempts.counts(record)}
     return [counted[step] for step in sorted(counted)]
+
+
+_RECEIPT = {"record": str, "attempt": int}
+_RECEIPTS = {"start": {"steps_done": int}, "step": {"step": int}, "end": {"step": int}}

@@ -18,9 +18,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         columns: names.
         rows: a value for each column; None becomes a dash.
     """
-    head = "".join(f"<th>{escaped(column)}</th>" for column in columns)
+    head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{parts}</table></div>'
 
 
 def _cell(value: Any) -> str:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve, short
+from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve
 from grpo_components.report.idle import Idle
-from grpo_components.report.run_files import Record
+from grpo_components.report.run_files import NUMBER, Record, fits
 from grpo_components.report.shown import label
 
 _TOLD = ("start", "restart", "rollback")
 """Events that the page lists."""
+_EVENT = {"event": str, "time": NUMBER}
+_FIELDS = {
+    "publish": {"version": int},
+    "load": {"role": str, "version": int},
+    "issue": {"role": str, "group": int},
+    "finish": {"group": int},
+    "buffer": {"group": int},
+    "drop": {"groups": [int]},
+    "step": {"step": int},
+    "restart": {"role": str},
+    "rollback": {"role": str},
+}
+"""What is read of an event, besides its kind and time."""
 
 
 def timeline(
@@ -35,7 +49,7 @@ def timeline(
     last = max((beat["time"] for beat in beats), default=0.0)
     first = min((life["started"] for life in lives), default=last)
     for event in events:
-        if not {"event", "time"} <= event.keys():
+        if not fits(event, _EVENT) or not fits(event, _FIELDS.get(event["event"], {})):
             continue
         idle.follow(event)
         first, last = min(first or event["time"], event["time"]), max(last, event["time"])
@@ -63,9 +77,7 @@ def _versions_chart(
         return None
     traces = []
     for name in sorted(versions, key=lambda name: (name != "published", name)):
-        points = versions[name]
-        width = -(-len(points) // MOST_POINTS)
-        kept = points[::width] + (points[-1:] if (len(points) - 1) % width else [])
+        kept = _some(versions[name])
         minutes = [(time - first) / 60 for time, _ in kept]
         line = {"shape": "hv", "width": 2.5 if name == "published" else 1.2}
         traces.append(curve(name, minutes, [version for _, version in kept], line=line))
@@ -77,6 +89,12 @@ def _versions_chart(
     ]
     about += "; a dotted line is a rollback" if marks else ""
     return chart("Policy versions", about, traces, "minutes", shapes=shapes)
+
+
+def _some(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
+    """At most `MOST_POINTS` of them and the last one."""
+    width = -(-len(points) // MOST_POINTS)
+    return points[::width] + (points[-1:] if (len(points) - 1) % width else [])
 
 
 def _lives_chart(
@@ -108,25 +126,34 @@ def _lives_chart(
             marker = {"symbol": symbol, "size": 10, "color": color}
             trace = {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **places}
             traces.append(trace)
-    about = "from the start of each process to its next start or the end"
-    axis = {"autorange": "reversed", "automargin": True}
-    return chart("Lives of the roles", about, traces, "minutes", yaxis=axis, bargap=0.35)
+    about = "from the start of each process to its next start or the end" + _beginning(first)
+    axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
+    layout = {"yaxis": axis, "bargap": 0.35}
+    return chart("Lives of the roles", about, traces, "minutes", rows=len(names), **layout)
+
+
+def _beginning(first: float) -> str:
+    """What ties the minutes to the clock of the logs."""
+    try:
+        return f"; minute 0 is {datetime.fromtimestamp(first, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):  # of a damaged record
+        return ""
 
 
 def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
     by_role: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for beat in beats:
-        if "rss_mib" in beat:
+        if fits(beat, {"rss_mib": NUMBER}):
             by_role[beat["role"]].append(((beat["time"] - first) / 60, beat["rss_mib"] / 1024))
     if not by_role:
         return None
     traces = []
     for role, points in sorted(by_role.items()):
-        kept = points[:: -(-len(points) // MOST_POINTS)]
-        mode = "lines" if len(kept) > 1 else "markers"
-        traces.append(curve(role, short([x for x, _ in kept]), [y for _, y in kept], mode=mode))
+        kept = _some(points)
+        traces.append(curve(role, [x for x, _ in kept], [y for _, y in kept]))
     about = "GiB of each process, without what it shares with others and without its children"
-    return chart("Memory by role", about, traces, "minutes")
+    layout = {"yaxis": {"rangemode": "tozero"}, "showlegend": True}
+    return chart("Memory by role", about, traces, "minutes", **layout)
 
 
 _ROLLBACK = {"color": "#7c3aed", "width": 1, "dash": "dot"}

@@ -62,7 +62,8 @@ def stand_in_arguments(
         generator: arguments of a whole run's.
     """
     if cfg.eval_only or cfg.rollout_only:
-        trainer = {"path": str(Path(cfg.output_dir) / TRAJECTORIES)}
+        path = str(Path(cfg.output_dir) / TRAJECTORIES)
+        trainer = {"path": path, "logged_responses": trainer["logged_responses"]}
     if isinstance(cfg.eval_only, str):
         generator = {**generator, "model_path": cfg.eval_only}
     if cfg.train_from:

@@ -23,7 +23,9 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
     import wandb  # only where it is the logger: it takes most of a second
 
     columns, rows = rollout_rows(step, groups)
-    wandb.log({"rollouts": wandb.Table(columns=columns, data=rows), "global_step": step})
+    # The answers of a data set, and what a user's reward returns, need not be of one type.
+    table = wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+    wandb.log({"rollouts": table, "global_step": step})
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +15,15 @@ from omegaconf import DictConfig
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.exchange.ledger import LedgerEntry
-from grpo_components.report.page import write_report
+from grpo_components.report.page import NoStepsError, write_report
+from grpo_components.report.run_files import FAILURES, first_and_last
 from grpo_components.running.building import build, shared_prompts
 from grpo_components.running.metrics import MetricLog
+from grpo_components.running.output_folder import append_line
 from grpo_components.running.progress import Progress
 from grpo_components.running.quiet import without_prints
 from grpo_components.running.step_metrics import mean
-
-_SHOWN_STEPS = 10
-"""Steps that the first and the last figure of the summary are means of."""
+from grpo_components.running.supervision import RoleFailedError, root_cause
 
 
 class RunLog:
@@ -162,9 +165,10 @@ class RunLog:
         self._progress.summary(rows)
 
     def _change_of_reward(self) -> str:
-        first, last = self._steps[:_SHOWN_STEPS], self._steps[-_SHOWN_STEPS:]
+        first, last = first_and_last(self._steps)
         start, end = (mean([step["rollout/reward_mean"] for step in s]) for s in (first, last))
-        return f"{start:.2f} at the start, {end:.2f} at the end (means of {len(first)} steps)"
+        of_steps = f"means of {len(first)} steps" if len(first) > 1 else "one step each"
+        return f"{start:.2f} at the start, {end:.2f} at the end ({of_steps})"
 
     def _change_of_success(self) -> str:
         first, last = self._evaluations[0], self._evaluations[-1]
@@ -175,14 +179,34 @@ class RunLog:
         return f"{before:.3f} before, {after:.3f} after"
 
     def close(self) -> None:
-        """End the display, close the files and the logger, and write the report."""
+        """End the display, close the files and the logger, and write the report.
+
+        Called while an error ends the run, it leaves that in `logs/failures.jsonl` for the report.
+        """
+        if (error := sys.exception()) is not None:
+            with contextlib.suppress(OSError):  # maybe the very error: a full disk
+                self._write_failure(error)
         self._progress.close()
         self._metric_log.close()
-        if self._steps:
-            try:
-                self.note(f"report: {write_report(self._output_dir)}")
-            except Exception as error:  # whatever it is, the run itself has nothing to do with it
-                self.note(f"no report was written: {type(error).__name__}: {error}")
+        if not self._steps and not self.attempt:
+            return
+        try:
+            self.note(f"report: {write_report(self._output_dir)}")
+        except NoStepsError:  # nor has an earlier attempt done one
+            return
+        except Exception as error:  # whatever it is, the run itself has nothing to do with it
+            self.note(f"no report was written: {type(error).__name__}: {error}")
+
+    def _write_failure(self, error: BaseException) -> None:
+        cause = root_cause(error)
+        told: str | None = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, RoleFailedError):
+            told = str(cause)
+        elif isinstance(cause, KeyboardInterrupt):
+            told = None
+        record = {"attempt": self.attempt, "error": told}
+        with (self._output_dir / "logs" / FAILURES).open("a", encoding="utf-8") as file:
+            append_line(file, json.dumps(record))
 
 
 def build_run_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_components.training.sample import Sample
+from grpo_components.trajectory import Trajectory
 
 _DIGITS = 6
 Logprobs = list[float | None]
@@ -46,20 +47,30 @@ def gather_logprobs(samples: Sequence[Sample]) -> dict[int, list[dict[str, Logpr
     dist.all_gather_object(gathered, [sample.start_logprobs for sample in logged])
     groups: dict[int, list[dict[str, Logprobs | None]]] = {}
     for sample, found in zip(logged, zip(*gathered, strict=True), strict=True):
-        trajectory = sample.trajectory
-        sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
         computed = next((values for values in found if values is not None), None)
-        missing: Logprobs = [None] * len(sampled)
-        groups.setdefault(trajectory.group_id, []).append(
-            {
-                "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
-                "trainer_logprobs": missing if computed is None else _at(sample.mask, computed),
-                "reference_logprobs": None
-                if reference is None
-                else _at(sampled, reference[sampled]),
-            }
-        )
+        missing: Logprobs = [None] * len(sample.mask)
+        trainer = missing if computed is None else _at(sample.mask, computed)
+        rows = groups.setdefault(sample.trajectory.group_id, [])
+        rows.append({**recorded_logprobs(sample.trajectory), "trainer_logprobs": trainer})
     return groups
+
+
+def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
+    """What is known of a response's tokens without a trainer.
+
+    Args:
+        trajectory: of the response.
+
+    Returns:
+        `generator_logprobs`, `trainer_logprobs` (None) and `reference_logprobs` (None without a
+        reference).
+    """
+    sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
+    return {
+        "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
+        "trainer_logprobs": None,
+        "reference_logprobs": None if reference is None else _at(sampled, reference[sampled]),
+    }
 
 
 def _at(mask: NDArray[Any], values: NDArray[Any]) -> Logprobs:

@@ -81,6 +81,20 @@ def test_batches_become_lines_and_lines_the_groups_of_another_run(tmp_path):
     assert summary == summarize(unpack(packed)) and text is None
 
 
+def test_the_first_responses_return_what_is_known_of_their_tokens(tmp_path):
+    batch = [make(7, [-0.5, -1.5], mask=[True, False]), make(7, [-2.0]), make(8, [-3.0])]
+    writer = TrajectoryWriter(rank=0, path=str(tmp_path / "a.jsonl"), logged_responses=2)
+    answer = writer.train_step(pack(batch), np.zeros(3, np.float32), 0)
+    unknown = {"trainer_logprobs": None, "reference_logprobs": None}
+    group_id = batch[0].group_id
+    assert answer["token_logprobs"] == {
+        group_id: [
+            {"generator_logprobs": [-0.5, None], **unknown},
+            {"generator_logprobs": [-2.0], **unknown},
+        ]
+    }
+
+
 def test_only_the_first_rank_writes_and_a_new_life_begins_anew(tmp_path):
     path = tmp_path / "trajectories.jsonl"
     written(path, [make(0, [-1.0])])

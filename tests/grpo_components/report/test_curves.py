@@ -68,5 +68,47 @@ def test_each_point_stands_for_equally_many_steps_up_to_its_own():
     assert thinned(steps[:7], values[:7], max) == (steps[:7], values[:7])
 
 
+def test_a_curve_that_is_alone_in_a_chart_of_several_has_its_name():
+    """Else nobody could tell which of the two KLs was measured."""
+    steps = [{"step": 1, "mismatch/generator_kl": 0.1, "loss/kl_reference": None, "my/own": 2}]
+    charts = {c["title"]: c["figure"]["layout"] for s in metric_charts(steps).values() for c in s}
+    assert charts["KL"]["showlegend"] and not charts["my/own"]["showlegend"]
+    [memory], _ = timeline([], [], BEATS)
+    assert memory["figure"]["layout"]["showlegend"]
+
+
+def test_a_few_steps_have_their_own_ticks_and_no_half_ones():
+    [chart] = metric_charts([{"step": s, "my/own": 2} for s in (0, 2, 3)])["Other metrics"]
+    assert chart["figure"]["layout"]["xaxis"]["tickvals"] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("started", "said"), [(90.0, "1970-01-01 00:01:30 UTC"), (1e300, "")])
+def test_minutes_are_tied_to_the_clock(started, said):
+    [chart], _ = timeline([], [{"role": "a", "started": started}], [])
+    assert chart["about"].endswith(said)
+
+
+def test_a_single_point_is_a_mark_in_every_chart():
+    step = [{"event": kind, "time": 1.0, "version": 1, "step": 1} for kind in ("publish", "sample")]
+    step.append({"event": "step", "time": 2.0, "step": 1})
+    charts, _ = timeline(step, [], [{"role": "a", "time": 1.0, "rss_mib": 1.0}])
+    charts += metric_charts([{"step": 1, "my/own": 2}])["Other metrics"]
+    modes = {chart["title"]: {t["mode"] for t in chart["figure"]["data"]} for chart in charts}
+    titles = {"Policy versions", "Idle time by role", "Memory by role", "my/own"}
+    assert modes == {title: {"markers"} for title in titles}
+
+
+def test_a_chart_grows_with_its_roles():
+    """Else the legend takes the room of the curves, and every other role has no name."""
+    roles = [f"generator_{i}" for i in range(16)]
+    lives = [{"role": role, "started": 90.0} for role in roles]
+    beats = [{"role": role, "time": 100.0, "rss_mib": 512.0} for role in roles]
+    heights = [
+        [chart["figure"]["layout"]["height"] for chart in timeline([], lives[:n], beats[:n])[0]]
+        for n in (2, 16)
+    ]
+    assert all(few < many for few, many in zip(*heights, strict=True))
+
+
 def test_a_run_without_any_such_file_has_no_charts():
     assert timeline([], [], []) == ([], [])

@@ -46,6 +46,20 @@ def test_a_reference_works_from_the_end_of_a_generation_until_the_group_is_buffe
     assert shares["reference_1"] == pytest.approx(0.4)
 
 
+def test_the_first_step_counts_from_the_first_group():
+    """Else what was generated before the first batch would hide that its generator then waits."""
+    idle = follow(
+        [
+            *[issue(0, 0), (4, "finish", {"group": 0}), (5, "buffer", {"group": 0})],
+            *[(8, "sample", {}), (10, "step", {"step": 1})],
+        ],
+        references=1,
+    )
+    [shares] = idle.shares
+    expected = {"generator_0": 0.6, "reference_0": 0.9, "trainers": 0.8}
+    assert shares == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("event", ["restart", "rollback"])
 def test_what_was_in_flight_is_over_when_its_role_starts_again(event):
     idle = follow(
@@ -54,7 +68,7 @@ def test_what_was_in_flight_is_over_when_its_role_starts_again(event):
             *[(5, "sample", {}), (10, "step", {"step": 1})],
         ]
     )
-    # After a rollback the step's time counts from the new attempt's first batch.
+    # After a rollback the step's time counts from the new attempt's first group or batch.
     expected = 0.5 if event == "restart" else 1.0
     assert idle.shares[0]["generator_0"] == pytest.approx(expected)
 

@@ -121,6 +121,10 @@ def test_metrics_alone_are_enough(run):
 def test_without_logprobs_it_says_how_to_have_them(run):
     path = run / "logs/rollouts.jsonl"
     path.write_text(path.read_text().replace('"trainer_logprobs": [-1.5]', '"other": 1'))
+    of_generator_only = write_report(run).read_text(encoding="utf-8")
+    assert "log_token_logprobs=true" not in of_generator_only, "as of a run without a trainer"
+    assert '<option value="trainer - generator">' not in of_generator_only
+    path.write_text(path.read_text().replace('"generator_logprobs": [-1.0]', '"another": 1'))
     assert "log_token_logprobs=true" in write_report(run).read_text(encoding="utf-8")
 
 
@@ -142,3 +146,71 @@ def test_the_command_says_where_the_page_is_or_why_there_is_none(run, tmp_path, 
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'} (")
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no report: no step is logged" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), "--rollouts=-3"])
+    assert "--rollouts: '-3' given; allowed: 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("receipts.jsonl", "logs/events.jsonl", "logs/roles.jsonl", "logs/heartbeats.jsonl"),
+        *("logs/failed_samples.jsonl", "logs/rollouts.jsonl", "logs/metrics.jsonl"),
+    ],
+)
+def test_a_damaged_record_costs_the_page_no_more_than_itself(run, name):
+    """Whole JSON, but of another kind than what should stand there."""
+    kinds = (None, "x", float("nan"), [1], {"x": 1})
+    whole = (run / name).read_text().splitlines()[:-1]
+    damaged = [
+        json.dumps({**json.loads(line), key: kind})
+        for line in whole
+        for key in json.loads(line)
+        for kind in kinds
+    ]
+    kinds_of_event = ("publish", "load", "issue", "finish", "buffer", "drop", "step", "restart")
+    damaged += [json.dumps({"event": kind, "time": 1.0}) for kind in kinds_of_event]
+    before = write_report(run).read_text(encoding="utf-8")
+    (run / name).write_text("".join(f"{line}\n" for line in [*damaged, *whole]))
+    found = Page(write_report(run).read_text(encoding="utf-8"))
+    assert len(found.scripts) == len(Page(before).scripts)
+    groups = json.loads(found.scripts[1][1])
+    assert any("alert(2)" in response["text"] for g in groups for response in g["responses"])
+
+
+def test_an_evaluation_alone_shows_what_it_has(run):
+    record = {"step": 0, "attempt": 0, "eval/success_rate": 0.25}
+    (run / "logs/metrics.jsonl").write_text(json.dumps(record) + "\n")
+    html = write_report(run).read_text(encoding="utf-8")
+    assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
+
+
+def test_a_long_runs_page_says_that_its_points_stand_for_several_steps(run):
+    lines = [json.dumps({"step": s, "attempt": 0, "my/own": 1.0}) for s in range(1, 2002)]
+    (run / "logs/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "each point stands for 3 steps" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_configs_stand_in_the_order_of_their_attempts(run):
+    for attempt in (0, 2, 10):
+        (run / f"config_attempt_{attempt}.yaml").write_text("seed: 1\n")
+    html = write_report(run).read_text(encoding="utf-8")
+    assert re.findall(r"config_attempt_(\d+)", html) == ["0", "2", "10"]
+
+
+def test_rollouts_that_are_not_shown_are_not_said_to_be_missing(run):
+    html = write_report(run, most_groups=0).read_text(encoding="utf-8")
+    assert "none of the 1 groups" in html and "no rollouts are logged" not in html
+
+
+def test_tokens_per_second_are_of_the_time_that_the_steps_took(run):
+    """100 tokens in 1 s, then 100 in 9 s: 20 a second, and not the mean of the two rates."""
+    rate = "throughput/trained_tokens_per_second"
+    metrics = [{"step": s, "attempt": 0, rate: 100 / took} for s, took in ((1, 1), (2, 9))]
+    (run / "logs/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    step = {"record": "step", "attempt": 0, "token_versions": {"0": 60, "1": 40}}
+    receipts = [{"record": "start", "attempt": 0, "steps_done": 0}]
+    receipts += [{**step, "step": s} for s in (1, 2)]
+    (run / "receipts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in receipts))
+    html = write_report(run).read_text(encoding="utf-8")
+    assert "<b>20</b><span>trained tokens per second</span>" in html

@@ -47,7 +47,7 @@ def test_they_are_spread_over_the_run_with_its_first_and_last(write):
 
 
 def test_long_ones_are_fewer(write, monkeypatch):
-    monkeypatch.setattr(rollouts, "_MOST_BYTES", 50_000)
+    monkeypatch.setattr(rollouts, "MOST_BYTES", 50_000)
     path = write([group(step, responses=[response("x" * 5000)] * 2) for step in range(1, 101)])
     shown = read_rollouts(path, Attempts())
     assert 2 <= len(shown.groups) <= 5 and shown.logged == 100
@@ -76,8 +76,23 @@ def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
     logprobs = {f"{who}_logprobs": [-1.0, None, -3.0] for who in ("generator", "trainer")}
     told = response(tokens=["4", "\x07", "!"], **logprobs, reference_logprobs=None)
     shown = read_rollouts(write([group(1, responses=[told])]), Attempts())
-    assert shown.with_logprobs
+    assert shown.logprobs == {"generator", "trainer"}
     [found] = shown.groups[0]["responses"]
     assert (found["pieces"], found["more_tokens"]) == (["4", r"\x07"], 1)
     assert found["trainer_logprobs"] == [-1.0, None] and found["reference_logprobs"] is None
-    assert not read_rollouts(write([group(1)]), Attempts()).with_logprobs
+    assert not read_rollouts(write([group(1)]), Attempts()).logprobs
+
+
+def test_who_said_what_is_shown_where_several_did(write):
+    turns = [{"by": "policy", "text": "ask"}, {"by": "environment", "text": "4\x07"}]
+    shown = read_rollouts(write([group(1, responses=[response("ask4", turns=turns)])]), Attempts())
+    [found] = shown.groups[0]["responses"]
+    assert found["turns"] == [turns[0], {"by": "environment", "text": r"4\x07"}]
+
+
+def test_a_line_that_was_cut_and_gone_on_with_is_no_group_of_the_file(write):
+    cut = json.dumps(group(1))[:80]
+    path = write([group(1), group(2), group(3)])
+    path.write_text(path.read_text().replace(json.dumps(group(2)), cut))
+    shown = read_rollouts(path, Attempts())
+    assert [each["step"] for each in shown.groups] == [1, 3] and shown.logged == 2

@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_components.report.run_files import (
+    NUMBER,
     Attempts,
+    first_and_last,
+    fits,
     read_metrics,
     read_receipts,
     read_records,
@@ -45,6 +48,13 @@ def test_of_every_step_the_last_attempt_counts_and_no_step_that_was_taken_back(l
     counted = [record for record in metrics if attempts.counts(record)]
     assert {r["step"]: r["attempt"] for r in counted} == dict(enumerate(history, start=1))
     assert len(counted) == len(history)
+
+
+@given(st.integers(2, 60))
+def test_first_and_last_steps_are_equally_many_and_share_none(num_steps):
+    first, last = first_and_last(range(1, num_steps + 1))
+    assert len(first) == len(last) <= 10 and first[-1] < last[0]
+    assert (first[0], last[-1]) == (1, num_steps)
 
 
 def test_the_metrics_alone_tell_where_an_attempt_went_on(tmp_path):
@@ -85,3 +95,20 @@ def test_dropped_groups_have_their_prompts_and_those_of_a_taken_back_step_are_no
     ]
     assert receipts.last_steps == {0: 2, 1: 2}
     assert list(receipts.ends) == [1]
+
+
+def test_what_no_json_writer_should_write_is_null_or_passed_over(tmp_path):
+    """NaN, as other programs write it; numbers and depths that Python's reader refuses."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        f'{{"a": [NaN, -Infinity, 1e999]}}\n{{"a": {"9" * 5000}}}\n{"[" * 100_000}\n{{"b": 1}}\n'
+    )
+    assert list(read_records(path)) == [{"a": [None, None, None]}, {"b": 1}]
+
+
+def test_a_record_without_the_fields_that_are_read_is_passed_over(tmp_path):
+    records = [{"role": "a", "at": 1}, {"role": "a"}, {"role": ["a"], "at": 1.5}, {"at": "x"}]
+    path = write(tmp_path / "a.jsonl", records)
+    assert list(read_records(path, {"role": str, "at": NUMBER})) == records[:1]
+    assert fits({"a": [{"b": 1}, {"b": 2.5}]}, {"a": [{"b": NUMBER}]})
+    assert not fits({"a": [{"b": 1}, {}]}, {"a": [{"b": NUMBER}]})

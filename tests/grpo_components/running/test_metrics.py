@@ -181,14 +181,15 @@ def test_with_torchtunes_wandb_logger_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     node = {"_component_": f"{LOGGERS}.WandBLogger", "log_dir": str(tmp_path / "logs")}
-    run_with(tmp_path, node, rollouts=[group()])
+    groups = [group(), group() | {"answer": ["4", "four"]}, group() | {"answer": 4}]
+    run_with(tmp_path, node, groups)
     wandb.teardown()  # offline, `finish` returns before the file is written; the exit waits
     [run] = (tmp_path / "logs/wandb").glob("offline-run-*")
     [record] = run.glob("*.wandb")
     assert b"loss/total" in record.read_bytes()
     [table] = run.glob("files/media/table/rollouts_*.json")
     written = json.loads(table.read_text())
-    assert (written["columns"], written["data"]) == rollout_rows(1, [group()])
+    assert (written["columns"], written["data"]) == rollout_rows(1, groups)
     assert [json.loads(line) for line in (tmp_path / "logs/rollouts.jsonl").open()] == [
-        {"step": 1, **group()}
+        {"step": 1, **each} for each in groups
     ]

@@ -87,14 +87,16 @@ def cfg(**changes):
 
 
 def test_the_other_half_is_stood_in_for(recorded):
-    whole = ({"dtype": "fp32"}, {"model_path": "/base", "min_living": 1})
+    trainer = {"dtype": "fp32", "logged_responses": 8}
+    whole = (trainer, {"model_path": "/base", "min_living": 1})
     names = ("Trainer", "Generator")
     assert roles_of(cfg(), *names) == names
     assert stand_in_arguments(cfg(), *whole) == whole
     rollout = cfg(rollout_only=True)
     assert roles_of(rollout, *names)[0].endswith(".TrajectoryWriter")
     assert roles_of(rollout, *names)[1] == "Generator"
-    assert stand_in_arguments(rollout, *whole)[0] == {"path": "/run/trajectories.jsonl"}
+    expected = {"path": "/run/trajectories.jsonl", "logged_responses": 8}
+    assert stand_in_arguments(rollout, *whole)[0] == expected
     train = cfg(train_from=recorded)
     assert roles_of(train, *names)[0] == "Trainer"
     assert roles_of(train, *names)[1].endswith(".RecordedGroups")
@@ -107,7 +109,8 @@ def test_the_other_half_is_stood_in_for(recorded):
 def test_an_own_checkpoint_is_evaluated_under_its_version(tmp_path):
     evaluated = cfg(eval_only=str(tmp_path))
     generator = {"model_path": "/base", "min_living": 1}
-    assert stand_in_arguments(evaluated, {}, generator)[1]["model_path"] == str(tmp_path)
+    trainer = {"logged_responses": 0}
+    assert stand_in_arguments(evaluated, trainer, generator)[1]["model_path"] == str(tmp_path)
     assert evaluated_version(evaluated) == evaluated_version(cfg()) == 0
     write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
     assert evaluated_version(evaluated) == 7

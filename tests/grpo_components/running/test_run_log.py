@@ -8,8 +8,10 @@ from omegaconf import OmegaConf
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.report.page import write_report
 from grpo_components.running import run_log
 from grpo_components.running.run_log import RunLog
+from grpo_components.running.supervision import RoleFailedError
 
 
 class Logger(MetricLoggerInterface):
@@ -241,7 +243,7 @@ def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys
     log.summary({})
     rows = shown(capsys)
     assert rows["groups dropped"].strip() == "none"
-    assert "(means of 1 steps)" in rows["reward"]
+    assert "(one step each)" in rows["reward"]
 
 
 def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys):
@@ -270,6 +272,48 @@ def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("no report was written: KeyError: ") and "\x1b" not in last
     assert logger.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (RoleFailedError("trainer_0", "died <b>", "a.log", "died"), "trainer_0 died &lt;b&gt;"),
+        (ExceptionGroup("loops", [KeyError("reward")]), "KeyError: &#x27;reward&#x27;"),
+        (KeyboardInterrupt(), "interrupted; 1"),
+    ],
+)
+def test_the_report_of_a_failed_run_tells_what_ended_it(make, clock, tmp_path, error, shown):
+    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9}
+    (tmp_path / "receipts.jsonl").write_text(json.dumps(start) + "\n")
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            log.close()
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert shown in html.partition("<main>")[0]
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    assert shown in html.partition("<main>")[0], "also when it is written again"
+
+
+def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, clock, tmp_path):
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    starts = [{"record": "start", "attempt": a, "steps_done": a, "num_steps": 9} for a in (0, 1)]
+    lines = "".join(json.dumps(start) + "\n" for start in starts)
+    (tmp_path / "receipts.jsonl").write_text(lines)
+    log, _ = make(attempt=1)
+    with pytest.raises(OSError, match="no such model"):
+        try:
+            raise OSError("no such model")
+        finally:
+            log.close()
+    assert "no such model" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_summary_of_an_evaluation_alone_has_its_interval_and_nothing_of_training(make, capsys):
