@@ -90,6 +90,8 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     """Put into the tiny config: a component, or all rewards, in the place of what was there."""
     here = folder_of(page)
     sample_data.main([str(here / "data")])
+    for name in ("claims.jsonl", "more_claims.jsonl"):
+        (here / name).touch()
     cfg = cast(DictConfig, OmegaConf.load(CONFIGS / "tiny_async_grpo.yaml"))
     for key, value in snippet.items():
         replaced = {"_component_", "code"} & set(value) if isinstance(value, dict) else True
