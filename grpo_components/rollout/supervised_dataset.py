@@ -40,8 +40,6 @@ def supervised_dataset(
     Raises:
         ValueError: naming the argument, or file, row (from 1) and field of what cannot be used.
     """
-    if examples_per_update < 1:
-        raise ValueError(f"ptx.examples_per_update: {examples_per_update} given; allowed: above 0")
     if prompt_template.count("{prompt}") != 1:
         raise ValueError("ptx.prompt_template: must contain {prompt} exactly once")
     examples: list[tuple[list[int], list[int]]] = []

@@ -62,22 +62,28 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
 
     Raises:
         ValueError: naming file, row and field of the first prompt that cannot be answered in the
-            policy's context.
+            policy's context, or the key of what else does not fit into it.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
-    if cfg.train_from:
-        data["dataset"] = RecordedPrompts(cfg.train_from)
     response = cfg.generator.max_response_tokens
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
-    limits = {
-        "generator.max_model_len": cfg.generator.max_model_len,
+    trained = {
         "model.max_seq_len": cfg.model.get("max_seq_len"),
         "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
-    name, most = min(((k, v) for k, v in limits.items() if v is not None), key=lambda item: item[1])
+    name, most = _lowest(trained)
+    if cfg.train_from:
+        data["dataset"] = recorded = RecordedPrompts(cfg.train_from)
+        recorded.check(most, name, hf_config.get("vocab_size"))
+    if cfg.ptx and (cfg.ptx.get("max_tokens") or 0) > most:
+        given = f"ptx.max_tokens: {cfg.ptx.max_tokens} given"
+        raise ValueError(f"{given}; allowed: at most {most}, {name}")
+    name, most = _lowest({"generator.max_model_len": cfg.generator.max_model_len, **trained})
     for key, dataset in data.items():
+        if isinstance(dataset, RecordedPrompts):  # with their responses, and no more to come
+            continue
         if isinstance(dataset, PromptMix):
             parts = {f"{key}.parts.{p}": dataset.parts[p].prompts for p in dataset.parts}
         else:
@@ -95,6 +101,11 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
                     f"generator.max_response_tokens"
                 )
     return tokenizer, data["dataset"], data["eval_dataset"]
+
+
+def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
+    given = [(name, limit) for name, limit in limits.items() if limit is not None]
+    return min(given, key=lambda item: item[1])
 
 
 def parameters_of(component: Any) -> list[inspect.Parameter]:

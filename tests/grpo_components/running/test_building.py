@@ -226,6 +226,7 @@ def data_cfg(tmp_path, monkeypatch):
             "generator": {"max_response_tokens": 10, "max_model_len": None},
             "tokens_per_micro_batch": 100,
             "train_from": None,
+            "ptx": None,
         }
     )
 
@@ -261,6 +262,33 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_named_by_file_row_and_
 def test_an_empty_prompt_of_anyones_data_set_is_named(data_cfg):
     data_cfg.dataset = {"_component_": "my_data.empty_prompts"}
     with pytest.raises(ValueError, match=r"empty_prompts, row 5, field question.* has 0 tokens"):
+        build_data(data_cfg)
+
+
+def test_recorded_groups_need_room_for_what_was_said_and_no_more(data_cfg, tmp_path):
+    """The prompt's 20 tokens and the longest response would not fit; the recorded token does."""
+    response = {"response_ids": [4], "response_mask": [True], "generator_logprobs": [-1.0]}
+    response |= {"token_versions": [0], "temperature": 1.0, "finish_reason": "stop", "reward": 1.0}
+    response |= {"reward_terms": {}, "success": True, "error": None}
+    group = {"prompt_index": 0, "prompt_ids": [3] * 20, "responses": [response]}
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps(group))
+    data_cfg.train_from = str(tmp_path / "trajectories.jsonl")
+    data_cfg.eval_dataset.num_rows = 1
+    data_cfg.tokens_per_micro_batch = 21
+    assert len(build_data(data_cfg)[1]) == 1
+    data_cfg.tokens_per_micro_batch = 20
+    with pytest.raises(ValueError, match=r"^train_from: .* 21 tokens; .* 20, tokens_per_micro_"):
+        build_data(data_cfg)
+
+
+def test_supervised_examples_have_to_fit_into_the_policys_context(data_cfg):
+    """Or the run would end in its first step."""
+    data_cfg.ptx = {"_component_": "my_data.examples", "max_tokens": 30}
+    LIMITS["model.max_seq_len"](data_cfg, 30)
+    build_data(data_cfg)
+    LIMITS["model.max_seq_len"](data_cfg, 29)
+    data_cfg.dataset.num_rows = data_cfg.eval_dataset.num_rows = 1
+    with pytest.raises(ValueError, match=r"^ptx\.max_tokens: 30 given; .* 29, model.max_seq_len"):
         build_data(data_cfg)
 
 

@@ -1,5 +1,7 @@
 """Half a run is refused where it cannot be, and is made of the right roles where it can."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
@@ -44,6 +46,7 @@ def recorded(tmp_path):
 def values(**changes):
     whole = {"eval_only": False, "rollout_only": False, "train_from": None, "replay_events": None}
     rest = {"resume_from_checkpoint": False, "groups_per_step": 2, "group_size": 2}
+    rest |= {"keep_best": None, "reward_model": {"path": None}}
     return {**whole, **rest, "num_steps": 4, "max_staleness": 3, "output_dir": "/run", **changes}
 
 
@@ -71,8 +74,30 @@ def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path):
     assert refusal(train_from=recorded, group_size=3).startswith("group_size: 3 given, and ")
     assert refusal(train_from=recorded, groups_per_step=5).startswith("groups_per_step: 5 given")
     assert "at least 3 " in refusal(train_from=recorded, max_staleness=2)
+    (tmp_path / "empty").touch()
+    assert refusal(train_from=str(tmp_path / "empty")).startswith("train_from: ")
     (tmp_path / "torn").write_text("{")
     assert "torn, line 1: no group" in refusal(train_from=str(tmp_path / "torn"))
+
+
+def test_what_only_an_evaluation_or_a_generator_gives_is_refused_without_them(recorded):
+    problem = refusal(train_from=recorded, keep_best="eval/success_rate")
+    assert problem.startswith("keep_best: given with train_from")
+    problem = refusal(train_from=recorded, reward_model={"path": "/classifier"})
+    assert problem.startswith("reward_model.path: given with train_from")
+
+
+def test_recorded_tokens_that_the_model_does_not_have_are_refused_by_their_line(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    longer = [replace(each, prompt_ids=np.arange(9)) for each in group()]
+    path.write_text(group_line(group()) + "\n" + group_line(longer) + "\n")
+    prompts = RecordedPrompts(str(path))
+    prompts.check(11, "the model's", 9)
+    prompts.check(11, "the model's", None)
+    with pytest.raises(ValueError, match=r"line 2, has a prompt and response of 11 tokens; .* 10,"):
+        prompts.check(10, "the model's", 9)
+    with pytest.raises(ValueError, match=r"^train_from: .*line 2, has token id 8; allowed: below"):
+        prompts.check(11, "the model's", 8)
 
 
 def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
