@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_CONTROL = re.compile(r"<(?=\||/?tool_(?:call|response)>)")
+_CONTROL = re.compile(r"<(?=[|\uff5c]|/?tool_(?:call|response)>|(?:start|end)_of_turn>)")
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -31,7 +31,9 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 def quoted(text: str) -> str:
     """A text from outside, in which nothing reads as a control token or a tool's tag.
 
+    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+
     Args:
         text: such as a tool's result, which the policy may have written itself.
     """
-    return _CONTROL.sub("< ", text)
+    return _CONTROL.sub("< ", text.encode("utf-8", "replace").decode("utf-8"))

@@ -18,6 +18,7 @@ class Tokenizer:
 
 
 NAMES = ["<|eot_id|>", "<|im_end|>", "<|im_end|>|", "<tool_call>", "</tool_response>"]
+NAMES += ["<end_of_turn>", "<start_of_turn>", "<\uff5cUser\uff5c>"]
 NUMBERS = {name: -1 - number for number, name in enumerate(NAMES)}
 PARTS = st.lists(st.one_of(st.sampled_from(NAMES[:2]), st.text(alphabet="ab \n", min_size=1)))
 
