@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
@@ -16,7 +19,11 @@ from grpo_components.rollout.reward_pool import Score
 
 @dataclass(frozen=True)
 class Reply:
-    """What a world answers to one turn of the policy."""
+    """What a world answers to one turn of the policy.
+
+    Raises:
+        ValueError: naming the part that is of another kind, or a reward that is not finite.
+    """
 
     text: str = ""
     """Said to the policy, which then has its next turn; not used where `done`."""
@@ -26,6 +33,26 @@ class Reply:
     """Of this turn, by name; added to the sample's reward as they are."""
     answer: str | None = None
     """What the config's rewards compare the last turn with; None is the prompt's own answer."""
+
+    def __post_init__(self) -> None:
+        """Fail where the world made it, and not turns later."""
+        fits = {
+            "text": (isinstance(self.text, str), "a text"),
+            "done": (isinstance(self.done, bool | np.bool_), "True or False"),
+            "rewards": (_are_rewards(self.rewards), "finite numbers by name"),
+            "answer": (self.answer is None or isinstance(self.answer, str), "a text or None"),
+        }
+        for name, (right, allowed) in fits.items():
+            if not right:
+                given = f"Reply.{name}: {getattr(self, name)!r:.100} given"
+                raise ValueError(f"{given}; allowed: {allowed}")
+
+
+def _are_rewards(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)
+        for name, value in given.items()
+    )
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]
@@ -95,7 +122,7 @@ class MultiTurnEnvironment(EnvBase):
         self._prompts = list(prompts)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> LazyStackedTensorDict:
-        self._conversations = [_Conversation(p, self._world(p, p["seed"])) for p in self._prompts]
+        self._conversations = [_Conversation(p, self._begin(p)) for p in self._prompts]
         return lazy_stack([slot_state(p["prompt_ids"], done=False) for p in self._prompts], 0)
 
     def _step(self, tensordict: TensorDictBase) -> LazyStackedTensorDict:
@@ -117,6 +144,12 @@ class MultiTurnEnvironment(EnvBase):
             conversation.last = result
         return lazy_stack(results, 0)
 
+    def _begin(self, prompt: Prompt) -> Callable[[str], Reply]:
+        respond = self._world(prompt, prompt["seed"])
+        if not callable(respond):
+            raise TypeError(f"the world began with {respond!r:.100}; allowed: what can be called")
+        return respond
+
     def _take_turn(
         self, conversation: _Conversation, slot: TensorDictBase
     ) -> tuple[TensorDict, dict[str, str] | None]:
@@ -124,6 +157,8 @@ class MultiTurnEnvironment(EnvBase):
         prompt, finish_reason = conversation.prompt, slot["finish_reason"]
         text = self._decode(slot["response"].tolist())
         reply = conversation.respond(text)
+        if not isinstance(reply, Reply):
+            raise TypeError(f"the world answered {reply!r:.100}; allowed: a Reply")
         conversation.num_turns += 1
         for name, value in reply.rewards.items():
             conversation.terms[name] = conversation.terms.get(name, 0.0) + float(value)

@@ -77,9 +77,9 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     if cfg.train_from:
         data["dataset"] = recorded = RecordedPrompts(cfg.train_from)
         recorded.check(most, name, hf_config.get("vocab_size"))
-    if cfg.ptx and (cfg.ptx.get("max_tokens") or 0) > most:
-        given = f"ptx.max_tokens: {cfg.ptx.max_tokens} given"
-        raise ValueError(f"{given}; allowed: at most {most}, {name}")
+    longest = cfg.ptx and cfg.ptx.get("max_tokens")
+    if isinstance(longest, int) and longest > most:
+        raise ValueError(f"ptx.max_tokens: {longest} given; allowed: at most {most}, {name}")
     name, most = _lowest({"generator.max_model_len": cfg.generator.max_model_len, **trained})
     for key, dataset in data.items():
         if isinstance(dataset, RecordedPrompts):  # with their responses, and no more to come

@@ -71,7 +71,6 @@ LR_SCHEDULER: Schema = {"_component_": PATH, "num_warmup_steps": Rule(int, low=0
 PTX: Schema = {  # may be null
     "_component_": PATH,
     "coeff": Rule(float, low=0),
-    "max_tokens": COUNT,
     "examples_per_update": COUNT,
     "seed": Rule(int, low=0),
 }

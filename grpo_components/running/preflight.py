@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "ptx": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
-REWARD_CALL = dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"))
+REWARD_CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 _PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.\[\]-]+\}")
 # Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -300,17 +300,14 @@ def _check_components(v: dict[str, Any]) -> None:
         _check_arguments(f"environment.{name}", part, 0, ())
         if part["_component_"].startswith("grpo_components."):
             build(f"environment.{name}", OmegaConf.create(part))
+    if v["environment"]["_component_"].endswith(".MultiTurnEnvironment"):
+        _check_world(v["environment"])
     for name, node in v["rewards"].items():
         arguments = {key: node[key] for key in node if key not in REWARD_KEYS}
         reward = _check_arguments(f"rewards.{name}", arguments, 0, ())
+        _check_call(f"rewards.{name}", reward, REWARD_CALL, by_name=True)
         if not inspect.isclass(reward):
-            continue  # of a function, nobody knows what it makes
-        calls = [vars(base)["__call__"] for base in reward.__mro__ if "__call__" in vars(base)]
-        try:
-            inspect.signature(calls[0]).bind(None, **REWARD_CALL)
-        except (IndexError, TypeError) as error:
-            problem = f"objects of {node['_component_']} cannot be called: {error}"
-            fail(f"rewards.{name}", problem, f"a class called with {', '.join(REWARD_CALL)}")
+            continue
         if node["_component_"].startswith("grpo_components."):
             # Ours are quick to make, and say what is wrong.
             made = config.instantiate(OmegaConf.create(arguments))
@@ -318,6 +315,28 @@ def _check_components(v: dict[str, Any]) -> None:
             if getattr(made, "wall_s", 0) >= limit_s:  # slow programs would be failed samples
                 problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
                 fail(f"rewards.{name}.wall_s", problem, "a number below timeouts.reward_s")
+
+
+def _check_world(environment: dict[str, Any]) -> None:
+    world = environment["world"]
+    if "world" not in nested_components(environment):
+        fail("environment.world", f"{shown(world)} given", "`_component_` and its arguments")
+    component = _get_component_from_path(world["_component_"])
+    _check_call("environment.world", component, ("prompt", "seed"), by_name=False)
+
+
+def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: bool) -> None:
+    """Refuse a class whose objects cannot be called so."""
+    if not inspect.isclass(component):
+        return  # of a function, nobody knows what it makes
+    calls = [vars(base)["__call__"] for base in component.__mro__ if "__call__" in vars(base)]
+    places, names = ((), dict.fromkeys(arguments)) if by_name else (arguments, {})
+    try:
+        inspect.signature(calls[0]).bind(None, *places, **names)
+    except (IndexError, TypeError) as error:
+        path = f"{component.__module__}.{component.__qualname__}"
+        problem = f"objects of {path} cannot be called: {error}"
+        fail(key, problem, f"a class called with {', '.join(arguments)}")
 
 
 def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tuple[str, ...]) -> Any:

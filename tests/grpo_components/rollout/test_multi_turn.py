@@ -165,6 +165,45 @@ def test_without_an_answer_of_the_world_the_prompts_counts(module):
     assert answers == ["42"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [
+        ({"text": None}, "a text"),
+        ({"text": b"Go"}, "a text"),
+        ({"done": "no"}, "True or False"),
+        ({"rewards": [0.5]}, "finite numbers by name"),
+        ({"rewards": {"hint": "0.5"}}, "finite numbers by name"),
+        ({"rewards": {"hint": float("nan")}}, "finite numbers by name"),
+        ({"rewards": {3: 0.5}}, "finite numbers by name"),
+        ({"answer": 42}, "a text or None"),
+    ],
+)
+def test_a_reply_of_another_kind_fails_where_the_world_made_it(wrong, allowed):
+    with pytest.raises(
+        ValueError, match=rf"^Reply\.{next(iter(wrong))}: .* given; allowed: {allowed}"
+    ):
+        Reply(**wrong)
+
+
+def test_a_reply_takes_numpys_numbers():
+    reply = Reply(done=np.bool_(True), rewards={"hint": np.float32(0.5), "cost": -1})
+    assert reply.done and sum(reply.rewards.values()) == -0.5
+
+
+@pytest.mark.parametrize("answered", [None, "Go", ("Go", True)])
+def test_a_world_that_answers_no_reply_says_what_it_answered(module, answered):
+    with pytest.raises(TypeError, match=r"the world answered .*; allowed: a Reply"):
+        rollout(module, make(lambda prompt, seed: lambda text: answered), Says("x"))
+    with pytest.raises(TypeError, match=r"the world began with .*; allowed: what can be called"):
+        rollout(module, make(lambda prompt, seed: answered), Says("x"))
+
+
+def test_where_the_world_says_nothing_the_policy_goes_on_by_itself(module):
+    policy = Says("ab")
+    record = rollout(module, make(world_of(Reply(), Reply(), Reply(done=True))), policy)
+    assert policy.seen == ["Q?", "Q?ab", "Q?abab"] and record.response_mask.all()
+
+
 # ---- limits -------------------------------------------------------------------------------------
 
 

@@ -507,6 +507,16 @@ MULTI_TURN = (
             "environment.world._component_: my_worlds.Nowhere cannot be imported",
             "a dotted path",
         ),
+        (
+            ["environment.world=my_worlds.SecretDigit"],
+            "environment.world: 'my_worlds.SecretDigit' given",
+            "`_component_` and its arguments",
+        ),
+        (
+            ["environment.world._component_=their_worlds.Forgetful", "~environment.world.tools"],
+            "environment.world: objects of their_worlds.Forgetful cannot be called",
+            "a class called with prompt, seed",
+        ),
     ],
 )
 def test_an_environment_of_several_turns_is_checked_with_its_world(cfg, overrides, start, allowed):
@@ -514,9 +524,12 @@ def test_an_environment_of_several_turns_is_checked_with_its_world(cfg, override
     cfg = changed(cfg, *MULTI_TURN)
     cfg.environment.world.tools = ["calculator"]
     preflight.check(cfg)
-    if overrides == ["~environment.world"]:
-        del cfg.environment.world
-        overrides = []
+    world = "class Forgetful:\n    def __call__(self, prompt):\n        pass\n"
+    Path("their_worlds.py").write_text(world)
+    for removed in [override for override in overrides if override.startswith("~")]:
+        parent, _, name = removed[1:].rpartition(".")
+        del OmegaConf.select(cfg, parent)[name]
+    overrides = [override for override in overrides if not override.startswith("~")]
     message = refusal(cfg, *overrides)
     assert message.startswith(start) and allowed in message.partition("; ")[2]
 
