@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TextIO
 
@@ -66,6 +66,8 @@ class Turns:
         self._left = Counter(_key(event["event"], event) for event in self._recorded)
         self._moved = asyncio.Event()
         self._waiting: Counter[str] = Counter()
+        self.excuses = 0
+        """Beginnings and ends of what others wait for with good reason; odd while it lasts."""
 
     async def turn(self, event: str, **concerns: Any) -> bool:
         """Wait until it is the turn of an event; a new run's turn is always now.
@@ -149,6 +151,15 @@ class Turns:
     def upcoming(self, wanted: Callable[[Event], bool]) -> Event | None:
         """The next recorded event of some kind; None in a new run, or where none is left."""
         return next((event for event in self._recorded[self._done :] if wanted(event)), None)
+
+    @contextlib.contextmanager
+    def excused(self) -> Iterator[None]:
+        """Keep others waiting with good reason, once at a time: no wait ends for its length."""
+        self.excuses += 1
+        try:
+            yield
+        finally:
+            self.excuses += 1
 
     def lock(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """A lock of a new run; nothing in a replay, whose order it could only contradict."""
