@@ -360,6 +360,9 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
             allowed = [*named, *REWARD_KEYS] if key.startswith("rewards.") else list(named)
             meant = nearest(name, allowed, f"{key}.")
             fail(f"{key}.{name}", f"unknown argument of {path}", meant)
+    for name in given:
+        if name in by_name:
+            fail(f"{key}.{name}", "given, and the recipe sets it", "without it")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given and name not in by_name:
             fail(f"{key}.{name}", "missing", f"the argument of {path}")

@@ -495,6 +495,11 @@ MULTI_TURN = (
             "at most generator.max_response_tokens = 32",
         ),
         (["environment.turns=3"], "environment.turns: unknown argument", "max_turns"),
+        (
+            ["environment.num_slots=3"],
+            "environment.num_slots: given, and the recipe sets",
+            "without",
+        ),
         (["~environment.world"], "environment.world: missing", "MultiTurnEnvironment"),
         (["environment.world.tool=[]"], "environment.world.tool: unknown", "world.tools"),
         (
