@@ -277,9 +277,10 @@ def _check_reward_model(path: str | None) -> None:
 def _check_output_dir(v: dict[str, Any]) -> None:
     output_dir = Path(v["output_dir"]).resolve()
     # A used output_dir is moved aside, with everything that lies in it.
-    for inside in (Path(v["base_model_path"]), Path.cwd()):
+    read_later = (v["base_model_path"], v["eval_only"], v["train_from"], v["reward_model"]["path"])
+    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), Path.cwd()):
         if inside.resolve().is_relative_to(output_dir):
-            fail("output_dir", f"{inside} lies in {output_dir}", "a folder for runs alone")
+            fail("output_dir", f"{inside} lies in {output_dir}", "a folder for this run alone")
     if output_dir.is_relative_to(Path(v["base_model_path"]).resolve()):
         fail("output_dir", f"{output_dir} lies in base_model_path", "a folder outside of it")
     nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())

@@ -382,6 +382,16 @@ def test_an_output_folder_never_holds_what_is_not_of_the_run(cfg, tmp_path, monk
     assert refusal(cfg, "output_dir=.").startswith("output_dir: ")
     assert refusal(cfg, f"output_dir={cfg.base_model_path}").startswith("output_dir: ")
     preflight.check(changed(cfg, "output_dir=run"))
+
+
+@pytest.mark.parametrize("key", ["eval_only", "train_from", "reward_model.path"])
+def test_what_is_read_while_the_run_goes_on_is_not_moved_aside(cfg, key):
+    """As where a run's own checkpoint is evaluated into the run's folder."""
+    inside = f"{cfg.output_dir}/checkpoints/best"
+    Path(inside).mkdir(parents=True)
+    classifier = {"architectures": ["SomeForSequenceClassification"]}
+    Path(inside, "config.json").write_text(json.dumps(classifier))
+    assert refusal(cfg, f"{key}={inside}").startswith(f"output_dir: {inside} lies in ")
     assert not Path("run").exists(), "checking leaves nothing behind"
 
 
