@@ -46,7 +46,9 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         return len(self._prompts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {"prompt_index": row, "prompt_ids": self._prompts[row]}
+        # There is no text, and whoever tells of a failed sample shows one.
+        text = f"(line {row + 1} of {self._path})"
+        return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
 
     def check(self, longest: int, limit: str, num_ids: int | None) -> None:
         """Refuse what the policy cannot read.
@@ -100,8 +102,14 @@ def stand_in_arguments(
 
 
 def evaluated_version(cfg: DictConfig) -> int:
-    """Policy version of the weights that generators start with: 0, or that of our checkpoint."""
-    state = Path(str(cfg.eval_only)) / "state"
+    """Policy version of the weights that generators start with: 0, or that of our checkpoint.
+
+    Args:
+        cfg: checked by preflight.
+    """
+    if not cfg.eval_only:
+        return 0  # where a checkpoint's weights are the base model, versions begin anew
+    state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
     if not (state / "driver.json").is_file():
         return 0
     return read_state(state, "driver")["ledger"]["policy_version"]

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.exchange.state_files import write_state
 from grpo_components.exchange.trajectory_file import group_line
+from grpo_components.running.failed_samples import FailedSamples
 from grpo_components.running.partial_runs import (
     RecordedPrompts,
     check_partial_run,
@@ -15,7 +17,7 @@ from grpo_components.running.partial_runs import (
     roles_of,
     stand_in_arguments,
 )
-from grpo_components.trajectory import Trajectory
+from grpo_components.trajectory import Trajectory, summarize
 
 
 def group(version=0, size=2):
@@ -126,7 +128,16 @@ def test_the_other_half_is_stood_in_for(recorded):
     assert stand_in_arguments(train, *whole)[1] == {"path": recorded, "min_living": 1}
     prompts = RecordedPrompts(recorded)
     assert (len(prompts), prompts.max_prompt_length) == (4, 3)
-    assert prompts[2] == {"prompt_index": 2, "prompt_ids": [0, 1, 2]}
+    text = f"(line 3 of {recorded})"
+    assert prompts[2] == {"prompt_index": 2, "prompt_ids": [0, 1, 2], "prompt_text": text}
+
+
+def test_a_recorded_sample_that_failed_is_told_of_by_its_line(recorded, tmp_path):
+    failures = FailedSamples(9, tmp_path, 0, note=print)
+    entry = LedgerEntry(5, RecordedPrompts(recorded)[2], 0, 0, 0, 0)
+    failed = replace(group()[0], finish_reason="error", error="it failed", reward=float("nan"))
+    assert not failures.in_group(entry, summarize([failed, *group(size=1)]))
+    assert "(line 3 of " in (tmp_path / "failed_samples.jsonl").read_text()
 
 
 def test_an_own_checkpoint_is_evaluated_under_its_version(tmp_path):
@@ -136,3 +147,5 @@ def test_an_own_checkpoint_is_evaluated_under_its_version(tmp_path):
     assert evaluated_version(evaluated) == evaluated_version(cfg()) == 0
     write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
     assert evaluated_version(evaluated) == 7
+    assert evaluated_version(cfg(eval_only=True, base_model_path=str(tmp_path))) == 7
+    assert evaluated_version(cfg(eval_only=False, base_model_path=str(tmp_path))) == 0
