@@ -390,14 +390,14 @@ class Ledger:
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float, waiting: str) -> None:
         while True:
-            excuses = self.turns.excuses
+            pinnings = self.turns.pinnings
             # asyncio.timeout, unlike wait_for, lets no task run between the condition and return.
             try:
                 async with asyncio.timeout(timeout_s), self._changed:
                     await self._changed.wait_for(condition)
                 return
             except TimeoutError:
-                if excuses == self.turns.excuses and excuses % 2 == 0:
+                if pinnings == self.turns.pinnings and not self.turns.pinned:
                     raise TimeoutError(f"{waiting}; gave up after {timeout_s:g} s") from None
 
     async def _wake(self) -> None:

@@ -66,8 +66,8 @@ class Turns:
         self._left = Counter(_key(event["event"], event) for event in self._recorded)
         self._moved = asyncio.Event()
         self._waiting: Counter[str] = Counter()
-        self.excuses = 0
-        """Beginnings and ends of what others wait for with good reason; odd while it lasts."""
+        self.pinnings = 0
+        """Beginnings and ends of `pinning`."""
 
     async def turn(self, event: str, **concerns: Any) -> bool:
         """Wait until it is the turn of an event; a new run's turn is always now.
@@ -153,13 +153,18 @@ class Turns:
         return next((event for event in self._recorded[self._done :] if wanted(event)), None)
 
     @contextlib.contextmanager
-    def excused(self) -> Iterator[None]:
-        """Keep others waiting with good reason, once at a time: no wait ends for its length."""
-        self.excuses += 1
+    def pinning(self) -> Iterator[None]:
+        """Keep the generators' weights, for an evaluation: no wait for newer ones times out."""
+        self.pinnings += 1
         try:
             yield
         finally:
-            self.excuses += 1
+            self.pinnings += 1
+
+    @property
+    def pinned(self) -> bool:
+        """Whether an evaluation keeps the generators' weights now."""
+        return self.pinnings % 2 == 1
 
     def lock(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """A lock of a new run; nothing in a replay, whose order it could only contradict."""

@@ -115,7 +115,7 @@ class Evaluation:
         self, step: int, generators: Sequence[Sampling], pinned: asyncio.Event
     ) -> None:
         async with AsyncExitStack() as held:
-            held.enter_context(self._turns.excused())
+            held.enter_context(self._turns.pinning())
             for generator in generators:  # nobody swaps the weights during an evaluation
                 if not generator.role.lost:
                     await held.enter_async_context(generator.pulling)

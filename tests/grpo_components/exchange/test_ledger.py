@@ -162,7 +162,7 @@ def test_no_wait_ends_while_an_evaluation_keeps_the_weights():
     async def run():
         ledger = make(eta=0, groups_per_step=1, num_steps=5)
         await admit_all(ledger)
-        with ledger.turns.excused():
+        with ledger.turns.pinning():
             waiting = asyncio.create_task(ledger.admit("generator_0", timeout_s=0.001))
             done, _ = await asyncio.wait([waiting], timeout=0.05)
             assert not done

@@ -175,13 +175,13 @@ def test_nobody_who_waits_meanwhile_gives_up_for_it(fails_with):
     turns, seen = run.evaluation._turns, []
 
     async def pull(generator, cause):
-        seen.append(turns.excuses % 2)
+        seen.append(turns.pinned)
         await run.pull(generator, cause)
 
     run.evaluation._pull = pull
     with contextlib.suppress(ExceptionGroup):
         run.whole()
-    assert seen == [1] and turns.excuses == 2
+    assert seen == [True] and not turns.pinned
 
 
 def test_evaluations_are_due_every_n_steps_and_after_the_last():
