@@ -19,13 +19,22 @@ from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
 
 Tool = Callable[..., str]
-"""Called with a call's arguments by name; a ValueError is told to the policy, anything else is the
-environment's failure."""
+"""Called with a call's arguments by name, of the kinds that it is annotated with; a ValueError is
+told to the policy, anything else is the environment's failure."""
 
 _SHOWN = 500
 """Last characters of a program's errors that are told."""
 _MOST_CALLS = 8
 """Of a turn, that are run: a turn of many slow ones would take its rollout's time."""
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+"""That JSON has, and that a tool's arguments can be annotated with."""
 _OPENED = re.compile(r"<tool_call>\s*")
 _ENDED = re.compile(r"</?tool_call>")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -149,7 +158,7 @@ class ToolUse:
             raise ValueError(f"{given}; allowed: a whole number at least 1")
         if not tools:
             raise ValueError("tools: none given; allowed: one or more")
-        self._tools = {name: (tool, inspect.signature(tool)) for name, tool in tools.items()}
+        self._tools = {name: (tool, _signature(tool)) for name, tool in tools.items()}
         self._find_calls, self._arguments_key, self._frame = _FORMATS[call_format]
         self._max_result_characters = max_result_characters
 
@@ -195,14 +204,31 @@ class ToolUse:
             known = ", ".join(self._tools)
             raise ValueError(f"there is no tool {given.get('name')!r:.50}; known: {known}")
         tool, signature = self._tools[name]
-        try:
-            signature.bind(**arguments)
-        except TypeError as error:
-            raise ValueError(f"wrong arguments: {error}") from None
+        _check_arguments(signature, arguments)
         result = tool(**arguments)
         if not isinstance(result, str):
             raise TypeError(f"the tool {name} gave {result!r:.50}; allowed: a text")
         return result
+
+
+def _signature(tool: Tool) -> inspect.Signature:
+    try:
+        return inspect.signature(tool, eval_str=True)
+    except NameError:  # in an annotation, known to type checkers only
+        return inspect.signature(tool)
+
+
+def _check_arguments(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the tool does not take, of whatever kind the policy wrote them."""
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"wrong arguments: {error}") from None
+    for name in arguments.keys() & signature.parameters.keys():
+        kind, given = signature.parameters[name].annotation, type(arguments[name])
+        known = any(kind is each for each in _KINDS)
+        if known and given is not kind and not (kind is float and given is int):
+            raise ValueError(f"wrong arguments: {name} must be {_KINDS[kind]}")
 
 
 def shipped_tools(

@@ -192,6 +192,28 @@ def test_a_result_that_is_no_unicode_text_is_told_all_the_same():
     assert "\na?b\n" in said_to(hermes(name="echo", arguments={"text": "a\ud800b"}), world).text
 
 
+def annotated(text: str, often: int = 1, scale: "float" = 1.0, *, whole: bool = False, **more: str):
+    return f"{text * often} {scale} {whole} {more}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"text": "a", "often": 2, "scale": 3, "whole": True, "x": 1}, "aa 3 True {'x': 1}"),
+        ({"text": 5}, "error: wrong arguments: text must be a text"),
+        ({"text": None}, "error: wrong arguments: text must be a text"),
+        ({"text": "a", "often": 2.5}, "error: wrong arguments: often must be a whole number"),
+        ({"text": "a", "often": True}, "error: wrong arguments: often must be a whole number"),
+        ({"text": "a", "scale": "3"}, "error: wrong arguments: scale must be a number"),
+        ({"text": "a", "whole": 1}, "error: wrong arguments: whole must be true or false"),
+    ],
+)
+def test_a_policy_that_writes_an_argument_of_another_kind_is_told(arguments, told):
+    """A tool that is annotated needs no checks of its own."""
+    world = ToolUse({"annotated": annotated})
+    assert f"\n{told}\n" in said_to(hermes(name="annotated", arguments=arguments), world).text
+
+
 def test_a_tool_that_gives_no_text_is_named():
     with pytest.raises(TypeError, match="the tool count gave 3; allowed: a text"):
         said_to(hermes(name="count", arguments={}), ToolUse({"count": lambda: 3}))
