@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,14 @@ def _check_checkpoint(folder: Path) -> None:
     has_weights = folder.is_dir() and any(
         (*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt"))
     )
-    if not has_weights or not (folder / "config.json").is_file():
-        problem = f"{folder} is no Hugging Face folder with config.json and weights"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if not has_weights or "architectures" not in config:
+        problem = (
+            f"{folder} is no Hugging Face folder with weights, and architectures in config.json"
+        )
         fail("eval_only", problem, "true for base_model_path, or the path of another model")
 
 

@@ -104,8 +104,11 @@ def test_recorded_tokens_that_the_model_does_not_have_are_refused_by_their_line(
 
 def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
     assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
-    (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
+    for other in ("", "{", "[]", '{"model_type": "qwen2"}'):
+        (tmp_path / "config.json").write_text(other)
+        assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     check_partial_run(values(eval_only=str(tmp_path)))
 
 
