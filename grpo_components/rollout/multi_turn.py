@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -145,7 +146,8 @@ class MultiTurnEnvironment(EnvBase):
         return lazy_stack(results, 0)
 
     def _begin(self, prompt: Prompt) -> Callable[[str], Reply]:
-        respond = self._world(prompt, prompt["seed"])
+        # Its own: a board that one conversation changes is not another's, nor the next time's.
+        respond = self._world(deepcopy(prompt), prompt["seed"])
         if not callable(respond):
             raise TypeError(f"the world began with {respond!r:.100}; allowed: what can be called")
         return respond

@@ -198,6 +198,22 @@ def test_a_world_that_answers_no_reply_says_what_it_answered(module, answered):
         rollout(module, make(lambda prompt, seed: answered), Says("x"))
 
 
+def test_what_a_world_does_to_its_prompt_is_seen_by_no_other_conversation(module):
+    """Siblings and repeated groups have one row of the data set."""
+    seen, row = [], prompt(0) | {"board": [0]}
+
+    def world(prompt, seed):
+        seen.append(list(prompt["board"]))
+        prompt["board"].append(1)
+        return lambda text: Reply(done=True)
+
+    for _ in range(2):
+        env = make(world, num_slots=2)
+        env.ask([{**row, "seed": seed} for seed in (1, 2)])
+        module.GroupCollector(env, Says("x")).rollout()
+    assert seen == [[0]] * 4 and row["board"] == [0]
+
+
 def test_where_the_world_says_nothing_the_policy_goes_on_by_itself(module):
     policy = Says("ab")
     record = rollout(module, make(world_of(Reply(), Reply(), Reply(done=True))), policy)
