@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
 from torchrl.envs import EnvBase
 
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 from grpo_components.rollout.reward_pool import Score
+
+_LONGEST_TOKEN = 1000
+"""Characters: more than any vocabulary has in one."""
 
 
 @dataclass(frozen=True)
@@ -165,14 +169,12 @@ class MultiTurnEnvironment(EnvBase):
         for name, value in reply.rewards.items():
             conversation.terms[name] = conversation.terms.get(name, 0.0) + float(value)
         tokens = torch.cat([slot["tokens"], slot["response"]])
-        said = torch.tensor(self._encode(reply.text), dtype=torch.int64)
-        following = len(tokens) - len(prompt["prompt_ids"]) + len(said)
-        at_limit = (
-            conversation.num_turns == self._max_turns or following >= self._max_response_tokens
-        )
-        cut_off = finish_reason != "stop" or (at_limit and not reply.done)
-        over = reply.done or cut_off
-        if not over:
+        room = self._max_response_tokens - (len(tokens) - len(prompt["prompt_ids"])) - 1
+        last = conversation.num_turns == self._max_turns or finish_reason != "stop"
+        said = None if reply.done or last else self._said(reply.text, room)
+        over = said is None
+        cut_off = finish_reason != "stop" or (over and not reply.done)
+        if said is not None:
             tokens = torch.cat([tokens, said])
         elif cut_off and finish_reason == "stop":
             finish_reason = "length"
@@ -189,6 +191,13 @@ class MultiTurnEnvironment(EnvBase):
             "finish_reason": finish_reason,
         }
         return result, sample
+
+    def _said(self, text: str, room: int) -> Tensor | None:
+        """The world's words as token ids; None where they have no room."""
+        if room < 0 or len(text) > room * _LONGEST_TOKEN:  # a whole book takes long to tokenize
+            return None
+        token_ids = self._encode(text)
+        return torch.tensor(token_ids, dtype=torch.int64) if len(token_ids) <= room else None
 
     def _set_seed(self, seed: int | None) -> None:
         """Nothing here is random but the worlds, which get a seed for each conversation."""

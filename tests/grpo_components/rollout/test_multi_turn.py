@@ -257,6 +257,14 @@ def test_no_response_passes_a_limit_and_one_that_meets_it_ends_with_length(
     assert record.finish_reason == ("stop" if ended_itself else "length")
 
 
+def test_what_can_never_fit_is_not_even_tokenized(module, monkeypatch):
+    """It could take longer than its rollout may: that is a limit, and no failure of the world."""
+    env = make(world_of(Reply("w" * 10**6)), max_response_tokens=30)
+    monkeypatch.setattr(env, "_encode", None)
+    record = rollout(module, env, Says("x"))
+    assert record.finish_reason == "length" and record.response_ids.tolist() == ids("x")
+
+
 def test_a_policy_without_room_says_which_limit_it_is(module):
     policy = module.EnginePolicy(
         SimpleNamespace(submit=print), max_response_tokens=5, stop_token_ids=[], truncation={}
