@@ -188,7 +188,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 
         def due() -> bool:
             by_count = generator.rollouts_since_pull >= self.pull_every_m_rollouts
-            newer = generator.version < self.ledger.published_version
+            newer = not self.turns.pinned and generator.version < self.ledger.published_version
             return (by_count and newer) or generator.version < entry.needed_version
 
         if self.turns.replaying or due():  # a replay pulls where the recorded run did

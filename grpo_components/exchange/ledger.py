@@ -66,7 +66,8 @@ class LedgerEntry:
 class Ledger:
     """Every group from issued to trained or dropped, and the versions that admission rests on.
 
-    All changes and waits happen on one event loop. Every wait has a time-out that names who waited.
+    All changes and waits happen on one event loop. Every wait has a time-out that names who waited;
+    it does not end while an evaluation keeps the generators' weights.
 
     Args:
         contract: how stale a trained group may be.
@@ -388,12 +389,16 @@ class Ledger:
         return self.published_version >= self._needed_version()
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float, waiting: str) -> None:
-        # asyncio.timeout, unlike wait_for, lets no other task run between the condition and return.
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            raise TimeoutError(f"{waiting}; gave up after {timeout_s:g} s") from None
+        while True:
+            pinnings = self.turns.pinnings
+            # asyncio.timeout, unlike wait_for, lets no task run between the condition and return.
+            try:
+                async with asyncio.timeout(timeout_s), self._changed:
+                    await self._changed.wait_for(condition)
+                return
+            except TimeoutError:
+                if pinnings == self.turns.pinnings and not self.turns.pinned:
+                    raise TimeoutError(f"{waiting}; gave up after {timeout_s:g} s") from None
 
     async def _wake(self) -> None:
         async with self._changed:

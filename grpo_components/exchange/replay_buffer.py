@@ -219,7 +219,7 @@ class ReplayBuffer:
                 enough,
                 lambda: (
                     f"the training loop waited {self._timeout_s:g} s for {num_groups} groups "
-                    f"in replay_buffer; it holds {len(self._slots.live)}"
+                    f"in replay_buffer (timeouts.batch_s); it holds {len(self._slots.live)}"
                 ),
             )
             dropped, self._dropped = self._dropped, []

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weights import Manifest, snapshot_checksum
 from grpo_components.training.token_logprobs import recorded_logprobs
 from grpo_components.trajectory import (
+    FinishReason,
     GroupSummary,
     PackedTrajectories,
     Trajectory,
@@ -31,6 +32,8 @@ _ARRAYS = {
     "generator_logprobs": np.float32,
     "token_versions": np.int32,
 }
+_ROUNDING = 1e-3
+"""By so much a logarithm of 1 may be above 0."""
 _PLAIN = ("finish_reason", "temperature", "reward_terms", "success", "error")
 
 
@@ -58,36 +61,71 @@ def read_groups(path: str | Path) -> Iterator[list[Trajectory]]:
         path: of the file.
 
     Raises:
-        ValueError: naming the line (from 1) that is no such group.
+        ValueError: naming the line (from 1) that is no such group, and why.
     """
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
                 group = [_trajectory(record, each) for each in record["responses"]]
-                for trajectory in group:
-                    trajectory.check()
-                assert group, "it has no responses"
-            except (ValueError, TypeError, KeyError, AssertionError) as error:
-                what = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{path}, line {number}: no group of responses, {what}") from error
+                _require(len(group) > 0, "it has no responses")
+            # An OverflowError of a number, a RecursionError of brackets.
+            except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+                kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+                problem = f"no group of responses, {kind}{error}"
+                raise ValueError(f"{path}, line {number}: {problem}") from error
             yield group
 
 
-def _trajectory(record: dict[str, Any], response: dict[str, Any]) -> Trajectory:
-    arrays: dict[str, Any] = {
-        name: np.array(response[name], dtype=dtype) for name, dtype in _ARRAYS.items()
-    }
-    return Trajectory(
-        prompt_ids=np.array(record["prompt_ids"], dtype=np.int64),
+def _trajectory(record: Mapping[str, Any], response: Mapping[str, Any]) -> Trajectory:
+    trajectory = Trajectory(
+        prompt_ids=_array(record, "prompt_ids", np.int64),
         prompt_index=int(record["prompt_index"]),
         epoch=0,
         group_id=0,
         attempt=0,
         reward=math.nan if response["reward"] is None else float(response["reward"]),
-        **arrays,
+        **{name: _array(response, name, dtype) for name, dtype in _ARRAYS.items()},
         **{name: response[name] for name in _PLAIN},
     )
+    try:
+        trajectory.check()
+    except AssertionError as error:  # it is the file's fault here, and not ours
+        raise ValueError(str(error)) from None
+    for name in ("prompt_ids", "response_ids"):
+        _require((getattr(trajectory, name) >= 0).all(), f"{name} below 0")
+    reasons = get_args(FinishReason)
+    _require(trajectory.finish_reason in reasons, f"finish_reason is none of {', '.join(reasons)}")
+    scored = math.isfinite(trajectory.reward) and trajectory.error is None
+    failed = response["reward"] is None and isinstance(trajectory.error, str)
+    right = failed if trajectory.failed else scored
+    _require(right, "reward must be a number, or null beside finish_reason error and an error text")
+    _require(trajectory.failed or trajectory.response_mask.any(), "response_mask has no true")
+    logprobs = trajectory.generator_logprobs[trajectory.response_mask]
+    _require((logprobs <= _ROUNDING).all(), "generator_logprobs above 0 are no logs")
+    warmth = trajectory.temperature
+    warm = type(warmth) in (int, float) and 0 < warmth < math.inf
+    _require(warm, "temperature must be a number above 0")
+    _require(type(trajectory.success) is bool, "success must be true or false")
+    terms = trajectory.reward_terms
+    numeric = isinstance(terms, dict) and all(type(v) in (int, float) for v in terms.values())
+    _require(numeric, "reward_terms must be numbers by name")
+    return trajectory
+
+
+def _array(values: Mapping[str, Any], name: str, dtype: type[np.generic]) -> NDArray[Any]:
+    """A list of a file, whose items are of this kind; NumPy alone would make a number of a text."""
+    array = np.array(values[name])
+    kinds = {np.bool_: "b", np.float32: "fiu"}.get(dtype, "iu")
+    fits = array.ndim == 1 and (array.dtype.kind in kinds or not array.size)
+    what = {"b": "true and false", "fiu": "numbers"}.get(kinds, "whole numbers")
+    _require(fits, f"{name} must be a list of {what}")
+    return np.array(values[name], dtype)
+
+
+def _require(fulfilled: Any, problem: str) -> None:
+    if not fulfilled:
+        raise ValueError(problem)
 
 
 class TrajectoryWriter:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TextIO
 
@@ -66,6 +66,8 @@ class Turns:
         self._left = Counter(_key(event["event"], event) for event in self._recorded)
         self._moved = asyncio.Event()
         self._waiting: Counter[str] = Counter()
+        self.pinnings = 0
+        """Beginnings and ends of `pinning`."""
 
     async def turn(self, event: str, **concerns: Any) -> bool:
         """Wait until it is the turn of an event; a new run's turn is always now.
@@ -149,6 +151,20 @@ class Turns:
     def upcoming(self, wanted: Callable[[Event], bool]) -> Event | None:
         """The next recorded event of some kind; None in a new run, or where none is left."""
         return next((event for event in self._recorded[self._done :] if wanted(event)), None)
+
+    @contextlib.contextmanager
+    def pinning(self) -> Iterator[None]:
+        """Keep the generators' weights, for an evaluation: no wait for newer ones times out."""
+        self.pinnings += 1
+        try:
+            yield
+        finally:
+            self.pinnings += 1
+
+    @property
+    def pinned(self) -> bool:
+        """Whether an evaluation keeps the generators' weights now."""
+        return self.pinnings % 2 == 1
 
     def lock(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """A lock of a new run; nothing in a replay, whose order it could only contradict."""

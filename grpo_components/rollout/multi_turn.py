@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
 from torchrl.envs import EnvBase
 
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 from grpo_components.rollout.reward_pool import Score
 
+_LONGEST_TOKEN = 1000
+"""Characters: more than any vocabulary has in one."""
+
 
 @dataclass(frozen=True)
 class Reply:
-    """What a world answers to one turn of the policy."""
+    """What a world answers to one turn of the policy.
+
+    Raises:
+        ValueError: naming the part that is of another kind, or a reward that is not finite.
+    """
 
     text: str = ""
     """Said to the policy, which then has its next turn; not used where `done`."""
@@ -26,6 +38,26 @@ class Reply:
     """Of this turn, by name; added to the sample's reward as they are."""
     answer: str | None = None
     """What the config's rewards compare the last turn with; None is the prompt's own answer."""
+
+    def __post_init__(self) -> None:
+        """Fail where the world made it, and not turns later."""
+        fits = {
+            "text": (isinstance(self.text, str), "a text"),
+            "done": (isinstance(self.done, bool | np.bool_), "True or False"),
+            "rewards": (_are_rewards(self.rewards), "finite numbers by name"),
+            "answer": (self.answer is None or isinstance(self.answer, str), "a text or None"),
+        }
+        for name, (right, allowed) in fits.items():
+            if not right:
+                given = f"Reply.{name}: {getattr(self, name)!r:.100} given"
+                raise ValueError(f"{given}; allowed: {allowed}")
+
+
+def _are_rewards(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)
+        for name, value in given.items()
+    )
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]
@@ -95,7 +127,7 @@ class MultiTurnEnvironment(EnvBase):
         self._prompts = list(prompts)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> LazyStackedTensorDict:
-        self._conversations = [_Conversation(p, self._world(p, p["seed"])) for p in self._prompts]
+        self._conversations = [_Conversation(p, self._begin(p)) for p in self._prompts]
         return lazy_stack([slot_state(p["prompt_ids"], done=False) for p in self._prompts], 0)
 
     def _step(self, tensordict: TensorDictBase) -> LazyStackedTensorDict:
@@ -117,6 +149,13 @@ class MultiTurnEnvironment(EnvBase):
             conversation.last = result
         return lazy_stack(results, 0)
 
+    def _begin(self, prompt: Prompt) -> Callable[[str], Reply]:
+        # Its own: a board that one conversation changes is not another's, nor the next time's.
+        respond = self._world(deepcopy(prompt), prompt["seed"])
+        if not callable(respond):
+            raise TypeError(f"the world began with {respond!r:.100}; allowed: what can be called")
+        return respond
+
     def _take_turn(
         self, conversation: _Conversation, slot: TensorDictBase
     ) -> tuple[TensorDict, dict[str, str] | None]:
@@ -124,18 +163,18 @@ class MultiTurnEnvironment(EnvBase):
         prompt, finish_reason = conversation.prompt, slot["finish_reason"]
         text = self._decode(slot["response"].tolist())
         reply = conversation.respond(text)
+        if not isinstance(reply, Reply):
+            raise TypeError(f"the world answered {reply!r:.100}; allowed: a Reply")
         conversation.num_turns += 1
         for name, value in reply.rewards.items():
             conversation.terms[name] = conversation.terms.get(name, 0.0) + float(value)
         tokens = torch.cat([slot["tokens"], slot["response"]])
-        said = torch.tensor(self._encode(reply.text), dtype=torch.int64)
-        following = len(tokens) - len(prompt["prompt_ids"]) + len(said)
-        at_limit = (
-            conversation.num_turns == self._max_turns or following >= self._max_response_tokens
-        )
-        cut_off = finish_reason != "stop" or (at_limit and not reply.done)
-        over = reply.done or cut_off
-        if not over:
+        room = self._max_response_tokens - (len(tokens) - len(prompt["prompt_ids"])) - 1
+        last = conversation.num_turns == self._max_turns or finish_reason != "stop"
+        said = None if reply.done or last else self._said(reply.text, room)
+        over = said is None
+        cut_off = finish_reason != "stop" or (over and not reply.done)
+        if said is not None:
             tokens = torch.cat([tokens, said])
         elif cut_off and finish_reason == "stop":
             finish_reason = "length"
@@ -152,6 +191,13 @@ class MultiTurnEnvironment(EnvBase):
             "finish_reason": finish_reason,
         }
         return result, sample
+
+    def _said(self, text: str, room: int) -> Tensor | None:
+        """The world's words as token ids; None where they have no room."""
+        if room < 0 or len(text) > room * _LONGEST_TOKEN:  # a whole book takes long to tokenize
+            return None
+        token_ids = self._encode(text)
+        return torch.tensor(token_ids, dtype=torch.int64) if len(token_ids) <= room else None
 
     def _set_seed(self, seed: int | None) -> None:
         """Nothing here is random but the worlds, which get a seed for each conversation."""

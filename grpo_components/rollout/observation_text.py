@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
-_CONTROL = re.compile(r"<(?=\||/?tool_(?:call|response)>)")
+_CONTROL = re.compile(r"<(?=[|\uff5c]|/?tool_(?:call|response)>|(?:start|end)_of_turn>)")
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text, alone, whose control tokens are found by their names.
 
-    torchtune's Llama 3 tokenizer would spell a `<|eot_id|>` out; its Qwen one would not.
+    torchtune's Llama 3 tokenizer would spell a `<|eot_id|>` out; its Qwen one would not. Those of
+    SentencePiece would begin each text with a space that nobody said.
 
     Args:
         tokenizer: torchtune's.
@@ -24,14 +26,26 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
         if part in special:
             token_ids.append(special[part])
         elif part:
-            token_ids += tokenizer.encode(part, add_bos=False, add_eos=False)
+            token_ids += _encode_alone(tokenizer, part)
     return token_ids
+
+
+def _encode_alone(tokenizer: Any, text: str) -> list[int]:
+    alone = tokenizer.encode(text, add_bos=False, add_eos=False)
+    if "trim_leading_whitespace" not in inspect.signature(tokenizer.encode).parameters:
+        return alone
+    # SentencePiece's. Not by that option: it loses a newline that is one token with that before it.
+    line = tokenizer.encode("\n", add_bos=False, add_eos=False)
+    after_line = tokenizer.encode(f"\n{text}", add_bos=False, add_eos=False)
+    return after_line[len(line) :] if after_line[: len(line)] == line else alone
 
 
 def quoted(text: str) -> str:
     """A text from outside, in which nothing reads as a control token or a tool's tag.
 
+    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+
     Args:
         text: such as a tool's result, which the policy may have written itself.
     """
-    return _CONTROL.sub("< ", text)
+    return _CONTROL.sub("< ", text.encode("utf-8", "replace").decode("utf-8"))

@@ -40,9 +40,11 @@ def supervised_dataset(
     Raises:
         ValueError: naming the argument, or file, row (from 1) and field of what cannot be used.
     """
-    if examples_per_update < 1:
-        raise ValueError(f"ptx.examples_per_update: {examples_per_update} given; allowed: above 0")
-    if prompt_template.count("{prompt}") != 1:
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise ValueError(
+            f"ptx.max_tokens: {max_tokens!r} given; allowed: a whole number at least 1"
+        )
+    if not isinstance(prompt_template, str) or prompt_template.count("{prompt}") != 1:
         raise ValueError("ptx.prompt_template: must contain {prompt} exactly once")
     examples: list[tuple[list[int], list[int]]] = []
     for number, values in enumerate(read_rows(source, name, split), start=1):

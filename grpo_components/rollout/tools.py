@@ -19,11 +19,24 @@ from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
 
 Tool = Callable[..., str]
-"""Called with a call's arguments by name; a ValueError is told to the policy, anything else is the
-environment's failure."""
+"""Called with a call's arguments by name, of the kinds that it is annotated with; a ValueError is
+told to the policy, anything else is the environment's failure."""
 
 _SHOWN = 500
 """Last characters of a program's errors that are told."""
+_MOST_CALLS = 8
+"""Of a turn, that are run: a turn of many slow ones would take its rollout's time."""
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+"""That JSON has, and that a tool's arguments can be annotated with."""
+_OPENED = re.compile(r"<tool_call>\s*")
+_ENDED = re.compile(r"</?tool_call>")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -105,11 +118,12 @@ def _sandbox() -> Any:
 
 def _run_contained(sandbox: Any, program: str) -> str:
     outcome = sandbox.run(program)
+    if outcome.status == 0 and not outcome.timed_out:
+        return outcome.stdout
+    told = outcome.stderr[-_SHOWN:] or f"(ended with status {outcome.status})"
     if outcome.timed_out:
-        return f"{outcome.stdout}\n(stopped, it took too long)".lstrip()
-    if outcome.status != 0:
-        return f"{outcome.stdout}\n{outcome.stderr[-_SHOWN:]}".lstrip()
-    return outcome.stdout
+        told = "(stopped, it took too long)"
+    return f"{outcome.stdout}\n{told}".lstrip("\n")
 
 
 class ToolUse:
@@ -123,7 +137,11 @@ class ToolUse:
         call_format: `hermes` (of Qwen2.5 and many others, an object in `<tool_call>` tags with the
             keys `name` and `arguments`) or `llama3_json` (the turn is an object with the keys
             `name` and `parameters`).
-        max_result_characters: of a result; what is longer is cut.
+        max_result_characters: of a result; of a longer one the middle is cut out, because a
+            program's errors stand at its end.
+
+    Raises:
+        ValueError: for a format that is not there, no tools, or a tool without a signature.
     """
 
     def __init__(
@@ -132,10 +150,15 @@ class ToolUse:
         call_format: str = "hermes",
         max_result_characters: int = 1000,
     ) -> None:
-        if call_format not in _FORMATS:
+        if call_format not in tuple(_FORMATS):
             allowed = ", ".join(_FORMATS)
             raise ValueError(f"call_format: {call_format!r} given; allowed: {allowed}")
-        self._tools = dict(tools)
+        if type(max_result_characters) is not int or max_result_characters < 1:
+            given = f"max_result_characters: {max_result_characters!r} given"
+            raise ValueError(f"{given}; allowed: a whole number at least 1")
+        if not tools:
+            raise ValueError("tools: none given; allowed: one or more")
+        self._tools = {name: (tool, _signature(tool)) for name, tool in tools.items()}
         self._find_calls, self._arguments_key, self._frame = _FORMATS[call_format]
         self._max_result_characters = max_result_characters
 
@@ -152,15 +175,19 @@ class ToolUse:
         calls = self._find_calls(text)
         if not calls:
             return Reply(done=True)
-        return Reply(self._frame([self._result(call) for call in calls]))
+        results = [self._result(call) for call in calls[:_MOST_CALLS]]
+        if len(calls) > _MOST_CALLS:
+            results.append(f"error: only the first {_MOST_CALLS} calls of a turn are run")
+        return Reply(self._frame(results))
 
     def _result(self, call: str) -> str:
         try:
             result = self._run(call).rstrip()
         except ValueError as error:
             result = f"error: {error}"
-        if len(result) > self._max_result_characters:
-            result = f"{result[: self._max_result_characters]} (cut)"
+        if (too_many := len(result) - self._max_result_characters) > 0:
+            start = (self._max_result_characters + 1) // 2
+            result = f"{result[:start]} (cut) {result[start + too_many :]}"
         return quoted(result)
 
     def _run(self, call: str) -> str:
@@ -172,15 +199,36 @@ class ToolUse:
         arguments = given.get(self._arguments_key) if isinstance(given, dict) else None
         if not isinstance(arguments, dict):
             raise ValueError(f"the call has another form; expected {form}")
-        tool = self._tools.get(str(given.get("name")))
-        if tool is None:
+        name = str(given.get("name"))
+        if name not in self._tools:
             known = ", ".join(self._tools)
             raise ValueError(f"there is no tool {given.get('name')!r:.50}; known: {known}")
-        try:
-            inspect.signature(tool).bind(**arguments)
-        except TypeError as error:
-            raise ValueError(f"wrong arguments: {error}") from None
-        return tool(**arguments)
+        tool, signature = self._tools[name]
+        _check_arguments(signature, arguments)
+        result = tool(**arguments)
+        if not isinstance(result, str):
+            raise TypeError(f"the tool {name} gave {result!r:.50}; allowed: a text")
+        return result
+
+
+def _signature(tool: Tool) -> inspect.Signature:
+    try:
+        return inspect.signature(tool, eval_str=True)
+    except NameError:  # in an annotation, known to type checkers only
+        return inspect.signature(tool)
+
+
+def _check_arguments(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the tool does not take, of whatever kind the policy wrote them."""
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"wrong arguments: {error}") from None
+    for name in arguments.keys() & signature.parameters.keys():
+        kind, given = signature.parameters[name].annotation, type(arguments[name])
+        known = any(kind is each for each in _KINDS)
+        if known and given is not kind and not (kind is float and given is int):
+            raise ValueError(f"wrong arguments: {name} must be {_KINDS[kind]}")
 
 
 def shipped_tools(
@@ -198,16 +246,29 @@ def shipped_tools(
     Raises:
         ValueError: for a tool or format that is not there.
     """
+    known = f"a list of {', '.join(_TOOLS)}"
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ValueError(f"tools: {tools!r} given; allowed: {known}")
     for name in tools:
         if name not in _TOOLS:
-            raise ValueError(f"tools: {name!r} given; allowed: {', '.join(_TOOLS)}")
+            raise ValueError(f"tools: {name!r} given; allowed: {known}")
     return ToolUse({name: _TOOLS[name]() for name in tools}, call_format, max_result_characters)
 
 
 def _hermes_calls(text: str) -> list[str]:
     """What stands between the tags; a call that is not closed runs to the end."""
-    pieces = text.split("<tool_call>")[1:]
-    return [piece.split("</tool_call>")[0].strip() for piece in pieces]
+    calls = []
+    while found := _OPENED.search(text):
+        text = text[found.end() :]
+        try:
+            inside = json.JSONDecoder().raw_decode(text)[1]  # a program may have the tags, too
+        except (ValueError, RecursionError):
+            inside = 0
+        ended = _ENDED.search(text, inside)
+        end = ended.start() if ended else len(text)
+        calls.append(text[:end].strip())
+        text = text[end:]
+    return calls
 
 
 def _hermes_frame(results: list[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import netrc
 import os
 import sys
@@ -59,22 +58,38 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
         cfg: checked by preflight.
 
     Raises:
-        ValueError: naming what is no data set, or file, row and field of the first prompt that
-            cannot be answered in the policy's context.
+        ValueError: naming what is no data set, file, row and field of the first prompt that cannot
+            be answered in the policy's context, or the key of what else does not fit into it.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
     for key, dataset in data.items():
         _check_rows(key, cfg[key]._component_, dataset)
+    hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
+    vocab_size = hf_config.get("vocab_size")
+    trained = {
+        "model.max_seq_len": cfg.model.get("max_seq_len"),
+        "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
+        "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+    }
+    name, most = _lowest(trained)
     if cfg.train_from:
-        data["dataset"] = RecordedPrompts(cfg.train_from)
+        data["dataset"] = recorded = RecordedPrompts(cfg.train_from)
+        recorded.check(most, name, vocab_size)
+    longest = cfg.ptx and cfg.ptx.get("max_tokens")
+    if isinstance(longest, int) and longest > most:
+        raise ValueError(f"ptx.max_tokens: {longest} given; allowed: at most {most}, {name}")
+    limit = _lowest({"generator.max_model_len": cfg.generator.max_model_len, **trained})
     for key, dataset in data.items():
         if isinstance(dataset, PromptMix):
             nodes, parts = cfg[key].parts, dataset.parts
-            for name in parts:
-                _check_prompts(cfg, f"{key}.parts.{name}", nodes[name], parts[name].prompts)
-        else:
-            _check_prompts(cfg, key, cfg[key], dataset)
+            for part in parts:
+                where = f"{key}.parts.{part}"
+                _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
+        elif not isinstance(
+            dataset, RecordedPrompts
+        ):  # these have their responses, and are checked
+            _check_prompts(cfg, key, cfg[key], dataset, limit, vocab_size)
     return tokenizer, data["dataset"], data["eval_dataset"]
 
 
@@ -94,29 +109,28 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
     raise ValueError(f"{key}: {component} {problem}; allowed: {allowed}")
 
 
-def _check_prompts(cfg: DictConfig, key: str, node: DictConfig, prompts: Any) -> None:
+def _check_prompts(
+    cfg: DictConfig,
+    key: str,
+    node: DictConfig,
+    prompts: Any,
+    limit: tuple[str, int],
+    vocab_size: int | None,
+) -> None:
     """Whether the policy knows a data set's tokens and has room for its prompts and responses."""
     chat, styled = node.get("chat_template"), cfg.tokenizer.get("prompt_template") is not None
     if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
         problem = f"{chat or 'null'} given with tokenizer.prompt_template, which goes unused"
         allowed = "torchtune, or tokenizer.prompt_template: null"
         raise ValueError(f"{key}.chat_template: {problem}; allowed: {allowed}")
-    hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
-    limits = {
-        "generator.max_model_len": cfg.generator.max_model_len,
-        "model.max_seq_len": cfg.model.get("max_seq_len"),
-        "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
-        "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
-    }
-    name, most = min(((k, v) for k, v in limits.items() if v is not None), key=lambda item: item[1])
+    name, most = limit
     most -= cfg.generator.max_response_tokens
-    vocab_size = hf_config.get("vocab_size", math.inf)
     for prompt in map(prompts.__getitem__, range(len(prompts))):
         ids = prompt["prompt_ids"]
         if not 0 < len(ids) <= most:
             problem = f"has {len(ids)} tokens; allowed: 1 to {most}, {name} less "
             problem += "generator.max_response_tokens"
-        elif max(ids) >= vocab_size:
+        elif vocab_size is not None and max(ids) >= vocab_size:
             problem = f"has the token {max(ids)}; allowed: those of base_model_path, whose "
             problem += f"vocab_size is {vocab_size}"
         else:
@@ -136,6 +150,11 @@ def shared_prompts(dataset: Any, held_out: Any) -> str:
     shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
     told = f"eval_dataset: {shared} of its {len(held_out)} prompts are trained on, too"
     return told if shared else ""
+
+
+def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
+    given = [(name, limit) for name, limit in limits.items() if limit is not None]
+    return min(given, key=lambda item: item[1])
 
 
 def parameters_of(component: Any) -> list[inspect.Parameter]:

@@ -68,7 +68,12 @@ TIMEOUTS |= {
 }
 REWARD_KEYS = {"weight": Rule(float, default=1.0), "is_success": Rule(bool, default=False)}
 LR_SCHEDULER: Schema = {"_component_": PATH, "num_warmup_steps": Rule(int, low=0)}  # may be null
-PTX: Schema = {"_component_": PATH, "coeff": Rule(float, low=0)}  # may be null
+PTX: Schema = {  # may be null
+    "_component_": PATH,
+    "coeff": Rule(float, low=0),
+    "examples_per_update": COUNT,
+    "seed": Rule(int, low=0),
+}
 # Sampler settings by vLLM's names, each with the value that leaves the distribution as it is.
 TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 TRUNCATION |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}

@@ -36,6 +36,7 @@ class Evaluation:
         held_out: rows of the evaluation data set; without any there are no evaluations.
         every_n_steps: between two of them; one more comes after the last step.
         num_steps: of the run.
+        max_staleness: policy versions that training may be ahead of the weights it is about.
         first_version: policy version of the weights that generators start with.
         samples: responses to each row.
         batch: responses that one generator samples at a time.
@@ -53,6 +54,7 @@ class Evaluation:
         *,
         every_n_steps: int,
         num_steps: int,
+        max_staleness: int,
         first_version: int,
         samples: int,
         batch: int,
@@ -65,6 +67,7 @@ class Evaluation:
     ) -> None:
         self._held_out, self._samples, self._batch = held_out, samples, batch
         self._every_n_steps, self._num_steps = every_n_steps, num_steps
+        self._max_staleness, self._began = max_staleness, 0
         self._first_version = first_version
         self._temperature, self._timeout_s = temperature, timeout_s
         self._pull, self._scored, self._turns, self._told = pull, scored, turns, told
@@ -89,7 +92,7 @@ class Evaluation:
         if not self._held_out:
             return
         assert self._running is None or self._running.done(), "two evaluations at once"
-        pinned = asyncio.Event()
+        pinned, self._began = asyncio.Event(), step
         self._running = tasks.create_task(self._evaluate(step, generators, pinned))
         await pinned.wait()  # where it fails, the task group cancels this wait
 
@@ -98,9 +101,11 @@ class Evaluation:
 
         Args:
             step: training steps done; one that still runs is waited for where the next is due
-                after another step, or none will come. None waits always.
+                after another step, or none will come, or the groups of another step need newer
+                weights than it lets the generators load. None waits always.
         """
-        due = step is None or step >= self._num_steps or self.due(step + 1)
+        ahead = self._began + self._max_staleness
+        due = step is None or step >= min(self._num_steps, ahead + 1) or self.due(step + 1)
         if due and self._running is not None:
             await asyncio.wait([self._running])
         metrics, self._metrics = self._metrics, {}
@@ -110,6 +115,7 @@ class Evaluation:
         self, step: int, generators: Sequence[Sampling], pinned: asyncio.Event
     ) -> None:
         async with AsyncExitStack() as held:
+            held.enter_context(self._turns.pinning())
             for generator in generators:  # nobody swaps the weights during an evaluation
                 if not generator.role.lost:
                     await held.enter_async_context(generator.pulling)
@@ -187,6 +193,7 @@ def build_evaluation(
         () if cfg.rollout_only or cfg.train_from else held_out,
         every_n_steps=cfg.eval_every_n_steps,
         num_steps=cfg.num_steps,
+        max_staleness=cfg.max_staleness,
         first_version=evaluated_version(cfg),
         samples=cfg.eval.samples_per_prompt,
         batch=cfg.group_size * cfg.rollouts_in_flight,

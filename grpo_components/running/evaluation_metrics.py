@@ -62,7 +62,8 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
     """95 % interval of a mean of shares, for prompts drawn at random.
 
     Wilson's score interval at the effective number of responses: their number over Kish's design
-    effect, because responses to one prompt are alike. With one response each it is Wilson's own.
+    effect, because responses to one prompt are alike. With one response each it is Wilson's own;
+    of a single prompt it is that of one response, however many it has.
 
     Args:
         shares: of right responses to each prompt, between 0 and 1.
@@ -70,7 +71,7 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
     """
     mean, between = fmean(shares), pvariance(shares)
     n = float(len(shares))
-    if 0.0 < mean < 1.0:
+    if 0.0 < mean < 1.0 and len(shares) > 1:
         alone = n * mean * (1.0 - mean)
         n = min(alone / between, num_responses) if between else float(num_responses)
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)

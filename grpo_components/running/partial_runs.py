@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
@@ -28,7 +30,16 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, path: str) -> None:
-        self._prompts = [group[0].prompt_ids.tolist() for group in read_groups(path)]
+        self._path = path
+        self._prompts: list[list[int]] = []
+        self._lengths: list[int] = []
+        """Tokens of each group's longest prompt and response."""
+        self._largest_ids: list[int] = []
+        for group in read_groups(path):
+            self._prompts.append(group[0].prompt_ids.tolist())
+            tokens = [np.concatenate([t.prompt_ids, t.response_ids]) for t in group]
+            self._lengths.append(max(map(len, tokens)))
+            self._largest_ids.append(int(np.concatenate(tokens).max()))
         self.max_prompt_length = max(map(len, self._prompts))
         """Tokens of the longest prompt."""
 
@@ -36,7 +47,28 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
         return len(self._prompts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {"prompt_index": row, "prompt_ids": self._prompts[row]}
+        # There is no text, and whoever tells of a failed sample shows one.
+        text = f"(line {row + 1} of {self._path})"
+        return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
+
+    def check(self, longest: int, limit: str, num_ids: int | None) -> None:
+        """Refuse what the policy cannot read.
+
+        Args:
+            longest: tokens of a prompt and its response at most.
+            limit: what says so.
+            num_ids: token ids that the model has; None where that is not known.
+
+        Raises:
+            ValueError: naming the line of the file.
+        """
+        for row, (length, largest) in enumerate(zip(self._lengths, self._largest_ids, strict=True)):
+            where = f"{self._path}, line {row + 1}, has"
+            if length > longest:
+                problem = f"{where} a prompt and response of {length} tokens"
+                fail("train_from", problem, f"at most {longest}, {limit}")
+            if num_ids is not None and largest >= num_ids:
+                fail("train_from", f"{where} token id {largest}", f"below the model's {num_ids}")
 
 
 def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
@@ -72,8 +104,14 @@ def stand_in_arguments(
 
 
 def evaluated_version(cfg: DictConfig) -> int:
-    """Policy version of the weights that generators start with: 0, or that of our checkpoint."""
-    state = Path(str(cfg.eval_only)) / "state"
+    """Policy version of the weights that generators start with: 0, or that of our checkpoint.
+
+    Args:
+        cfg: checked by preflight.
+    """
+    if not cfg.eval_only:
+        return 0  # where a checkpoint's weights are the base model, versions begin anew
+    state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
     if not (state / "driver.json").is_file():
         return 0
     return read_state(state, "driver")["ledger"]["policy_version"]
@@ -108,22 +146,35 @@ def _check_checkpoint(folder: Path) -> None:
     has_weights = folder.is_dir() and any(
         (*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt"))
     )
-    if not has_weights or not (folder / "config.json").is_file():
-        problem = f"{folder} is no Hugging Face folder with config.json and weights"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if not has_weights or "architectures" not in config:
+        problem = (
+            f"{folder} is no Hugging Face folder with weights, and architectures in config.json"
+        )
         fail("eval_only", problem, "true for base_model_path, or the path of another model")
 
 
 def _check_recorded(values: Mapping[str, Any]) -> None:
-    path = values["train_from"]
+    if values["keep_best"] is not None:
+        fail("keep_best", "given with train_from, which evaluates nothing", "null")
+    if values["reward_model"]["path"] is not None:
+        fail("reward_model.path", "given with train_from, whose rewards are recorded", "null")
+    path, allowed = values["train_from"], f"{TRAJECTORIES} of a run with rollout_only: true"
     if not Path(path).is_file():
-        fail("train_from", f"no file {path}", f"{TRAJECTORIES} of a run with rollout_only: true")
+        fail("train_from", f"no file {path}", allowed)
     try:
         groups = list(read_groups(path))
-    except (ValueError, UnicodeDecodeError) as error:
-        fail("train_from", str(error), f"{TRAJECTORIES} of a run with rollout_only: true")
+    except ValueError as error:
+        fail("train_from", str(error), allowed)
+    if not groups:
+        fail("train_from", f"{path} is empty", allowed)
     if len(groups) < values["groups_per_step"]:
         problem = f"{path} has {len(groups)} groups, fewer than a step trains"
-        fail("groups_per_step", f"{values['groups_per_step']} given, and {problem}", "fewer")
+        given = f"{values['groups_per_step']} given, and {problem}"
+        fail("groups_per_step", given, f"at most {len(groups)}")
     if other := {len(group) for group in groups} - {values["group_size"]}:
         problem = f"{values['group_size']} given, and {path} has groups of {min(other)}"
         fail("group_size", problem, str(min(other)))

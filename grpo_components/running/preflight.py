@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "ptx": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
 }
-REWARD_CALL = dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"))
+REWARD_CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 _PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.\[\]-]+\}")
 # Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -278,9 +278,10 @@ def _check_reward_model(path: str | None) -> None:
 def _check_output_dir(v: dict[str, Any]) -> None:
     output_dir = Path(v["output_dir"]).resolve()
     # A used output_dir is moved aside, with everything that lies in it.
-    for inside in (Path(v["base_model_path"]), Path.cwd()):
+    read_later = (v["base_model_path"], v["eval_only"], v["train_from"], v["reward_model"]["path"])
+    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), Path.cwd()):
         if inside.resolve().is_relative_to(output_dir):
-            fail("output_dir", f"{inside} lies in {output_dir}", "a folder for runs alone")
+            fail("output_dir", f"{inside} lies in {output_dir}", "a folder for this run alone")
     if output_dir.is_relative_to(Path(v["base_model_path"]).resolve()):
         fail("output_dir", f"{output_dir} lies in base_model_path", "a folder outside of it")
     nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
@@ -301,17 +302,14 @@ def _check_components(v: dict[str, Any]) -> None:
         _check_arguments(f"environment.{name}", part, 0, ())
         if part["_component_"].startswith("grpo_components."):
             build(f"environment.{name}", OmegaConf.create(part))
+    if v["environment"]["_component_"].endswith(".MultiTurnEnvironment"):
+        _check_world(v["environment"])
     for name, node in v["rewards"].items():
         arguments = {key: node[key] for key in node if key not in REWARD_KEYS}
         reward = _check_arguments(f"rewards.{name}", arguments, 0, ())
+        _check_call(f"rewards.{name}", reward, REWARD_CALL, by_name=True)
         if not inspect.isclass(reward):
-            continue  # of a function, nobody knows what it makes
-        calls = [vars(base)["__call__"] for base in reward.__mro__ if "__call__" in vars(base)]
-        try:
-            inspect.signature(calls[0]).bind(None, **REWARD_CALL)
-        except (IndexError, TypeError) as error:
-            problem = f"objects of {node['_component_']} cannot be called: {error}"
-            fail(f"rewards.{name}", problem, f"a class called with {', '.join(REWARD_CALL)}")
+            continue
         if node["_component_"].startswith("grpo_components."):
             # Ours are quick to make, and say what is wrong.
             made = config.instantiate(OmegaConf.create(arguments))
@@ -319,6 +317,28 @@ def _check_components(v: dict[str, Any]) -> None:
             if getattr(made, "wall_s", 0) >= limit_s:  # slow programs would be failed samples
                 problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
                 fail(f"rewards.{name}.wall_s", problem, "a number below timeouts.reward_s")
+
+
+def _check_world(environment: dict[str, Any]) -> None:
+    world = environment["world"]
+    if "world" not in nested_components(environment):
+        fail("environment.world", f"{shown(world)} given", "`_component_` and its arguments")
+    component = _get_component_from_path(world["_component_"])
+    _check_call("environment.world", component, ("prompt", "seed"), by_name=False)
+
+
+def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: bool) -> None:
+    """Refuse a class whose objects cannot be called so."""
+    if not inspect.isclass(component):
+        return  # of a function, nobody knows what it makes
+    calls = [vars(base)["__call__"] for base in component.__mro__ if "__call__" in vars(base)]
+    places, names = ((), dict.fromkeys(arguments)) if by_name else (arguments, {})
+    try:
+        inspect.signature(calls[0]).bind(None, *places, **names)
+    except (IndexError, TypeError) as error:
+        path = f"{component.__module__}.{component.__qualname__}"
+        problem = f"objects of {path} cannot be called: {error}"
+        fail(key, problem, f"a class called with {', '.join(arguments)}")
 
 
 def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tuple[str, ...]) -> Any:
@@ -342,6 +362,9 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
             allowed = [*named, *REWARD_KEYS] if key.startswith("rewards.") else list(named)
             meant = nearest(name, allowed, f"{key}.")
             fail(f"{key}.{name}", f"unknown argument of {path}", meant)
+    for name in given:
+        if name in by_name:
+            fail(f"{key}.{name}", "given, and the recipe sets it", "without it")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given and name not in by_name:
             fail(f"{key}.{name}", "missing", f"the argument of {path}")

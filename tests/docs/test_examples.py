@@ -51,17 +51,21 @@ FILES = [pytest.param(page, name, id=name) for page in PAGES for name in files(p
 
 @pytest.fixture
 def folder_of(tmp_path, monkeypatch):
-    """Stand in a folder with a page's files, from which they are imported."""
+    """Stand in a folder with a page's files, from which they are imported; until the test ends."""
+    modules = {name.removesuffix(".py") for page in PAGES for name in files(page)}
 
     def enter(page):
         for name, text in files(page).items():
             (tmp_path / name).write_text(text)
-            monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
         return tmp_path
 
-    return enter
+    theirs = {name: sys.modules.pop(name) for name in modules & sys.modules.keys()}
+    yield enter
+    for name in modules:
+        sys.modules.pop(name, None)
+    sys.modules.update(theirs)  # of other tests
 
 
 def test_there_are_examples():

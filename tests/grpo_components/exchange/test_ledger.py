@@ -156,6 +156,22 @@ def test_an_admission_that_is_never_granted_says_what_it_waited_for():
     asyncio.run(run())
 
 
+def test_no_wait_ends_while_an_evaluation_keeps_the_weights():
+    """However long it takes; the time-out counts from its end."""
+
+    async def run():
+        ledger = make(eta=0, groups_per_step=1, num_steps=5)
+        await admit_all(ledger)
+        with ledger.turns.pinning():
+            waiting = asyncio.create_task(ledger.admit("generator_0", timeout_s=0.001))
+            done, _ = await asyncio.wait([waiting], timeout=0.05)
+            assert not done
+        with pytest.raises(TimeoutError):
+            await waiting
+
+    asyncio.run(run())
+
+
 @settings(max_examples=150)
 @given(
     eta=st.integers(0, 3),

@@ -1,6 +1,7 @@
 """Groups come out of a file as they went in, and the stand-ins speak as the roles do."""
 
 import inspect
+import json
 import math
 
 import numpy as np
@@ -106,13 +107,66 @@ def test_only_the_first_rank_writes_and_a_new_life_begins_anew(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "{}", '{"prompt_index": 0, "prompt_ids": [1], "responses": []}', "3"],
+    [
+        "{",
+        "{}",
+        '{"prompt_index": 0, "prompt_ids": [1], "responses": []}',
+        "3",
+        "[" * 10**5,
+        "\udcff",
+    ],
+    ids=range(6),
 )
 def test_a_line_that_is_no_group_is_named(tmp_path, line):
     path = tmp_path / "trajectories.jsonl"
-    path.write_text(group_line([make(0, [-1.0])]) + "\n" + line + "\n")
+    text = group_line([make(0, [-1.0])]) + "\n" + line + "\n"
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=r"trajectories.jsonl, line 2: no group of responses"):
         list(read_groups(path))
+
+
+FAILED = {"finish_reason": "error", "reward": None, "error": "it failed"}
+IMPOSSIBLE = [
+    ({"generator_logprobs": [math.nan, -1.0]}, "generator_logprobs not finite"),
+    ({"generator_logprobs": [0.3, 0.9]}, "generator_logprobs above 0"),
+    ({"generator_logprobs": [None, -1.0]}, "generator_logprobs must be a list of numbers"),
+    ({"generator_logprobs": [-1.0]}, "generator_logprobs has not 2 entries"),
+    ({"response_ids": [1.5, 2]}, "response_ids must be a list of whole numbers"),
+    ({"response_ids": ["1", "2"]}, "response_ids must be a list of whole numbers"),
+    ({"response_ids": [10**30, 2]}, "response_ids must be a list of whole numbers"),
+    ({"response_ids": [-1, 2]}, "response_ids below 0"),
+    ({"response_mask": [1, 0]}, "response_mask must be a list of true and false"),
+    ({"response_mask": [False, False]}, "response_mask has no true"),
+    ({"token_versions": [10**12, 0]}, "out of bounds for int32"),
+    ({"finish_reason": "end"}, "finish_reason is none of stop, length"),
+    ({"reward": None}, "reward must be a number"),
+    ({"reward": math.inf}, "reward must be a number"),
+    ({**FAILED, "reward": 1.0}, "reward must be a number, or null beside"),
+    ({**FAILED, "error": None}, "reward must be a number, or null beside"),
+    ({"temperature": 0}, "temperature must be a number above 0"),
+    ({"temperature": "1"}, "temperature must be a number above 0"),
+    ({"success": "no"}, "success must be true or false"),
+    ({"reward_terms": [1]}, "reward_terms must be numbers by name"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), IMPOSSIBLE)
+def test_a_response_that_no_run_could_have_written_is_refused(tmp_path, changes, problem):
+    """Whatever is learned from it would be wrong, and nobody would know."""
+    path = tmp_path / "trajectories.jsonl"
+    record = json.loads(group_line([make(0, [-1.0, -2.0])]))
+    path.write_text(json.dumps(record))
+    assert len(list(read_groups(path))) == 1
+    record["responses"][0] |= changes
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"line 1: no group of responses, .*{problem}"):
+        list(read_groups(path))
+
+
+def test_a_failed_response_without_tokens_is_one(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text(group_line([make(0, [], math.nan), make(0, [-1.0])]))
+    assert [t.failed for t in next(read_groups(path))] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,61 @@ def test_without_an_answer_of_the_world_the_prompts_counts(module):
     assert answers == ["42"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [
+        ({"text": None}, "a text"),
+        ({"text": b"Go"}, "a text"),
+        ({"done": "no"}, "True or False"),
+        ({"rewards": [0.5]}, "finite numbers by name"),
+        ({"rewards": {"hint": "0.5"}}, "finite numbers by name"),
+        ({"rewards": {"hint": float("nan")}}, "finite numbers by name"),
+        ({"rewards": {3: 0.5}}, "finite numbers by name"),
+        ({"answer": 42}, "a text or None"),
+    ],
+)
+def test_a_reply_of_another_kind_fails_where_the_world_made_it(wrong, allowed):
+    with pytest.raises(
+        ValueError, match=rf"^Reply\.{next(iter(wrong))}: .* given; allowed: {allowed}"
+    ):
+        Reply(**wrong)
+
+
+def test_a_reply_takes_numpys_numbers():
+    reply = Reply(done=np.bool_(True), rewards={"hint": np.float32(0.5), "cost": -1})
+    assert reply.done and sum(reply.rewards.values()) == -0.5
+
+
+@pytest.mark.parametrize("answered", [None, "Go", ("Go", True)])
+def test_a_world_that_answers_no_reply_says_what_it_answered(module, answered):
+    with pytest.raises(TypeError, match=r"the world answered .*; allowed: a Reply"):
+        rollout(module, make(lambda prompt, seed: lambda text: answered), Says("x"))
+    with pytest.raises(TypeError, match=r"the world began with .*; allowed: what can be called"):
+        rollout(module, make(lambda prompt, seed: answered), Says("x"))
+
+
+def test_what_a_world_does_to_its_prompt_is_seen_by_no_other_conversation(module):
+    """Siblings and repeated groups have one row of the data set."""
+    seen, row = [], prompt(0) | {"board": [0]}
+
+    def world(prompt, seed):
+        seen.append(list(prompt["board"]))
+        prompt["board"].append(1)
+        return lambda text: Reply(done=True)
+
+    for _ in range(2):
+        env = make(world, num_slots=2)
+        env.ask([{**row, "seed": seed} for seed in (1, 2)])
+        module.GroupCollector(env, Says("x")).rollout()
+    assert seen == [[0]] * 4 and row["board"] == [0]
+
+
+def test_where_the_world_says_nothing_the_policy_goes_on_by_itself(module):
+    policy = Says("ab")
+    record = rollout(module, make(world_of(Reply(), Reply(), Reply(done=True))), policy)
+    assert policy.seen == ["Q?", "Q?ab", "Q?abab"] and record.response_mask.all()
+
+
 # ---- limits -------------------------------------------------------------------------------------
 
 
@@ -200,6 +255,14 @@ def test_no_response_passes_a_limit_and_one_that_meets_it_ends_with_length(
     assert record.response_mask[-1], "nothing is said that the policy does not hear"
     ended_itself = len(begun) == len(turns) and begun[-1] == turns[-1][0]
     assert record.finish_reason == ("stop" if ended_itself else "length")
+
+
+def test_what_can_never_fit_is_not_even_tokenized(module, monkeypatch):
+    """It could take longer than its rollout may: that is a limit, and no failure of the world."""
+    env = make(world_of(Reply("w" * 10**6)), max_response_tokens=30)
+    monkeypatch.setattr(env, "_encode", None)
+    record = rollout(module, env, Says("x"))
+    assert record.finish_reason == "length" and record.response_ids.tolist() == ids("x")
 
 
 def test_a_policy_without_room_says_which_limit_it_is(module):

@@ -1,7 +1,12 @@
 """Control tokens are found in a frame by their names, and never in what is quoted."""
 
+import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from torchtune.models.gemma import gemma_tokenizer
+from torchtune.models.llama2 import llama2_tokenizer
+from torchtune.models.phi3 import phi3_mini_tokenizer
 
 from grpo_components.rollout.observation_text import encode_text, quoted
 
@@ -18,6 +23,7 @@ class Tokenizer:
 
 
 NAMES = ["<|eot_id|>", "<|im_end|>", "<|im_end|>|", "<tool_call>", "</tool_response>"]
+NAMES += ["<end_of_turn>", "<start_of_turn>", "<\uff5cUser\uff5c>"]
 NUMBERS = {name: -1 - number for number, name in enumerate(NAMES)}
 PARTS = st.lists(st.one_of(st.sampled_from(NAMES[:2]), st.text(alphabet="ab \n", min_size=1)))
 
@@ -38,6 +44,43 @@ def test_of_two_control_tokens_that_begin_alike_the_longer_is_meant():
 
 def test_a_tokenizer_without_control_tokens_spells_all():
     assert encode_text(Tokenizer({}), "a<") == [97, 60]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Makes a small SentencePiece vocabulary."""
+
+    def train(**settings):
+        prefix = str(tmp_path_factory.mktemp("tokenizer") / "small")
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the number is too low", "too high"] * 20),
+            model_prefix=prefix,
+            vocab_size=292,
+            byte_fallback=True,
+            remove_extra_whitespaces=False,
+            normalization_rule_name="identity",
+            model_type="bpe",
+            minloglevel=2,
+            **settings,
+        )
+        return f"{prefix}.model"
+
+    return train
+
+
+LIKE_GEMMA = {"add_dummy_prefix": False, "user_defined_symbols": ["\n", "\n\n"]}
+
+
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [(llama2_tokenizer, {}), (phi3_mini_tokenizer, {}), (gemma_tokenizer, LIKE_GEMMA)],
+)
+def test_what_is_said_after_a_turn_begins_as_it_was_said(train, build, settings):
+    """Where a vocabulary begins each text with a space, or has two newlines as one token."""
+    tokenizer = build(train(**settings))
+    turn = tokenizer.encode("number", add_bos=False, add_eos=False)
+    for text in ("too low", "\ntoo low\n", "\n\nthe", " the", "  ", ""):
+        assert tokenizer.decode(turn + encode_text(tokenizer, text)) == f"number{text}"
 
 
 @given(st.lists(st.one_of(st.sampled_from(NAMES), st.text(alphabet="<|/>ab"))))

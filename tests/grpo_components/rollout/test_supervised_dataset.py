@@ -38,7 +38,8 @@ def test_a_prompt_has_no_end_and_a_response_has_one(load):
         ([{"prompt": "a" * 5, "response": "b" * 3}], {}, "row 1: has 10 tokens, ptx.max_tokens"),
         ([], {}, "has no rows"),
         ([], {"prompt_template": "a"}, "ptx.prompt_template: must contain"),
-        ([], {"examples_per_update": 0}, "ptx.examples_per_update: 0 given; allowed: above 0"),
+        ([], {"prompt_template": None}, "ptx.prompt_template: must contain"),
+        ([], {"max_tokens": "80"}, "ptx.max_tokens: '80' given; allowed: a whole number"),
     ],
 )
 def test_what_cannot_be_used_is_named(load, rows, arguments, problem):

@@ -108,6 +108,24 @@ def test_several_calls_of_a_turn_are_answered_in_their_order():
     ]
 
 
+@pytest.mark.parametrize("inside", ["<tool_call>", "</tool_call>", "a</tool_call>\n<tool_call>b"])
+def test_the_tags_in_an_argument_are_a_part_of_it(inside):
+    world = ToolUse({"echo": lambda text: text.replace("<", "(")})
+    text = said_to(hermes(name="echo", arguments={"text": inside}) * 2, world).text
+    assert text.count(inside.replace("<", "(")) == text.count("<tool_response>") == 2
+
+
+def test_calls_without_end_are_run_as_far_as_a_turn_may():
+    """Each may take the sandbox seconds, and all together have what their rollout has."""
+    ran = []
+    world = ToolUse({"note": lambda text: ran.append(text) or "noted"})
+    text = said_to(
+        "".join(hermes(name="note", arguments={"text": f"{i}"}) for i in range(99)), world
+    )
+    assert ran == [f"{i}" for i in range(8)]
+    assert text.text.count("noted") == 8 and text.text.count("error: only the first 8 calls") == 1
+
+
 def test_a_llama_call_is_answered_as_its_template_has_it():
     world = ToolUse({"calculator": calculator}, "llama3_json")
     call = json.dumps({"name": "calculator", "parameters": {"expression": "3+4"}})
@@ -161,6 +179,46 @@ def test_a_result_cannot_open_a_turn_of_its_own_nor_flood_the_response():
     assert "<tool_call>" not in text and "(cut)" in text and len(text) < 200
 
 
+def test_of_a_long_result_the_beginning_and_the_end_are_told():
+    world = ToolUse({"page": lambda: "first" + "x" * 500 + "last"}, max_result_characters=9)
+    assert "\nfirst (cut) last\n" in said_to(hermes(name="page", arguments={}), world).text
+    world = ToolUse({"page": lambda: "only"}, max_result_characters=1)
+    assert "\no (cut) \n" in said_to(hermes(name="page", arguments={}), world).text
+
+
+def test_a_result_that_is_no_unicode_text_is_told_all_the_same():
+    """JSON can hold half a surrogate pair, and no tokenizer takes one."""
+    world = ToolUse({"echo": lambda text: text})
+    assert "\na?b\n" in said_to(hermes(name="echo", arguments={"text": "a\ud800b"}), world).text
+
+
+def annotated(text: str, often: int = 1, scale: "float" = 1.0, *, whole: bool = False, **more: str):
+    return f"{text * often} {scale} {whole} {more}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"text": "a", "often": 2, "scale": 3, "whole": True, "x": 1}, "aa 3 True {'x': 1}"),
+        ({"text": 5}, "error: wrong arguments: text must be a text"),
+        ({"text": None}, "error: wrong arguments: text must be a text"),
+        ({"text": "a", "often": 2.5}, "error: wrong arguments: often must be a whole number"),
+        ({"text": "a", "often": True}, "error: wrong arguments: often must be a whole number"),
+        ({"text": "a", "scale": "3"}, "error: wrong arguments: scale must be a number"),
+        ({"text": "a", "whole": 1}, "error: wrong arguments: whole must be true or false"),
+    ],
+)
+def test_a_policy_that_writes_an_argument_of_another_kind_is_told(arguments, told):
+    """A tool that is annotated needs no checks of its own."""
+    world = ToolUse({"annotated": annotated})
+    assert f"\n{told}\n" in said_to(hermes(name="annotated", arguments=arguments), world).text
+
+
+def test_a_tool_that_gives_no_text_is_named():
+    with pytest.raises(TypeError, match="the tool count gave 3; allowed: a text"):
+        said_to(hermes(name="count", arguments={}), ToolUse({"count": lambda: 3}))
+
+
 def test_a_tool_that_breaks_is_no_error_of_the_policys():
     def broken(text):
         raise OSError("no disk")
@@ -187,6 +245,14 @@ def test_the_python_tool_runs_the_program_where_it_is_told_to():
         ({"status": 0, "stdout": "12\n", "stderr": "", "timed_out": False}, "12\n"),
         ({"status": 1, "stdout": "", "stderr": "NameError: x", "timed_out": False}, "NameError: x"),
         (
+            {"status": 1, "stdout": "  12\n", "stderr": "NameError: x", "timed_out": False},
+            "  12\n\nNameError: x",
+        ),
+        (
+            {"status": 137, "stdout": "", "stderr": "", "timed_out": False},
+            "(ended with status 137)",
+        ),
+        (
             {"status": 137, "stdout": "a", "stderr": "", "timed_out": True},
             "a\n(stopped, it took too long)",
         ),
@@ -201,7 +267,34 @@ def test_tools_and_formats_go_by_names_that_are_known():
     assert not said_to(
         hermes(name="calculator", arguments={"expression": "1"}), shipped_tools()
     ).done
-    with pytest.raises(ValueError, match=r"tools: 'browser' given; allowed: calculator, python"):
+    with pytest.raises(
+        ValueError, match=r"tools: 'browser' given; allowed: a list of calculator, py"
+    ):
         shipped_tools(["browser"])
     with pytest.raises(ValueError, match=r"call_format: 'xml' given; allowed: hermes, llama3_json"):
         shipped_tools(["calculator"], "xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            {"tools": "calculator"},
+            "tools: 'calculator' given; allowed: a list of calculator, python",
+        ),
+        ({"tools": None}, "tools: None given; allowed: a list"),
+        ({"tools": []}, "tools: none given; allowed: one or more"),
+        (
+            {"call_format": ["hermes"]},
+            r"call_format: \['hermes'\] given; allowed: hermes, llama3_json",
+        ),
+        ({"max_result_characters": 0}, "max_result_characters: 0 given; allowed: a whole number"),
+        (
+            {"max_result_characters": "9"},
+            "max_result_characters: '9' given; allowed: a whole number",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_by_their_names(arguments, problem):
+    with pytest.raises(ValueError, match=problem):
+        shipped_tools(**arguments)

@@ -261,6 +261,7 @@ def data_cfg(tmp_path, monkeypatch):
             "generator": {"max_response_tokens": 10, "max_model_len": None},
             "tokens_per_micro_batch": 100,
             "train_from": None,
+            "ptx": None,
         }
     )
 
@@ -370,6 +371,33 @@ def test_prompts_that_are_trained_on_and_held_out_are_counted():
     told = "eval_dataset: 1 of its 2 prompts are trained on, too"
     assert shared_prompts(trained, held_out) == told
     assert shared_prompts(trained[:1], held_out) == ""
+
+
+def test_recorded_groups_need_room_for_what_was_said_and_no_more(data_cfg, tmp_path):
+    """The prompt's 20 tokens and the longest response would not fit; the recorded token does."""
+    response = {"response_ids": [4], "response_mask": [True], "generator_logprobs": [-1.0]}
+    response |= {"token_versions": [0], "temperature": 1.0, "finish_reason": "stop", "reward": 1.0}
+    response |= {"reward_terms": {}, "success": True, "error": None}
+    group = {"prompt_index": 0, "prompt_ids": [3] * 20, "responses": [response]}
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps(group))
+    data_cfg.train_from = str(tmp_path / "trajectories.jsonl")
+    data_cfg.eval_dataset.num_rows = 1
+    data_cfg.tokens_per_micro_batch = 21
+    assert len(build_data(data_cfg)[1]) == 1
+    data_cfg.tokens_per_micro_batch = 20
+    with pytest.raises(ValueError, match=r"^train_from: .* 21 tokens; .* 20, tokens_per_micro_"):
+        build_data(data_cfg)
+
+
+def test_supervised_examples_have_to_fit_into_the_policys_context(data_cfg):
+    """Or the run would end in its first step."""
+    data_cfg.ptx = {"_component_": "my_data.examples", "max_tokens": 30}
+    LIMITS["model.max_seq_len"](data_cfg, 30)
+    build_data(data_cfg)
+    LIMITS["model.max_seq_len"](data_cfg, 29)
+    data_cfg.dataset.num_rows = data_cfg.eval_dataset.num_rows = 1
+    with pytest.raises(ValueError, match=r"^ptx\.max_tokens: 30 given; .* 29, model.max_seq_len"):
+        build_data(data_cfg)
 
 
 MIXED = "grpo_components.rollout.prompt_mix.mixed_dataset"

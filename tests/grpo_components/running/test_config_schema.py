@@ -63,3 +63,14 @@ def test_a_number_that_may_follow_a_schedule_says_so_when_it_is_refused():
         read("optimizer", "lr", 0)
     with pytest.raises(ValueError, match=r"a whole number at least 1$"):
         read("generator", "max_response_tokens", LINEAR)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("coeff", -0.1), ("examples_per_update", 1.5), ("examples_per_update", 0), ("seed", -1)],
+)
+def test_supervised_examples_are_counted_before_the_trainer_starts(key, wrong):
+    """It would fail in its first step."""
+    assert read("ptx", key, 1) == 1
+    with pytest.raises(ValueError, match=rf"^ptx\.{key}: {wrong} given; allowed: "):
+        read("ptx", key, wrong)

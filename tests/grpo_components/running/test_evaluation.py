@@ -1,6 +1,7 @@
 """An evaluation covers every held-out prompt, at one version, whoever is left to sample."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -54,7 +55,13 @@ class Run:
         self.generators, self.published, self.told = generators, 7, []
         self.evaluation = Evaluation(
             range(rows),
-            **{"every_n_steps": 5, "num_steps": 50, "first_version": 0, **schedule},
+            **{
+                "every_n_steps": 5,
+                "num_steps": 50,
+                "max_staleness": 9,
+                "first_version": 0,
+                **schedule,
+            },
             samples=samples,
             batch=4,
             temperature=as_schedule("eval.temperature", temperature),
@@ -123,16 +130,13 @@ def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
     asyncio.run(train())
 
 
-@pytest.mark.parametrize(
-    ("every", "expected"), [(1, {3, 4, 5, 6}), (2, {3, 5, 6}), (5, {4, 5, 6}), (9, {5, 6})]
-)
-def test_a_steps_record_waits_where_the_next_evaluation_is_near(every, expected):
-    """So that each has a record of its own, and the last is not lost."""
+def waits_at(**schedule):
+    """Those of the steps 3 to 6 whose record waits for the evaluation that began after step 3."""
 
     async def step(number):
         generator = FakeGenerator()
         generator.role.may_answer.clear()
-        run = Run(generator, every_n_steps=every, num_steps=6)
+        run = Run(generator, **schedule)
         async with asyncio.TaskGroup() as tasks:
             await run.begin(tasks)
             record = tasks.create_task(run.evaluation.finished(number))
@@ -144,7 +148,40 @@ def test_a_steps_record_waits_where_the_next_evaluation_is_near(every, expected)
     async def steps():
         return {number for number in (3, 4, 5, 6) if await step(number)}
 
-    assert asyncio.run(steps()) == expected
+    return asyncio.run(steps())
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(1, {3, 4, 5, 6}), (2, {3, 5, 6}), (5, {4, 5, 6}), (9, {5, 6})]
+)
+def test_a_steps_record_waits_where_the_next_evaluation_is_near(every, expected):
+    """So that each has a record of its own, and the last is not lost."""
+    assert waits_at(every_n_steps=every, num_steps=6) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "expected"), [(0, {4, 5, 6}), (1, {5, 6}), (2, {6}), (3, set())]
+)
+def test_training_waits_where_its_next_groups_need_newer_weights(max_staleness, expected):
+    """There it would wait for a batch, and that has a time-out."""
+    assert waits_at(every_n_steps=50, max_staleness=max_staleness) == expected
+
+
+@pytest.mark.parametrize("fails_with", [None, RoleFailedError("generator_0", "died", "a.log", "")])
+def test_nobody_who_waits_meanwhile_gives_up_for_it(fails_with):
+    """And afterwards they may again, however it has ended."""
+    generator = FakeGenerator(fails_with)
+    run = Run(generator)
+    turns, seen = run.evaluation._turns, []
+
+    async def pull(generator, cause):
+        seen.append(turns.pinned)
+        await run.pull(generator, cause)
+
+    run.evaluation._pull = pull
+    with contextlib.suppress(ExceptionGroup):
+        run.whole()
+    assert seen == [True] and not turns.pinned
 
 
 def test_evaluations_are_due_every_n_steps_and_after_the_last():

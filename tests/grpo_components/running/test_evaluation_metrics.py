@@ -93,6 +93,12 @@ def test_intervals_have_the_truth_as_often_as_they_say(alike):
     assert 0.92 <= held / 400 <= 0.98
 
 
+def test_many_responses_to_one_prompt_say_little_about_others():
+    assert share_interval([0.5], 64) == share_interval([0.5], 1)
+    low, high = share_interval([0.5], 64)
+    assert low < 0.1 and high > 0.9
+
+
 def test_one_prompt_has_no_interval_of_its_reward():
     assert all(map(math.isnan, mean_interval([0.5])))
 

@@ -1,11 +1,15 @@
 """Half a run is refused where it cannot be, and is made of the right roles where it can."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.exchange.state_files import write_state
 from grpo_components.exchange.trajectory_file import group_line
+from grpo_components.running.failed_samples import FailedSamples
 from grpo_components.running.partial_runs import (
     RecordedPrompts,
     check_partial_run,
@@ -13,7 +17,7 @@ from grpo_components.running.partial_runs import (
     roles_of,
     stand_in_arguments,
 )
-from grpo_components.trajectory import Trajectory
+from grpo_components.trajectory import Trajectory, summarize
 
 
 def group(version=0, size=2):
@@ -44,6 +48,7 @@ def recorded(tmp_path):
 def values(**changes):
     whole = {"eval_only": False, "rollout_only": False, "train_from": None, "replay_events": None}
     rest = {"resume_from_checkpoint": False, "groups_per_step": 2, "group_size": 2}
+    rest |= {"keep_best": None, "reward_model": {"path": None}}
     return {**whole, **rest, "num_steps": 4, "max_staleness": 3, "output_dir": "/run", **changes}
 
 
@@ -71,14 +76,39 @@ def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path):
     assert refusal(train_from=recorded, group_size=3).startswith("group_size: 3 given, and ")
     assert refusal(train_from=recorded, groups_per_step=5).startswith("groups_per_step: 5 given")
     assert "at least 3 " in refusal(train_from=recorded, max_staleness=2)
+    (tmp_path / "empty").touch()
+    assert refusal(train_from=str(tmp_path / "empty")).startswith("train_from: ")
     (tmp_path / "torn").write_text("{")
     assert "torn, line 1: no group" in refusal(train_from=str(tmp_path / "torn"))
 
 
+def test_what_only_an_evaluation_or_a_generator_gives_is_refused_without_them(recorded):
+    problem = refusal(train_from=recorded, keep_best="eval/success_rate")
+    assert problem.startswith("keep_best: given with train_from")
+    problem = refusal(train_from=recorded, reward_model={"path": "/classifier"})
+    assert problem.startswith("reward_model.path: given with train_from")
+
+
+def test_recorded_tokens_that_the_model_does_not_have_are_refused_by_their_line(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    longer = [replace(each, prompt_ids=np.arange(9)) for each in group()]
+    path.write_text(group_line(group()) + "\n" + group_line(longer) + "\n")
+    prompts = RecordedPrompts(str(path))
+    prompts.check(11, "the model's", 9)
+    prompts.check(11, "the model's", None)
+    with pytest.raises(ValueError, match=r"line 2, has a prompt and response of 11 tokens; .* 10,"):
+        prompts.check(10, "the model's", 9)
+    with pytest.raises(ValueError, match=r"^train_from: .*line 2, has token id 8; allowed: below"):
+        prompts.check(11, "the model's", 8)
+
+
 def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
     assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
-    (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
+    for other in ("", "{", "[]", '{"model_type": "qwen2"}'):
+        (tmp_path / "config.json").write_text(other)
+        assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     check_partial_run(values(eval_only=str(tmp_path)))
 
 
@@ -103,7 +133,16 @@ def test_the_other_half_is_stood_in_for(recorded):
     assert stand_in_arguments(train, *whole)[1] == {"path": recorded, "min_living": 1}
     prompts = RecordedPrompts(recorded)
     assert (len(prompts), prompts.max_prompt_length) == (4, 3)
-    assert prompts[2] == {"prompt_index": 2, "prompt_ids": [0, 1, 2]}
+    text = f"(line 3 of {recorded})"
+    assert prompts[2] == {"prompt_index": 2, "prompt_ids": [0, 1, 2], "prompt_text": text}
+
+
+def test_a_recorded_sample_that_failed_is_told_of_by_its_line(recorded, tmp_path):
+    failures = FailedSamples(9, tmp_path, 0, note=print)
+    entry = LedgerEntry(5, RecordedPrompts(recorded)[2], 0, 0, 0, 0)
+    failed = replace(group()[0], finish_reason="error", error="it failed", reward=float("nan"))
+    assert not failures.in_group(entry, summarize([failed, *group(size=1)]))
+    assert "(line 3 of " in (tmp_path / "failed_samples.jsonl").read_text()
 
 
 def test_an_own_checkpoint_is_evaluated_under_its_version(tmp_path):
@@ -114,3 +153,5 @@ def test_an_own_checkpoint_is_evaluated_under_its_version(tmp_path):
     assert evaluated_version(evaluated) == evaluated_version(cfg()) == 0
     write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
     assert evaluated_version(evaluated) == 7
+    assert evaluated_version(cfg(eval_only=True, base_model_path=str(tmp_path))) == 7
+    assert evaluated_version(cfg(eval_only=False, base_model_path=str(tmp_path))) == 0

@@ -382,6 +382,16 @@ def test_an_output_folder_never_holds_what_is_not_of_the_run(cfg, tmp_path, monk
     assert refusal(cfg, "output_dir=.").startswith("output_dir: ")
     assert refusal(cfg, f"output_dir={cfg.base_model_path}").startswith("output_dir: ")
     preflight.check(changed(cfg, "output_dir=run"))
+
+
+@pytest.mark.parametrize("key", ["eval_only", "train_from", "reward_model.path"])
+def test_what_is_read_while_the_run_goes_on_is_not_moved_aside(cfg, key):
+    """As where a run's own checkpoint is evaluated into the run's folder."""
+    inside = f"{cfg.output_dir}/checkpoints/best"
+    Path(inside).mkdir(parents=True)
+    classifier = {"architectures": ["SomeForSequenceClassification"]}
+    Path(inside, "config.json").write_text(json.dumps(classifier))
+    assert refusal(cfg, f"{key}={inside}").startswith(f"output_dir: {inside} lies in ")
     assert not Path("run").exists(), "checking leaves nothing behind"
 
 
@@ -495,6 +505,11 @@ MULTI_TURN = (
             "at most generator.max_response_tokens = 32",
         ),
         (["environment.turns=3"], "environment.turns: unknown argument", "max_turns"),
+        (
+            ["environment.num_slots=3"],
+            "environment.num_slots: given, and the recipe sets",
+            "without",
+        ),
         (["~environment.world"], "environment.world: missing", "MultiTurnEnvironment"),
         (["environment.world.tool=[]"], "environment.world.tool: unknown", "world.tools"),
         (
@@ -507,6 +522,16 @@ MULTI_TURN = (
             "environment.world._component_: my_worlds.Nowhere cannot be imported",
             "a dotted path",
         ),
+        (
+            ["environment.world=my_worlds.SecretDigit"],
+            "environment.world: 'my_worlds.SecretDigit' given",
+            "`_component_` and its arguments",
+        ),
+        (
+            ["environment.world._component_=their_worlds.Forgetful", "~environment.world.tools"],
+            "environment.world: objects of their_worlds.Forgetful cannot be called",
+            "a class called with prompt, seed",
+        ),
     ],
 )
 def test_an_environment_of_several_turns_is_checked_with_its_world(cfg, overrides, start, allowed):
@@ -514,9 +539,12 @@ def test_an_environment_of_several_turns_is_checked_with_its_world(cfg, override
     cfg = changed(cfg, *MULTI_TURN)
     cfg.environment.world.tools = ["calculator"]
     preflight.check(cfg)
-    if overrides == ["~environment.world"]:
-        del cfg.environment.world
-        overrides = []
+    world = "class Forgetful:\n    def __call__(self, prompt):\n        pass\n"
+    Path("their_worlds.py").write_text(world)
+    for removed in [override for override in overrides if override.startswith("~")]:
+        parent, _, name = removed[1:].rpartition(".")
+        del OmegaConf.select(cfg, parent)[name]
+    overrides = [override for override in overrides if not override.startswith("~")]
     message = refusal(cfg, *overrides)
     assert message.startswith(start) and allowed in message.partition("; ")[2]
 
