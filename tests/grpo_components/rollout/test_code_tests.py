@@ -115,6 +115,7 @@ def test_an_object_of_the_programs_own_is_no_answer(reward, test):
     [
         ("print(int(input()) ** 2)", 1.0),
         ("import sys\nsys.stdout.write(f'{int(sys.stdin.read()) ** 2}  \\n\\n')", 1.0),
+        ("import os\nos.write(1, b'%d \\r\\n' % int(input()) ** 2)", 1.0),
         ("print(9)", 0.0),
         ("print(int(input()) ** 2, end=' .')", 0.0),
         ("print(int(input()) ** 2)\nraise SystemExit(1)", 0.0),
@@ -127,6 +128,12 @@ def test_an_object_of_the_programs_own_is_no_answer(reward, test):
 )
 def test_what_a_program_prints_is_compared_for_every_input(reward, program, worth):
     assert scored(reward, fenced(program), stdin_stdout=SQUARES) == worth
+
+
+def test_only_a_line_end_ends_a_line(reward):
+    case = {"input": "", "output": "a\nb\n"}
+    assert scored(reward, fenced(r"print('a\nb')"), stdin_stdout=[case]) == 1.0
+    assert scored(reward, fenced(r"print('a\x0cb')"), stdin_stdout=[case]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -142,13 +149,26 @@ def test_what_a_program_prints_is_compared_for_every_input(reward, program, wort
             "```py\ndef square(x): return x*x\n```\nNo:\n```py\ndef square(x): return 0\n```",
             0.0,
         ),
+        ("```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n", 1.0),
+        ("1. So:\n   ```python\n   def square(x):\n       return x * x\n   ```", 1.0),
+        ("~~~Python3\ndef square(x): return x * x\n~~~~", 1.0),
+        ('````PYTHON title="a.py"\ndef square(x): return x * x\n````', 1.0),
+        ("```{.python}\ndef square(x): return x * x\n```", 1.0),
+        ("```python\ndef square(x):\n  '''\n  ```\n  '''\n  return x * x\n```", 1.0),
+        ("```bash\nls\n```\nSo:\n```python\ndef square(x): return x * x\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nRun:\n```bash\nls\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nIt prints\n```\n9\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nIt prints\n```pycon\n9\n```", 1.0),
+        ("```\nno\n```\n```\ndef square(x): return x * x\n```", 1.0),
+        ("```py\ndef square(x): return x * x\n```\n```py\ndef square(x): return 0", 1.0),
+        ("```python\n```", 0.0),
         ("def square(x): return x * x", 0.0),
         ("```python\ndef square(x): return x * x", 0.0),
         ("```rust\nfn square() {}\n```", 0.0),
         ("", 0.0),
     ],
 )
-def test_the_last_whole_fenced_block_is_the_program(reward, response, worth):
+def test_the_last_whole_block_of_python_is_the_program(reward, response, worth):
     assert scored(reward, response, asserts=SQUARE) == worth
 
 
@@ -170,6 +190,19 @@ def test_the_last_whole_fenced_block_is_the_program(reward, response, worth):
 def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
     with pytest.raises(ValueError, match=r"answer: .* given; allowed: JSON"):
         reward(prompt_text="", response_text="", answer=answer, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("asserts", "problem"),
+    [
+        ("assert square(3) = 9", "asserts with .* line 1"),
+        ("import math, numpy.linalg", "asserts that import numpy.linalg; .* standard library"),
+        ("from solution import square", "asserts that import solution; .* need no import"),
+    ],
+)
+def test_asserts_that_no_program_can_pass_are_an_error_and_no_reward(reward, asserts, problem):
+    with pytest.raises(ValueError, match=f"answer: {problem}"):
+        scored(reward, fenced("def square(x): return x * x"), asserts=[asserts])
 
 
 def test_all_tests_of_a_response_share_one_deadline():
