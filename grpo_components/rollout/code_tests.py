@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.rollout.code_sandbox import CodeSandbox, Limits
-from grpo_components.rollout.sandboxed.asserts import ASSERTS, PROGRAM
+from grpo_components.rollout.sandboxed.asserts import ASSERTS, PROGRAM, UNFIT
 
 _RUN_ASSERTS = Path(__file__).parent / "sandboxed" / "asserts.py"
 # A fence closes with as many of its own sign or more, and not farther to the right than it opened.
@@ -77,6 +77,9 @@ class CodeTests:
             self._run_asserts,
             {PROGRAM: program},
         )
+        if outcome.status == UNFIT:
+            problem = f"asserts that hand the program {outcome.stderr}"
+            raise ValueError(f"answer: {problem}; allowed: plain data, and what it gave")
         return outcome.status == 0
 
     def _prints(self, program: str, cases: list[dict[str, str]]) -> bool:

@@ -51,6 +51,43 @@ def fenced(program):
             ["stack = Stack().push(1)", "stack.push((2, [3]))", "assert stack.pop() == (2, [3])"],
         ),
         (
+            "def count():\n  n = 0\n  while True:\n    yield n\n    n += 1",
+            [
+                "from itertools import islice",
+                "numbers = count()",
+                "assert next(numbers) == 0",
+                "assert list(islice(numbers, 3)) == [1, 2, 3]",
+                "assert [a for a, _ in zip(count(), range(2))] == [0, 1]",
+            ],
+        ),
+        (
+            "class Shelf:\n  def __init__(self): self.kept = {}\n"
+            "  def __setitem__(self, key, value): self.kept[key] = value\n"
+            "  def __getitem__(self, key): return self.kept[key]\n"
+            "  def __len__(self): return len(self.kept)\n"
+            "  def __str__(self): return f'Shelf of {len(self)}'\n"
+            "  def __repr__(self): return 'Shelf()'",
+            [
+                "shelf = Shelf()",
+                "shelf[2] = [3]",
+                "assert shelf[2] == [3] and len(shelf) == 1",
+                "assert str(shelf) == 'Shelf of 1' and repr(shelf) == 'Shelf()'",
+            ],
+        ),
+        (
+            "class TooSmall(ValueError): pass\ndef root(x):\n  if x < 0: raise TooSmall('no')\n"
+            "  return 1 / 0",
+            [
+                "try:\n  root(-1)\n  assert False\nexcept ValueError as e: assert str(e) == 'no'",
+                "import unittest",
+                "with unittest.TestCase().assertRaises(ZeroDivisionError):\n    root(1)",
+            ],
+        ),
+        (
+            "def bad(): return b'\\xff'.decode()",
+            ["try:\n    bad()\n    assert False\nexcept UnicodeDecodeError:\n    pass"],
+        ),
+        (
             "def twice(x): return 2 * x",
             ["def check(candidate):\n    assert candidate(2) == 4\n", "check(twice)"],
         ),
@@ -102,6 +139,41 @@ class Equal(int):
 )
 def test_no_trick_makes_an_assert_hold(reward, program):
     assert scored(reward, fenced(program), asserts=SQUARE) == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "raise ValueError('here')",
+        "import os\nos._exit = print\nraise ValueError",
+        "import os\ndef root(x): os._exit(0)",
+        "def root(x): raise SystemExit(0)",
+        "def cube(x): return x ** 3",
+        "def root(x) return x",
+        "import os\ndef root(x):\n  for fd in range(9):\n    try: os.write(fd, b'junk\\n')\n"
+        "    except OSError: pass",
+    ],
+)
+def test_a_program_that_ends_has_not_raised_what_is_expected(reward, program):
+    expected = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
+    assert scored(reward, fenced(program), asserts=[expected]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "test", ["assert all(map(square, [1, 2]))", "for _ in map(square, [1]): 0"]
+)
+def test_a_program_cannot_end_a_loop_of_the_asserts(reward, test):
+    program = "def square(x): raise StopIteration"
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0
+
+
+def test_an_argument_that_cannot_cross_is_an_error_and_no_reward(reward):
+    with pytest.raises(ValueError, match="answer: asserts that hand the program a function; allow"):
+        scored(
+            reward,
+            fenced("def apply(f, x): return f(x)"),
+            asserts=["assert apply(lambda x: x, 3) == 3"],
+        )
 
 
 @pytest.mark.parametrize("test", ["assert thing()", "assert thing() != 1", "assert 1 in thing()"])
@@ -269,7 +341,7 @@ def test_objects_travel_as_numbers_and_can_only_be_called_and_asked():
     remote(1, k=2)
     _ = remote.name
     assert asked == [("call", 7, (1,), {"k": 2}), ("attribute", 7, "name")]
-    for compare in (bool, len, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
+    for compare in (bool, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
         with pytest.raises(TypeError):
             compare(remote)
 
