@@ -159,9 +159,8 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
             if told is None:
                 return result
             kind = vars(builtins)[told[0]]
-            # SystemExit, for one, is no way out of the asserts.
             if not issubclass(kind, Exception) or (kind is StopIteration and request[0] != "next"):
-                kind = RuntimeError  # it is no way out of the asserts, nor out of a loop in them
+                kind = RuntimeError  # no way out of the asserts, nor out of a loop in them
             error = kind.__new__(kind, told[1])
         except Exception:  # the program ended; nobody may catch that as an error that it raised
             os._exit(1)
