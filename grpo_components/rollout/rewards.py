@@ -193,6 +193,7 @@ class ThinkAnswerFormat:
     """
 
     max_reward = 1.0
+    _tags = ("<think>", "</think>", "<answer>", "</answer>")
     _whole = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 
     def __call__(
@@ -207,12 +208,11 @@ class ThinkAnswerFormat:
             finish_reason: not used.
         """
         opened = prompt_text.rstrip().endswith("<think>")
-        match = self._whole.fullmatch(("<think>" if opened else "") + response_text)
-        if match is None:
-            return 0.0
-        tags = ("<think>", "</think>", "<answer>", "</answer>")
-        parts = match.groups()
-        return float(all(p.strip() and not any(tag in p for tag in tags) for p in parts))
+        text = ("<think>" if opened else "") + response_text
+        # Counted first: without it, thousands of tags would keep the pattern busy for seconds.
+        once = all(text.count(tag) == 1 for tag in self._tags)
+        match = self._whole.fullmatch(text) if once else None
+        return float(match is not None and all(part.strip() for part in match.groups()))
 
 
 class BoxedFormat:
