@@ -42,6 +42,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 # Each a way to write numbers that math-verify reads as another number, or not at all.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"(?<!\\)\$|\n"), " "),
     (re.compile(r"^\\\[(.*)\\\]$|^=\s*(.*)$", re.DOTALL), lambda m: m[1] or m[2] or ""),
     (re.compile(r"(?<=\d)(?:\\[,! ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
     # `1 000 000`, where no other number follows
@@ -159,7 +160,7 @@ class MathCorrectness:
 
 def _rewritten(text: str) -> str:
     """The same answer, written as math-verify reads it."""
-    text = text.strip("*` \n").rstrip(",;").translate(_SIGNS).strip()
+    text = text.strip("*` \n$").rstrip(",;").translate(_SIGNS).strip()
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
     return text.strip()

@@ -254,6 +254,15 @@ def test_an_escaped_brace_is_no_end_of_a_box():
     assert correct(r"\boxed{\{1, 2\}} and {more}", r"\{2, 1\}", "boxed") == 1.0
 
 
+def test_of_two_formulas_no_single_one_counts():
+    for two in ("$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"):
+        assert correct(f"<answer>{two}</answer>", "6", "tag") == 0.0
+        assert correct(f"<answer>{two}</answer>", "5", "tag") == 0.0
+    assert correct("<answer>$x=1$ and $x=2$</answer>", "1, 2", "tag") == 1.0
+    for one in ("$6$", "$$6$$", "\n$ 6 $\n", r"\$6", r"$\$6$", "$x=6$"):
+        assert correct(f"<answer>{one}</answer>", "6", "tag") == 1.0
+
+
 def test_marks_of_markdown_around_an_answer_do_not_count():
     assert correct("**#### 5**", "5", "gsm8k") == 1.0
     assert correct("#### **1,000**", "1000", "gsm8k") == 1.0
