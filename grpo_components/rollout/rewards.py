@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"\d[\s()]+\d+(?!\s*/|\d)")
-_CURRENCY = re.compile(r"^(?:US\s?\\?\$|USD\b|EUR\b|GBP\b|[€£¥])\s*|\s*[€£¥¢]$")
+_CURRENCY = re.compile(r"^(?:(?:USD?|EUR|GBP)\b\s*(?:\\\$)?|[€£¥])\s*|\s*[€£¥¢]$")
 # What may follow a number: a degree sign, `m^2`, `m/s`, `dollars`, `square units`; what is no unit
 # but belongs to the value, or goes on, stays.
 _UNIT = re.compile(
@@ -150,9 +150,8 @@ class MathCorrectness:
         return self._math_verify.verify(gold, read, timeout_seconds=None)
 
     def _parse(self, text: str) -> list[Any]:
-        text = text.strip().strip("$").rstrip(".").strip()
         return self._math_verify.parse(
-            f"${text}$",
+            f"${text.rstrip('.').strip()}$",
             extraction_config=[self._math_verify.LatexExtractionConfig()],
             parsing_timeout=None,
         )

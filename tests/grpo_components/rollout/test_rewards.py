@@ -110,6 +110,8 @@ def correct(response: str, known: str, answer_format: str) -> float:
         (r"\[ 5 \]", "5"),
         (r"\text{5}", "5"),
         ("USD 5", "5"),
+        ("US$5", "5"),
+        ("5", r"US\$5"),
         ("5 €", "5"),
         ("5~\\text{cm}", "5"),
         ("5 L", "5"),
