@@ -22,6 +22,7 @@ _UNIT = re.compile(
 _PERCENT = re.compile(r"\s*\\?%$")
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{\s*\(?([A-Za-z][A-Za-z .'-]*?)\)?\s*\}")
 _WORK = ("Sum", "Product", "Integral", "Limit")
+_INFINITIES = ("Infinity", "NegativeInfinity", "ComplexInfinity", "NaN")
 _MORE = 1000
 """Characters that an answer may have beyond those of the known one: a ramble takes long to read."""
 
@@ -146,6 +147,9 @@ class MathCorrectness:
         read = self._parse(_without_unit(given) if is_number else given)
         if is_number and any(map(_leaves_work, read)):
             return False
+        is_constant = getattr(gold[0], "is_number", False)  # as is a root
+        if is_constant and any(map(_is_infinite, read)) and not _is_infinite(gold[0]):
+            return False  # sympy may find that an infinite product is 5
         # Without time-outs of its own, which need signals: the reward pool has the deadline.
         return self._math_verify.verify(gold, read, timeout_seconds=None)
 
@@ -182,6 +186,14 @@ def _leaves_work(expression: Any) -> bool:
     joins = getattr(expression, "is_Add", False) or getattr(expression, "is_Mul", False)
     is_work = getattr(expression, "is_Symbol", False) or type(expression).__name__ in _WORK
     return is_work or (joins and len(numbers) > 1) or any(map(_leaves_work, parts))
+
+
+def _is_infinite(expression: Any) -> bool:
+    """Whether a sympy expression has an infinity anywhere, or a quotient by zero."""
+    parts: tuple[Any, ...] = getattr(expression, "args", ())
+    is_power_of_0 = getattr(expression, "is_Pow", False) and parts[0] == 0  # 1/0 is 0**-1
+    is_one = type(expression).__name__ in _INFINITIES
+    return is_one or is_power_of_0 or any(map(_is_infinite, parts))
 
 
 class ThinkAnswerFormat:

@@ -1,5 +1,6 @@
 """Which responses earn a reward."""
 
+import math_verify
 import pytest
 
 from grpo_components.rollout.rewards import (
@@ -248,6 +249,19 @@ def test_an_answer_that_is_cut_off_leaves_the_one_before_it():
 def test_a_box_ends_at_its_own_brace():
     deep = r"\boxed{\frac{\sqrt{\frac{1}{4}}}{1}} and {more}"
     assert correct(deep, "0.5", "boxed") == 1.0
+
+
+@pytest.mark.parametrize("known", ["5", r"2\sqrt{3}", r"\pi", "1/2"])
+def test_nothing_infinite_is_a_number(monkeypatch, known):
+    # In some processes, at random, sympy finds that an infinite product is 5.
+    monkeypatch.setattr(math_verify, "verify", lambda *args, **kwargs: True)
+    for given in (r"\pi\infty", r"\sqrt{2}\infty", r"\infty", r"\frac{1}{0}", r"\frac{\pi}{0}"):
+        assert correct(given, known, "plain") == 0.0
+
+
+def test_infinities_are_compared_with_each_other():
+    assert correct(r"(-\infty, \infty)", r"(-\infty,\infty) ", "plain") == 1.0
+    assert correct(r"- \infty", r"-\infty", "plain") == 1.0
 
 
 def test_an_escaped_brace_is_no_end_of_a_box():
