@@ -142,8 +142,10 @@ class RewardPool:
         except (EOFError, ConnectionError):
             problem = "its process died"
         except RewardPoolError:
-            self._drop(worker)
-            raise
+            if not self._closed:
+                self._drop(worker)
+                raise
+            problem = "its process died"  # ended by `close` while it started
         self._drop(worker)
         return Score(math.nan, {}, False, f"reward {worker.running}: {problem}")
 

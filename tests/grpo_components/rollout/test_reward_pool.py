@@ -73,6 +73,12 @@ class Unsure(Number):
     max_reward = "3"
 
 
+class Unborn:
+    def __init__(self, begun):
+        open(begun, "w").close()  # a named pipe, as for `endless`
+        ctypes.PyDLL(None).pause()
+
+
 class Stillborn:
     def __init__(self):
         os._exit(3)
@@ -261,6 +267,16 @@ def test_a_process_killed_between_two_samples_costs_at_most_one(make_pool):
     (last,) = pool.score(samples("x"))
     assert last.error is None
     assert last.reward != first.reward
+
+
+def test_rewards_whose_process_is_ended_while_it_starts_are_not_called_broken(make_pool, begun):
+    pool = make_pool(slow=reward("Unborn", begun=str(begun)))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(pool.score, samples("1"))
+        begun.read_text()
+        pool.close()
+        # Ended or, where its turn had not come, refused.
+        assert "cannot be built" not in str(waiting.exception() or waiting.result()[0].error)
 
 
 def test_closing_at_once_leaves_no_process(make_pool):
