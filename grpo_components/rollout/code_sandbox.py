@@ -24,6 +24,8 @@ _OLDEST_KERNEL = (5, 14)
 _GRACE_S = 30.0
 """What the sandbox itself gets to start and end, beside the program's wall clock."""
 _LONGEST_QUEUE_S = 600.0
+_MOST = 2**20
+"""Of any limit: of MiB, all that a machine has."""
 _ENDED_BY_CPU_LIMIT = 128 + 24  # SIGXCPU
 _SHOWN = 1000
 
@@ -53,10 +55,12 @@ class Limits:
     def __post_init__(self) -> None:
         for name, least in (("memory_mib", 128), ("cpu_s", 1), ("file_mib", 1), ("threads", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}: {value!r} given; allowed: a whole number >= {least}")
-        if not 0 < self.wall_s < float("inf"):
-            raise ValueError(f"wall_s: {self.wall_s!r} given; allowed: a number above 0")
+            if type(value) is not int or not least <= value <= _MOST:
+                allowed = f"a whole number from {least} to {_MOST}"
+                raise ValueError(f"{name}: {value!r} given; allowed: {allowed}")
+        if type(self.wall_s) not in (int, float) or not 0 < self.wall_s <= _MOST:
+            allowed = f"a number above 0, at most {_MOST}"
+            raise ValueError(f"wall_s: {self.wall_s!r} given; allowed: {allowed}")
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,13 @@ class CodeSandbox:
         max_programs: that run at a time; further callers wait.
 
     Raises:
-        ValueError: if this machine cannot contain a program; there is no weaker mode.
+        ValueError: if `max_programs` is below 1, or this machine cannot contain a program; there is
+            no weaker mode.
     """
 
     def __init__(self, limits: Limits | None = None, max_programs: int = 1) -> None:
+        if type(max_programs) is not int or max_programs < 1:
+            raise ValueError(f"max_programs: {max_programs!r} given; allowed: a whole number >= 1")
         self._limits = limits or Limits()
         self._max_programs = max_programs
         self._free = threading.BoundedSemaphore(max_programs)

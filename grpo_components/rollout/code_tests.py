@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from grpo_components.rollout.code_sandbox import CodeSandbox, Limits
-from grpo_components.rollout.sandboxed.asserts import ASSERTS, PROGRAM
+from grpo_components.rollout.sandboxed.asserts import ASSERTS, PROGRAM, UNFIT
 
 _RUN_ASSERTS = Path(__file__).parent / "sandboxed" / "asserts.py"
-_FENCED = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+# A fence closes with as many of its own sign or more, and not farther to the right than it opened.
+_OPENING = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
+_PYTHON = re.compile(r"\W*py(?:thon)?\d*(?!\w)", re.IGNORECASE)
 
 
 class CodeTests:
-    """1 if the program in the last fenced block of the response passes all its tests, else 0.
+    """1 if the program in the last fenced block of Python passes all its tests, else 0.
+
+    A block without a language is taken for Python where the response has none that says so.
 
     The tests are the data set's `answer`, JSON of one of two forms:
     `{"stdin_stdout": [{"input": "3\\n", "output": "9\\n"}]}` runs the program once for each input
@@ -57,12 +63,12 @@ class CodeTests:
             SandboxError: if the program could not be started.
         """
         tests = _read_tests(answer)
-        programs = _FENCED.findall(response_text)
-        if not programs:
+        program = _last_program(response_text)
+        if program is None:
             return 0.0
         if "asserts" in tests:
-            return float(self._holds(programs[-1], tests["asserts"]))
-        return float(self._prints(programs[-1], tests["stdin_stdout"]))
+            return float(self._holds(program, tests["asserts"]))
+        return float(self._prints(program, tests["stdin_stdout"]))
 
     def _holds(self, program: str, asserts: list[str]) -> bool:
         outcome = self._sandbox.run_connected(
@@ -71,6 +77,9 @@ class CodeTests:
             self._run_asserts,
             {PROGRAM: program},
         )
+        if outcome.status == UNFIT:
+            problem = f"asserts that hand the program {outcome.stderr}"
+            raise ValueError(f"answer: {problem}; allowed: plain data, and what it gave")
         return outcome.status == 0
 
     def _prints(self, program: str, cases: list[dict[str, str]]) -> bool:
@@ -85,8 +94,29 @@ class CodeTests:
         return True
 
 
+def _last_program(response: str) -> str | None:
+    """The content of the last whole block of Python, or without one, of no language."""
+    programs: dict[bool, str] = {}
+    lines = iter(response.split("\n"))
+    for line in lines:
+        opening = _OPENING.fullmatch(line.rstrip())
+        if opening is None:
+            continue
+        indent, fence, language = opening.groups()
+        closing = re.compile(rf"[ \t]{{0,{len(indent)}}}{fence[0]}{{{len(fence)},}}\s*")
+        block: list[str] = []
+        for inside in lines:
+            if closing.fullmatch(inside):
+                says_python = bool(_PYTHON.match(language))
+                if says_python or not language.strip():
+                    programs[says_python] = "\n".join(block)
+                break
+            block.append(inside.removeprefix(indent))
+    return programs.get(True, programs.get(False))
+
+
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _read_tests(answer: str) -> dict[str, Any]:
@@ -105,4 +135,21 @@ def _read_tests(answer: str) -> dict[str, Any]:
             f"answer: {answer[:60]!r} given; allowed: JSON with a list, not empty, of asserts, or "
             'of {"input", "output"} under stdin_stdout'
         )
+    if kind == "asserts":
+        _check_asserts("\n".join(cases))
     return tests
+
+
+def _check_asserts(source: str) -> None:
+    """Refuse tests that no program can pass: they are the data's fault."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"answer: asserts with {error}; allowed: Python statements") from error
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.partition(".")[0] not in sys.stdlib_module_names:
+                allowed = "the standard library; the program's names need no import"
+                raise ValueError(f"answer: asserts that import {name}; allowed: {allowed}")

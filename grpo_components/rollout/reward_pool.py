@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import logging
@@ -125,7 +126,10 @@ class RewardPool:
             with self._lock:  # or a process could be started behind the back of `close`
                 if self._closed:
                     raise RewardPoolError("the reward pool is closed")
-                worker = self._own.worker = _Worker(self._rewards)
+                try:
+                    worker = self._own.worker = _Worker(self._rewards)
+                except OSError as error:
+                    raise RewardPoolError(f"rewards: no process: {error}") from error
                 self._workers.add(worker)
         return worker
 
@@ -138,8 +142,10 @@ class RewardPool:
         except (EOFError, ConnectionError):
             problem = "its process died"
         except RewardPoolError:
-            self._drop(worker)
-            raise
+            if not self._closed:
+                self._drop(worker)
+                raise
+            problem = "its process died"  # ended by `close` while it started
         self._drop(worker)
         return Score(math.nan, {}, False, f"reward {worker.running}: {problem}")
 
@@ -160,10 +166,11 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a group of its own, to end with all that a reward has started
         )
         theirs.close()
         self._connection.send(rewards)
-        self._ready = False
+        self._ready, self._names = False, tuple(rewards)
         self.running = next(iter(rewards), "")
         """Name of the reward at work."""
 
@@ -188,14 +195,19 @@ class _Worker:
         raise TimeoutError
 
     def kill(self) -> None:
-        """End the process, whatever it does; from any thread."""
-        self._process.kill()
+        """End the process and those of its group, whatever they do; from any thread."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None:  # until then nobody else has its number
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _wait_until_ready(self) -> None:
         if not self._connection.poll(_START_TIMEOUT_S):
             raise RewardPoolError(f"rewards: no process within {_START_TIMEOUT_S:g} s")
-        problem = self._connection.recv()
+        try:
+            problem = self._connection.recv()
+        except (EOFError, ConnectionError):
+            problem = f"rewards cannot be built: their process ended ({', '.join(self._names)})"
         if problem is not None:
             raise RewardPoolError(problem)
         self._ready = True
@@ -219,14 +231,15 @@ def score_sample(
         announce(name)
         try:
             value = float(reward(**sample))
-        except Exception as error:  # a user's code: its failure is this sample's, and is reported
+            at_maximum = value >= getattr(reward, "max_reward", 1.0)
+        except (Exception, SystemExit) as error:  # a user's code: this sample's failure, reported
             problem = f"reward {name}: {type(error).__name__}: {error}"
             return Score(math.nan, {}, False, problem[:_SHOWN])
         if not math.isfinite(value):
             return Score(math.nan, {}, False, f"reward {name}: gave {value}")
         terms[name] = value
         if spec.is_success:
-            success = value >= getattr(reward, "max_reward", 1.0)
+            success = at_maximum
     total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
     if not math.isfinite(total):
         return Score(math.nan, {}, False, f"rewards: their weighted sum is {total}")

@@ -312,7 +312,11 @@ def _check_components(v: dict[str, Any]) -> None:
             continue
         if node["_component_"].startswith("grpo_components."):
             # Ours are quick to make, and say what is wrong.
-            made = config.instantiate(OmegaConf.create(arguments))
+            try:
+                made = config.instantiate(OmegaConf.create(arguments))
+            except ValueError as error:
+                separator = "." if re.split("[,:]", str(error))[0] in arguments else ": "
+                raise ValueError(f"rewards.{name}{separator}{error}") from error
             limit_s = v["timeouts"]["reward_s"]
             if getattr(made, "wall_s", 0) >= limit_s:  # slow programs would be failed samples
                 problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
@@ -367,5 +371,8 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
             fail(f"{key}.{name}", "given, and the recipe sets it", "without it")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given and name not in by_name:
+            if key.startswith("rewards.") and name in REWARD_CALL:
+                allowed = "a class whose objects do, or a function that makes one"
+                fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
     return component

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_components.training.micro_batches import plan_micro_batches
@@ -21,6 +24,8 @@ from grpo_components.trajectory import (
 
 REWARD_TERM = "reward_model"
 """Its name among the reward terms."""
+
+_SHOWN = 200
 
 
 class RewardModel:
@@ -39,7 +44,8 @@ class RewardModel:
         dtype: compute dtype, fp32 or bf16.
 
     Raises:
-        ValueError: if it has not one output, or no chat template where one is asked for.
+        ValueError: if it has not one output, or not all of its weights, or no chat template where
+            one is asked for.
     """
 
     def __init__(
@@ -54,21 +60,25 @@ class RewardModel:
     ) -> None:
         self._device, self._weight = torch.device(device), weight
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=DTYPES[dtype])
-        if model.config.num_labels != 1:
-            labels = f"{path} has {model.config.num_labels} outputs"
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=DTYPES[dtype], output_loading_info=True
+        )
+        self._model: Any = model.to(self._device).requires_grad_(False).eval()
+        config = self._model.config
+        if config.num_labels != 1:
+            labels = f"{path} has {config.num_labels} outputs"
             raise ValueError(f"reward_model.path: {labels}; allowed: a classifier with one")
+        if missing := sorted(
+            loading["missing_keys"]
+        ):  # as in a language model: they are random now
+            problem = f"{path} has no weights for {', '.join(missing)[:_SHOWN]}"
+            raise ValueError(f"reward_model.path: {problem}; allowed: a trained classifier")
         if chat_template and not self._tokenizer.chat_template:
             problem = f"true given, and the tokenizer of {path} has no chat template"
             raise ValueError(f"reward_model.chat_template: {problem}; allowed: false")
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self._tokenizer.padding_side = "right"
-        if model.config.pad_token_id is None:  # where decoders look for the last token
-            model.config.pad_token_id = self._tokenizer.pad_token_id
-        self._model = model.to(self._device).requires_grad_(False).eval()
+        self._pad_id: int | None = config.pad_token_id
         self._chat_template, self._token_budget = chat_template, tokens_per_micro_batch
-        known = getattr(model.config, "max_position_embeddings", None)
+        known = _positions(self._model)
         self._longest = min(self._tokenizer.model_max_length, known or math.inf)
 
     def add_scores(
@@ -126,13 +136,23 @@ class RewardModel:
         (plan,) = plan_micro_batches(costs, costs, 1, self._token_budget)
         for indices in plan:
             members = [fit[i] for i in indices]
-            batch = self._tokenizer.pad(
-                {"input_ids": [token_ids[i] for i in members]}, return_tensors="pt"
-            ).to(self._device)
-            logits = self._model(**batch).logits[:, 0].float()
+            logits = self._logits([torch.tensor(token_ids[i]) for i in members])
             for i, score in zip(members, logits.tolist(), strict=True):
                 scores[i] = score
         return scores
+
+    def _logits(self, texts: list[Tensor]) -> Tensor:
+        pad_id = self._pad_id
+        if pad_id is None:
+            # A decoder looks for a text's last token by what is not padding: one that no text has,
+            # or a text that ends in that token would be scored at another one.
+            used = set(torch.cat(texts).tolist())
+            pad_id = next(number for number in itertools.count() if number not in used)
+            self._model.config.pad_token_id = pad_id
+        ids = pad_sequence(texts, batch_first=True, padding_value=pad_id)
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+        batch = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
+        return self._model(**batch).logits[:, 0].float()
 
     def _tokens(self, prompt: str, response: str) -> list[int]:
         if not self._chat_template:
@@ -144,3 +164,11 @@ class RewardModel:
         # To text first: with token ids, its return type changed between versions.
         whole = self._tokenizer.apply_chat_template(messages, tokenize=False)
         return self._tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+def _positions(model: Any) -> int | None:
+    """How many tokens a model has positions for, where it has a limit."""
+    known = getattr(model.config, "max_position_embeddings", None)
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    first = getattr(table, "padding_idx", None)  # RoBERTa counts from there
+    return known if known is None or first is None else known - first - 1

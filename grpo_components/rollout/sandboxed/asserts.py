@@ -10,13 +10,30 @@ import ast
 import builtins
 import importlib.util
 import json
+import operator
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import IO, Any
 
 ASSERTS, PROGRAM = "asserts.py", "program.py"
 """Files in the root folder: which of them is there decides what this process is."""
+
+UNFIT = 3
+"""Exit status of asserts that hand the program what cannot cross; stderr says what."""
+
+_DONE_THERE: dict[str, Callable[..., Any]] = {
+    "call": lambda target, args, kwargs: target(*args, **kwargs),
+    "attribute": getattr,
+    "item": operator.getitem,
+    "set item": operator.setitem,
+    "length": len,
+    "iterator": iter,
+    "next": next,
+    "text": str,
+    "representation": repr,
+}
+"""What the asserts can ask for, done with an object in the program's sandbox."""
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -78,13 +95,31 @@ class Remote:
             raise AttributeError(name)
         return self._ask("attribute", self._number, name)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._ask("list", self._number))
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", self._number, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("set item", self._number, key, value)
+
+    def __len__(self) -> int:
+        return self._ask("length", self._number)
+
+    def __iter__(self) -> Any:
+        return self._ask("iterator", self._number)
+
+    def __next__(self) -> Any:
+        return self._ask("next", self._number)
+
+    def __str__(self) -> str:
+        return self._ask("text", self._number)
+
+    def __repr__(self) -> str:
+        return self._ask("representation", self._number)
 
     def _never(self, *_: Any) -> Any:
         raise TypeError("the program gave an object of its own, which equals nothing here")
 
-    __eq__ = __ne__ = __bool__ = __len__ = __contains__ = _never
+    __eq__ = __ne__ = __bool__ = __contains__ = _never
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
@@ -98,21 +133,38 @@ def _load(name: str, **names: Any) -> Any:
     return module
 
 
+def _told(error: BaseException) -> tuple[str, str]:
+    """The first of Python's own kinds that an exception is, and its message."""
+    kinds = (k.__name__ for k in type(error).__mro__ if vars(builtins).get(k.__name__) is k)
+    is_text = len(error.args) == 1 and isinstance(error.args[0], str)
+    return next(kinds), error.args[0] if is_text else str(error)
+
+
 def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
     """Run the asserts; names that they do not define are the program's."""
 
     def number(value: Any) -> int | str:
-        if type(value) is not Remote:
-            raise TypeError(f"{type(value).__name__} cannot be handed to the program")
-        return value._number
+        if type(value) is Remote:
+            return value._number
+        sys.stderr.write(f"a {type(value).__name__}")
+        sys.stderr.flush()
+        os._exit(UNFIT)
 
     def ask(*request: Any) -> Any:
-        writer.write(json.dumps([encode(part, number) for part in request]) + "\n")
-        writer.flush()
-        answer, problem = json.loads(reader.readline())
-        if problem is not None:
-            raise RuntimeError(f"the program raised {problem}")
-        return decode(answer, lambda n: Remote(ask, n))
+        try:
+            writer.write(json.dumps([encode(part, number) for part in request]) + "\n")
+            writer.flush()
+            answer, told = json.loads(reader.readline())
+            result = decode(answer, lambda n: Remote(ask, n))
+            if told is None:
+                return result
+            kind = vars(builtins)[told[0]]
+            if not issubclass(kind, Exception) or (kind is StopIteration and request[0] != "next"):
+                kind = RuntimeError  # no way out of the asserts, nor out of a loop in them
+            error = kind.__new__(kind, told[1])
+        except Exception:  # the program ended; nobody may catch that as an error that it raised
+            os._exit(1)
+        raise error
 
     with open(f"/{ASSERTS}", encoding="utf-8") as file:
         tree = ast.parse(file.read())
@@ -128,25 +180,19 @@ def _serve_program(reader: IO[str], writer: IO[str]) -> None:
         objects[len(objects)] = value
         return len(objects) - 1
 
-    def answer(kind: str, number: int | str, *rest: Any) -> Any:
-        target = objects[number]
-        if kind == "call":
-            return target(*rest[0], **rest[1])
-        return getattr(target, rest[0]) if kind == "attribute" else list(target)
-
-    problem = None
     try:
         objects |= vars(_load(PROGRAM))
-    except BaseException as error:  # SystemExit, too: it is no way out of the asserts
-        problem = repr(error)
+    except BaseException:  # SystemExit, too
+        return
     for line in reader:
-        message = json.dumps([None, problem])
-        if problem is None:
-            try:
-                request = [decode(part, objects.__getitem__) for part in json.loads(line)]
-                message = json.dumps([encode(answer(*request), keep), None])
-            except BaseException as error:  # the program's, whatever it is
-                message = json.dumps([None, repr(error)])
+        kind, number, *rest = json.loads(line)
+        target = objects[number]  # a name that the program has not ends it
+        try:
+            given = [decode(part, objects.__getitem__) for part in rest]
+            result = _DONE_THERE[kind](target, *given)
+            message = json.dumps([encode(result, keep), None])
+        except BaseException as error:  # the program's, whatever it is
+            message = json.dumps([None, _told(error)])
         writer.write(message + "\n")
         writer.flush()
 

@@ -33,6 +33,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 
 _NOBODY = 65534
 _OWN_UIDS = 1_000_000_000
 """Of a privileged caller's programs: from here on, one per program, so that limits are its own."""
+_CPU_LIMIT_ENDED = 128 + signal.SIGXCPU
 _MOUNT_POINT = "/sys"
 """Where the new root is put together: a folder that is on every machine, and holds no Python."""
 _DEVICES = ("null", "zero", "random", "urandom")
@@ -219,6 +220,7 @@ def _init(job: dict[str, Any], python: str, uid: int | None, parent_lives: int) 
     """Be process 1: build the root, start the program, wait for it."""
     _die_with_parent()
     _build_root(python, job["files"], job["file_bytes"])
+    _must(_libc.sethostname(b"sandbox", 7), "sethostname")
     if uid is not None:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
@@ -232,9 +234,12 @@ def _init(job: dict[str, Any], python: str, uid: int | None, parent_lives: int) 
     if program == 0:
         _become_program(job, python)
     while True:  # orphans end up here, too
-        ended, wait_status = os.wait()
+        ended, wait_status, used = os.wait4(-1, 0)
         if ended == program:
-            return _status(wait_status)
+            status = _status(wait_status)
+            spent = used.ru_utime + used.ru_stime > job["cpu_s"]
+            # The kernel kills whoever ignores the signal that tells of the limit.
+            return _CPU_LIMIT_ENDED if spent and status == 128 + signal.SIGKILL else status
 
 
 def _main(job: dict[str, Any], report: int, parent: int) -> int:

@@ -79,6 +79,7 @@ def test_nothing_of_the_user_the_project_or_the_machine_is_there(sandbox, tmp_pa
         sandbox,
         f"""
         import os, sys, importlib.util
+        assert os.uname().nodename == "sandbox"
         assert set(os.environ) <= {{"HOME", "LANG", "PYTHONHASHSEED", "LC_CTYPE"}}, os.environ
         print(*[p for p in {[str(place) for place in places]} if os.path.exists(p)])
         names = ("grpo_components", "numpy", "torch", "pip")
@@ -167,6 +168,14 @@ def raw(*args):
 )
 def test_endless_work_ends(sandbox, nothing_left, program):
     assert sandbox.run(program).status >= 128
+
+
+def test_a_program_that_ignores_its_cpu_limit_has_timed_out(sandbox, nothing_left):
+    outcome = sandbox.run(
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    )
+    assert outcome.timed_out
+    assert not sandbox.run("import os\nos.kill(os.getpid(), 9)").timed_out
 
 
 def test_endless_waiting_ends(nothing_left):
@@ -289,9 +298,19 @@ def test_a_sandbox_dies_with_the_process_that_asked_for_it():
         ({"memory_mib": 64}, "memory_mib"),
         ({"wall_s": 0}, "wall_s"),
         ({"wall_s": float("inf")}, "wall_s"),
+        ({"wall_s": "8"}, "wall_s"),
+        ({"wall_s": None}, "wall_s"),
+        ({"wall_s": True}, "wall_s"),
+        ({"memory_mib": 10**15}, "memory_mib"),
         ({"threads": 0}, "threads"),
     ],
 )
 def test_a_limit_that_limits_nothing_is_refused(limits, key):
     with pytest.raises(ValueError, match=rf"{key}: .* given; allowed"):
         Limits(**limits)
+
+
+@pytest.mark.parametrize("max_programs", [0, -1, 1.5, "2"])
+def test_a_sandbox_that_could_run_nothing_is_refused(max_programs):
+    with pytest.raises(ValueError, match=r"max_programs: .* given; allowed: a whole number >= 1"):
+        CodeSandbox(max_programs=max_programs)

@@ -51,6 +51,43 @@ def fenced(program):
             ["stack = Stack().push(1)", "stack.push((2, [3]))", "assert stack.pop() == (2, [3])"],
         ),
         (
+            "def count():\n  n = 0\n  while True:\n    yield n\n    n += 1",
+            [
+                "from itertools import islice",
+                "numbers = count()",
+                "assert next(numbers) == 0",
+                "assert list(islice(numbers, 3)) == [1, 2, 3]",
+                "assert [a for a, _ in zip(count(), range(2))] == [0, 1]",
+            ],
+        ),
+        (
+            "class Shelf:\n  def __init__(self): self.kept = {}\n"
+            "  def __setitem__(self, key, value): self.kept[key] = value\n"
+            "  def __getitem__(self, key): return self.kept[key]\n"
+            "  def __len__(self): return len(self.kept)\n"
+            "  def __str__(self): return f'Shelf of {len(self)}'\n"
+            "  def __repr__(self): return 'Shelf()'",
+            [
+                "shelf = Shelf()",
+                "shelf[2] = [3]",
+                "assert shelf[2] == [3] and len(shelf) == 1",
+                "assert str(shelf) == 'Shelf of 1' and repr(shelf) == 'Shelf()'",
+            ],
+        ),
+        (
+            "class TooSmall(ValueError): pass\ndef root(x):\n  if x < 0: raise TooSmall('no')\n"
+            "  return 1 / 0",
+            [
+                "try:\n  root(-1)\n  assert False\nexcept ValueError as e: assert str(e) == 'no'",
+                "import unittest",
+                "with unittest.TestCase().assertRaises(ZeroDivisionError):\n    root(1)",
+            ],
+        ),
+        (
+            "def bad(): return b'\\xff'.decode()",
+            ["try:\n    bad()\n    assert False\nexcept UnicodeDecodeError:\n    pass"],
+        ),
+        (
             "def twice(x): return 2 * x",
             ["def check(candidate):\n    assert candidate(2) == 4\n", "check(twice)"],
         ),
@@ -104,6 +141,41 @@ def test_no_trick_makes_an_assert_hold(reward, program):
     assert scored(reward, fenced(program), asserts=SQUARE) == 0.0
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "raise ValueError('here')",
+        "import os\nos._exit = print\nraise ValueError",
+        "import os\ndef root(x): os._exit(0)",
+        "def root(x): raise SystemExit(0)",
+        "def cube(x): return x ** 3",
+        "def root(x) return x",
+        "import os\ndef root(x):\n  for fd in range(9):\n    try: os.write(fd, b'junk\\n')\n"
+        "    except OSError: pass",
+    ],
+)
+def test_a_program_that_ends_has_not_raised_what_is_expected(reward, program):
+    expected = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
+    assert scored(reward, fenced(program), asserts=[expected]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "test", ["assert all(map(square, [1, 2]))", "for _ in map(square, [1]): 0"]
+)
+def test_a_program_cannot_end_a_loop_of_the_asserts(reward, test):
+    program = "def square(x): raise StopIteration"
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0
+
+
+def test_an_argument_that_cannot_cross_is_an_error_and_no_reward(reward):
+    with pytest.raises(ValueError, match="answer: asserts that hand the program a function; allow"):
+        scored(
+            reward,
+            fenced("def apply(f, x): return f(x)"),
+            asserts=["assert apply(lambda x: x, 3) == 3"],
+        )
+
+
 @pytest.mark.parametrize("test", ["assert thing()", "assert thing() != 1", "assert 1 in thing()"])
 def test_an_object_of_the_programs_own_is_no_answer(reward, test):
     program = "class Thing:\n  def __iter__(self): raise OSError\ndef thing(): return Thing()"
@@ -115,6 +187,7 @@ def test_an_object_of_the_programs_own_is_no_answer(reward, test):
     [
         ("print(int(input()) ** 2)", 1.0),
         ("import sys\nsys.stdout.write(f'{int(sys.stdin.read()) ** 2}  \\n\\n')", 1.0),
+        ("import os\nos.write(1, b'%d \\r\\n' % int(input()) ** 2)", 1.0),
         ("print(9)", 0.0),
         ("print(int(input()) ** 2, end=' .')", 0.0),
         ("print(int(input()) ** 2)\nraise SystemExit(1)", 0.0),
@@ -127,6 +200,12 @@ def test_an_object_of_the_programs_own_is_no_answer(reward, test):
 )
 def test_what_a_program_prints_is_compared_for_every_input(reward, program, worth):
     assert scored(reward, fenced(program), stdin_stdout=SQUARES) == worth
+
+
+def test_only_a_line_end_ends_a_line(reward):
+    case = {"input": "", "output": "a\nb\n"}
+    assert scored(reward, fenced(r"print('a\nb')"), stdin_stdout=[case]) == 1.0
+    assert scored(reward, fenced(r"print('a\x0cb')"), stdin_stdout=[case]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -142,13 +221,26 @@ def test_what_a_program_prints_is_compared_for_every_input(reward, program, wort
             "```py\ndef square(x): return x*x\n```\nNo:\n```py\ndef square(x): return 0\n```",
             0.0,
         ),
+        ("```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n", 1.0),
+        ("1. So:\n   ```python\n   def square(x):\n       return x * x\n   ```", 1.0),
+        ("~~~Python3\ndef square(x): return x * x\n~~~~", 1.0),
+        ('````PYTHON title="a.py"\ndef square(x): return x * x\n````', 1.0),
+        ("```{.python}\ndef square(x): return x * x\n```", 1.0),
+        ("```python\ndef square(x):\n  '''\n  ```\n  '''\n  return x * x\n```", 1.0),
+        ("```bash\nls\n```\nSo:\n```python\ndef square(x): return x * x\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nRun:\n```bash\nls\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nIt prints\n```\n9\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nIt prints\n```pycon\n9\n```", 1.0),
+        ("```\nno\n```\n```\ndef square(x): return x * x\n```", 1.0),
+        ("```py\ndef square(x): return x * x\n```\n```py\ndef square(x): return 0", 1.0),
+        ("```python\n```", 0.0),
         ("def square(x): return x * x", 0.0),
         ("```python\ndef square(x): return x * x", 0.0),
         ("```rust\nfn square() {}\n```", 0.0),
         ("", 0.0),
     ],
 )
-def test_the_last_whole_fenced_block_is_the_program(reward, response, worth):
+def test_the_last_whole_block_of_python_is_the_program(reward, response, worth):
     assert scored(reward, response, asserts=SQUARE) == worth
 
 
@@ -170,6 +262,19 @@ def test_the_last_whole_fenced_block_is_the_program(reward, response, worth):
 def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
     with pytest.raises(ValueError, match=r"answer: .* given; allowed: JSON"):
         reward(prompt_text="", response_text="", answer=answer, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("asserts", "problem"),
+    [
+        ("assert square(3) = 9", "asserts with .* line 1"),
+        ("import math, numpy.linalg", "asserts that import numpy.linalg; .* standard library"),
+        ("from solution import square", "asserts that import solution; .* need no import"),
+    ],
+)
+def test_asserts_that_no_program_can_pass_are_an_error_and_no_reward(reward, asserts, problem):
+    with pytest.raises(ValueError, match=f"answer: {problem}"):
+        scored(reward, fenced("def square(x): return x * x"), asserts=[asserts])
 
 
 def test_all_tests_of_a_response_share_one_deadline():
@@ -236,7 +341,7 @@ def test_objects_travel_as_numbers_and_can_only_be_called_and_asked():
     remote(1, k=2)
     _ = remote.name
     assert asked == [("call", 7, (1,), {"k": 2}), ("attribute", 7, "name")]
-    for compare in (bool, len, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
+    for compare in (bool, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
         with pytest.raises(TypeError):
             compare(remote)
 

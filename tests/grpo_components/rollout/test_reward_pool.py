@@ -12,7 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from grpo_components.rollout.reward_pool import RewardPool, RewardSpec, Score, reward_specs
+from grpo_components.rollout.reward_pool import (
+    RewardPool,
+    RewardPoolError,
+    RewardSpec,
+    Score,
+    reward_specs,
+)
 from grpo_components.running.cluster import Cluster
 
 RUNAWAY = r"\boxed{9^{9^{9^{9}}}}"
@@ -21,6 +27,7 @@ WAIT_S = 60  # for what happens at once on a machine with nothing else to do
 REWARDS = """
 import ctypes
 import os
+import subprocess
 import sys
 
 
@@ -46,6 +53,13 @@ class Moody:
             raise ValueError("x" * 10_000)
         if response_text == "nan":
             return float("nan")
+        if response_text == "leave":
+            sys.exit(4)
+        if response_text == "children":
+            subprocess.Popen(["sleep", "600"])
+            with open(answer, "w") as pipe:  # as for `endless`
+                pipe.write("begun")
+            ctypes.PyDLL(None).pause()
         if response_text == "exit":
             os._exit(3)
         if response_text == "endless":
@@ -53,6 +67,21 @@ class Moody:
                 open(answer, "w").close()  # a named pipe, whose reader learns that it has begun
             ctypes.PyDLL(None).pause()  # holds the interpreter lock, like a huge power
         return 1.0
+
+
+class Unsure(Number):
+    max_reward = "3"
+
+
+class Unborn:
+    def __init__(self, begun):
+        open(begun, "w").close()  # a named pipe, as for `endless`
+        ctypes.PyDLL(None).pause()
+
+
+class Stillborn:
+    def __init__(self):
+        os._exit(3)
 
 
 class Process:
@@ -154,6 +183,7 @@ def test_work_is_spread_over_the_processes(make_pool):
         ("raise", "reward mood: KeyError: 'no luck'"),
         ("long", f"reward mood: ValueError: {'x' * 10_000}"[:1000]),
         ("nan", "reward mood: gave nan"),
+        ("leave", "reward mood: SystemExit: 4"),
         ("exit", "reward mood: its process died"),
     ],
 )
@@ -170,6 +200,33 @@ def test_a_sum_that_is_no_number_is_no_reward(make_pool):
     huge = {name: reward("Number", weight=1e308) for name in ("one", "other")}
     (score,) = make_pool(**huge).score(samples("1"))
     assert score.error == "rewards: their weighted sum is inf" and math.isnan(score.reward)
+
+
+def test_a_maximum_that_is_no_number_is_said(make_pool):
+    (score,) = make_pool(size=reward("Unsure", is_success=True)).score(samples("1"))
+    assert score.error and score.error.startswith("reward size: TypeError: '>=' not supported")
+
+
+def test_what_a_reward_has_started_ends_with_it(make_pool, begun):
+    pool = make_pool(mood=reward("Moody"))
+    with ThreadPoolExecutor(1) as thread:
+        stuck = thread.submit(pool.score, samples("children", answer=str(begun)))
+        assert begun.read_text() == "begun"
+        (worker,) = psutil.Process().children()
+        (child,) = worker.children()
+        pool.close()
+        assert stuck.result()[0].error == "reward mood: its process died"
+    _, alive = psutil.wait_procs([child], timeout=WAIT_S)
+    assert not alive
+
+
+def test_no_process_to_be_had_is_an_error_of_the_pool(make_pool, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RewardPoolError, match="rewards: no process: no more processes"):
+        make_pool(size=reward("Number")).score(samples("1"))
 
 
 def test_a_runaway_power_is_ended_and_the_samples_after_it_are_scored(make_pool):
@@ -212,6 +269,16 @@ def test_a_process_killed_between_two_samples_costs_at_most_one(make_pool):
     assert last.reward != first.reward
 
 
+def test_rewards_whose_process_is_ended_while_it_starts_are_not_called_broken(make_pool, begun):
+    pool = make_pool(slow=reward("Unborn", begun=str(begun)))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(pool.score, samples("1"))
+        begun.read_text()
+        pool.close()
+        # Ended or, where its turn had not come, refused.
+        assert "cannot be built" not in str(waiting.exception() or waiting.result()[0].error)
+
+
 def test_closing_at_once_leaves_no_process(make_pool):
     for _ in range(5):
         make_pool(num_workers=3, correctness=maths()).close()
@@ -230,6 +297,7 @@ def test_a_closed_pool_scores_no_more(make_pool):
         (reward("Missing"), "AttributeError.*Missing"),
         (RewardSpec("no_such_module.Thing", {}, 1.0, False), "ModuleNotFoundError"),
         (reward("Number", minus=3), "TypeError.*minus"),
+        (reward("Stillborn"), r"their process ended \(broken\)"),
     ],
 )
 def test_rewards_that_cannot_be_built_are_an_error_each_time(make_pool, spec, problem):

@@ -144,7 +144,11 @@ def test_a_key_that_is_left_out_has_a_default_or_is_named(cfg, key):
         ("dataset.num_rows=0", "dataset.num_rows: 0 given", "at least 1 or null"),
         ("rewards=null", "rewards: null given", "one `_component_` or more"),
         ("rewards.correctness.weight=.nan", "rewards.correctness.weight: nan", "a number"),
-        ("rewards.correctness.answer_format=xml", "answer_format: 'xml' given", "tag, boxed"),
+        (
+            "rewards.correctness.answer_format=xml",
+            "rewards.correctness.answer_format: 'xml' given",
+            "tag, boxed",
+        ),
         ("rewards.correctness.is_success=1", "rewards.correctness.is_success: 1", "true | false"),
         (
             "rewards.correctness.is_success=false",
@@ -440,6 +444,9 @@ class CannotBeCalled:
 def make(**kwargs):
     return Good(1)
 
+def judge(*, prompt_text, response_text, answer, finish_reason):
+    return 1.0
+
 number = 3
 """
 
@@ -462,6 +469,18 @@ def test_components_may_stand_in_the_current_folder(cfg):
         ({"_component_": "own_rewards_bad.CannotBeCalled"}, "rewards.mine: objects of"),
         ({"_component_": "own_rewards_bad.Absent"}, "rewards.mine._component_: own_rewards_bad.Ab"),
         ({"_component_": "own_rewards_bad.number"}, "rewards.mine._component_: own_rewards_bad.nu"),
+        (
+            {"_component_": "own_rewards_bad.judge"},
+            "rewards.mine._component_: own_rewards_bad.judge ",
+        ),
+        (
+            {"_component_": "grpo_components.rollout.rewards.ResponseLength", "max_words": "many"},
+            "rewards.mine.max_words, min_words: 'many', 0 given",
+        ),
+        (
+            {"_component_": "grpo_components.rollout.code_tests.CodeTests", "wall_s": "8"},
+            "rewards.mine.wall_s: '8' given",
+        ),
         ({"_component_": "no_such_module.X"}, "rewards.mine._component_: no_such_module.X cannot"),
         ({"_component_": "..X"}, "rewards.mine._component_: ..X cannot be imported"),
         ({"weight": 1.0}, "rewards.mine: {'weight': 1.0} given"),
@@ -693,7 +712,7 @@ def test_programs_are_ended_before_their_reward_is(cfg):
     cfg.rewards.code = node
     preflight.check(cfg)
     assert refusal(cfg, "timeouts.reward_s=8").startswith("rewards.code.wall_s: 8 given with time")
-    assert refusal(cfg, "rewards.code.cpu_s=0").startswith("cpu_s: 0 given")
+    assert refusal(cfg, "rewards.code.cpu_s=0").startswith("rewards.code.cpu_s: 0 given")
 
 
 def test_a_learned_reward_is_a_classifier_under_a_name_of_its_own(cfg, tmp_path):

@@ -6,15 +6,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from grpo_components.training.reward_model import RewardModel
@@ -48,20 +51,35 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfo
 RESPONSES = ["It is five .", "six", "It is five ? It is six . It is", "five five five", ""]
 
 
-def make_classifier(folder, kind="decoder", num_labels=1, pad_token=None, chat_template=None):
+MODELS = {
+    "decoder": (GPTNeoXConfig, GPTNeoXForSequenceClassification),
+    "encoder": (BertConfig, BertForSequenceClassification),
+    "offset positions": (RobertaConfig, RobertaForSequenceClassification),
+    "language model": (GPTNeoXConfig, GPTNeoXForCausalLM),
+}
+
+
+def make_classifier(
+    folder,
+    kind="decoder",
+    num_labels=1,
+    pad_token=None,
+    chat_template=None,
+    eos_token="[END]",
+    ends=False,
+):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if ends:  # every text with the end token, as many decoders were trained
+        words.post_processor = processors.TemplateProcessing("$A [END]", None, [("[END]", 1)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", eos_token="[END]", pad_token=pad_token
+        tokenizer_object=words, unk_token="[UNK]", eos_token=eos_token, pad_token=pad_token
     )
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    if kind == "decoder":
-        shape = GPTNeoXConfig(**SHAPE, num_labels=num_labels)
-        model = GPTNeoXForSequenceClassification(shape)
-    else:
-        model = BertForSequenceClassification(BertConfig(**SHAPE, num_labels=num_labels))
+    config, model = MODELS[kind]
+    model = model(config(**SHAPE, num_labels=num_labels))
     model.save_pretrained(folder)
     return str(folder)
 
@@ -127,6 +145,24 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
     assert unpack(group)[1].reward == 1.0  # what came in is as it was
 
 
+@pytest.mark.parametrize("tokens", [{"ends": True}, {"eos_token": None}])
+def test_a_classifier_without_a_pad_token_reads_to_the_last_token(tmp_path, tokens):
+    path = make_classifier(tmp_path, **tokens)
+    group, text = group_of(RESPONSES)
+    scored, _, _ = build(path, tokens_per_micro_batch=10_000).add_scores(group, text)
+    expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
+    given = [trajectory.reward_terms["reward_model"] for trajectory in unpack(scored)]
+    assert given == pytest.approx(expected, abs=1e-5)
+
+
+def test_positions_that_do_not_count_from_zero_are_not_overrun(tmp_path):
+    path = make_classifier(tmp_path, "offset positions", pad_token="[PAD]")  # 64, the first is 2
+    scored, _, _ = build(path).add_scores(*group_of(["five " * 56, "five " * 57]))
+    fits, too_long = unpack(scored)
+    assert fits.error is None
+    assert too_long.error == "reward reward_model: 63 tokens, and the model reads 1 to 62"
+
+
 def test_the_texts_may_be_messages_of_a_chat(tmp_path):
     path = make_classifier(tmp_path, chat_template=TEMPLATE)
     group, text = group_of(RESPONSES[:1])
@@ -170,6 +206,9 @@ def test_a_score_that_is_no_number_is_no_reward(tmp_path):
 def test_a_model_that_gives_no_single_score_is_refused(tmp_path):
     path = make_classifier(tmp_path / "two", num_labels=2)
     with pytest.raises(ValueError, match=r"reward_model.path: .* has 2 outputs; allowed"):
+        build(path)
+    path = make_classifier(tmp_path / "language", "language model")
+    with pytest.raises(ValueError, match=r"path: .* no weights for score.weight; allowed"):
         build(path)
     assert "chat_template" not in json.loads((tmp_path / "two/tokenizer_config.json").read_text())
     with pytest.raises(ValueError, match=r"reward_model.chat_template: true given"):
