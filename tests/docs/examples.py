@@ -11,10 +11,10 @@ PAGES = [
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMANDS = re.compile(r"(WANDB_MODE=|tune |python -m grpo_components|for )")
+COMMANDS = re.compile(r"(WANDB_MODE=|tune |python |for )")
 NAMED = re.compile(r"# (my_\w+\.py)\n")
-LEFT_OPEN = re.compile(r"OUTPUT_DIR|<[a-z]|/models/")
-"""The reader's own: a folder, a seed, a reward model."""
+LEFT_OPEN = re.compile(r"OUTPUT_DIR|<[a-z]")
+"""The reader's own: a folder, a seed."""
 
 
 @dataclass(frozen=True)

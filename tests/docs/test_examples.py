@@ -20,7 +20,7 @@ from grpo_components.running.building import build_data, check_components
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
-OF_ANOTHER_RUN = re.compile(r"(train_from|replay_events|eval_only|reward_model\.path)=/|resume_")
+OF_ANOTHER_RUN = re.compile(r"(train_from|replay_events|eval_only)=/|reward_model\.path=|resume_")
 """Overrides that name what an earlier command makes, or what is the reader's."""
 
 
@@ -78,9 +78,9 @@ def test_a_documented_run_passes_every_check_before_it_starts(
 ):
     here = folder_of(page)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sample_data.main([str(here / "samples")])
+    sample_data.main([str(here / "data")])
     own = [each for each in overrides if not OF_ANOTHER_RUN.match(each)]
-    own = [each.replace(SAMPLES, str(here / "samples")) for each in own]
+    own = [each.replace(SAMPLES, str(here / "data")) for each in own]
     given = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     assert isinstance(given, dict)
     cfg = _merge_yaml_and_cli_args(Namespace(**given), [*own, f"output_dir={here / 'run'}"])
@@ -107,7 +107,7 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
 
 
 @pytest.mark.parametrize(("page", "name"), FILES)
-def test_a_documented_file_is_imported(folder_of, page, name):
+def test_a_documented_file_is_imported(tiny_policy, folder_of, page, name):
     assert runpy.run_path(str(folder_of(page) / name))
 
 
