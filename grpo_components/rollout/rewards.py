@@ -15,7 +15,7 @@ _UNIT = re.compile(
     r"(?<=[\d}])\s*(?:°\s?[CF]?|\^\{?\\circ\}?\s*(?:\\(?:text|mathrm)\{)?\s*[CF]?\}?"
     r"|\s[kcdm]?m\^?\{?[23]\}?|\sL|\s[A-Za-z]{1,3}/[A-Za-z]+"
     r"|\s(?!(?:or|and|to|pi|plus|minus|over|times|squared|cubed|factorial|root|sqrt|negative"
-    r"|hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?"
+    r"|hal(?:f|ves)|thirds?|(?:fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?"
     r"|(?:dozen|score|hundred|thousand|lakh|crore|[mbtr]+illion)s?)\b)"
     r"[A-Za-z]{2,}(?: [A-Za-z]{2,})?(?: per [A-Za-z]+| ?/ ?[A-Za-z]+)?)$"
 )

@@ -247,8 +247,8 @@ def test_filters_look_at_the_sources_columns_whatever_the_fields_are_called(tmp_
 
 def test_a_column_for_a_field_that_no_builder_asks_for_is_refused(jsonl):
     with pytest.raises(ValueError) as refused:
-        load(jsonl, columns={"anwser": "gold"})
-    message = "dataset.columns.anwser: no field of the builder; allowed: answer, question"
+        load(jsonl, columns={"reply": "gold"})
+    message = "dataset.columns.reply: no field of the builder; allowed: answer, question"
     assert str(refused.value) == message
 
 
