@@ -86,9 +86,7 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
             for part in parts:
                 where = f"{key}.parts.{part}"
                 _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
-        elif not isinstance(
-            dataset, RecordedPrompts
-        ):  # these have their responses, and are checked
+        elif not isinstance(dataset, RecordedPrompts):  # those were checked above
             _check_prompts(cfg, key, cfg[key], dataset, limit, vocab_size)
     return tokenizer, data["dataset"], data["eval_dataset"]
 
