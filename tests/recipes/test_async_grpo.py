@@ -349,6 +349,24 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
     assert code == 0, table
 
 
+def assert_same_run(original, replay, num_steps):
+    """Responses, batches and last weights, to the bit; returns the weights."""
+    logs = "logs/rollouts.jsonl"
+    assert records(replay / logs) == records(original / logs)
+    hashes = [
+        [r["batch_hash"] for r in records(folder / "receipts.jsonl") if "batch_hash" in r]
+        for folder in (original, replay)
+    ]
+    assert len(hashes[0]) == num_steps and hashes[0] == hashes[1]
+    before, after = (
+        load_file(folder / "checkpoints" / f"step_{num_steps}" / "model.safetensors")
+        for folder in (original, replay)
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return after
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     """Long responses of two generators that pull at every chance: weights change within some.
@@ -374,18 +392,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
     assert max(record["staleness/max"] for record in metrics(original)[1:]) > 0
-    assert records(replay / "logs" / "rollouts.jsonl") == groups
-    hashes = [
-        [r["batch_hash"] for r in records(folder / "receipts.jsonl") if "batch_hash" in r]
-        for folder in (original, replay)
-    ]
-    assert len(hashes[0]) == 10 and hashes[0] == hashes[1]
-    before, after = (
-        load_file(folder / "checkpoints" / "step_10" / "model.safetensors")
-        for folder in (original, replay)
-    )
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    after = assert_same_run(original, replay, num_steps=10)
     base = load_file(Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors"))
     assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"
 
@@ -479,14 +486,13 @@ TUTOR = (
 
 @pytest.mark.slow
 def test_several_turns_with_a_learned_reward_and_one_of_the_users_own(tune, tmp_path):
-    """The user's reward is the one in docs/rewards.md, as printed.
+    """And their replay. The user's reward is the one in docs/rewards.md, as printed.
 
     With a reference, whose logprobs of what the tutor said are nobody's.
     """
     (source,) = re.findall(r"```python\n(# my_rewards.py\n.*?)```", REWARDS.read_text(), re.DOTALL)
     (tmp_path / "my_rewards.py").write_text(source)
-    _, output_dir = succeed(
-        tune,
+    knobs = (
         *(*SHORT, "num_steps=3", *TUTOR, "loss.kl_coeff=0.01", "rollouts_logged_per_step=4"),
         "rewards.brevity._component_=my_rewards.Brevity",
         "rewards.brevity.max_words=4",
@@ -495,6 +501,7 @@ def test_several_turns_with_a_learned_reward_and_one_of_the_users_own(tune, tmp_
         "reward_model.weight=0.5",
         "dynamic_sampling.enabled=true",  # of groups that have no two scores alike, none is dropped
     )
+    _, output_dir = succeed(tune, *knobs)
     groups = records(output_dir / "logs" / "rollouts.jsonl")
     assert len(groups) == 3 * 4
     responses = [response for group in groups for response in group["responses"]]
@@ -514,6 +521,71 @@ def test_several_turns_with_a_learned_reward_and_one_of_the_users_own(tune, tmp_
     # The first step's weights are the generator's: turn for turn, the two read the same context.
     assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
     assert all(record["groups"]["filtered"]["count"] == 0 for record in receipts(output_dir))
+    code, table = audit(output_dir)
+    assert code == 0, table
+    _, replay = succeed(tune, *knobs, f"replay_events={output_dir}")
+    assert_same_run(output_dir, replay, num_steps=3)
+
+
+TOOLS = """
+import json
+
+from grpo_components.rollout.code_tests import CodeTests
+from grpo_components.rollout.tools import shipped_tools
+
+
+class Calls:
+    \"\"\"The policy's first line, such as 3+4=8, becomes a call of the Python tool.\"\"\"
+
+    def __init__(self):
+        self._tools = shipped_tools(tools=["python"], call_format="hermes")
+
+    def __call__(self, prompt, seed):
+        respond, turns = self._tools(prompt, seed), []
+
+        def called(text):
+            turns.append(text)
+            if len(turns) > 1:
+                return respond(text)
+            arguments = {"code": f"print({text.partition('=')[0]})"}
+            call = json.dumps({"name": "python", "arguments": arguments})
+            return respond(f"<tool_call>{call}</tool_call>")
+
+        return called
+
+
+class Printed:
+    \"\"\"1 if a program that prints the response passes the test that wants the answer.\"\"\"
+
+    def __init__(self):
+        self._tests = CodeTests()
+
+    def __call__(self, *, response_text, answer, **sample):
+        program = f"```python\\nprint({response_text!r})\\n```"
+        tests = json.dumps({"stdin_stdout": [{"input": "", "output": answer}]})
+        return self._tests(response_text=program, answer=tests, **sample)
+"""
+
+
+@pytest.mark.slow
+def test_a_tool_and_a_reward_that_run_programs_in_the_sandbox(tune, tmp_path):
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+    _, output_dir = succeed(
+        tune,
+        *(*SHORT, *TUTOR, "environment.world._component_=my_tools.Calls", "num_steps=3"),
+        *("generator.max_response_tokens=120", "rollouts_logged_per_step=4"),
+        *("rewards.printed._component_=my_tools.Printed", "rewards.printed.weight=0.5"),
+    )
+    groups = records(output_dir / "logs" / "rollouts.jsonl")
+    said = [(group["answer"], each) for group in groups for each in group["responses"]]
+    assert len(said) == 3 * 4 * 4 and all(response["error"] is None for _, response in said)
+    worked_out = 0
+    for answer, response in said:
+        _, result, last = (turn["text"] for turn in response["turns"])
+        told = re.search(r"<tool_response>\n(.*)\n</tool_response>", result, re.DOTALL)[1]
+        worked_out += told == answer
+        assert response["reward_terms"]["printed"] == (last.rstrip() == answer)
+    assert worked_out > len(said) / 2, "the tiny policy mostly knows what to add up"
     code, table = audit(output_dir)
     assert code == 0, table
 

@@ -11,8 +11,9 @@ import pytest
 from chaos import TUNE, Fault, forked_recipe
 from classifier import random_classifier
 
-FAULTS = [  # a generator that is killed while it generates is in the replayed run, in tests/recipes
+FAULTS = [
     Fault("replay_buffer", "add", 3),  # while buffering
+    Fault("generator_0", "generate_group", 4, delay_s=0.05),
     Fault("parameter_server", "push", 3),
     Fault("reference_0", "add_logprobs", 10),
     Fault("reward_model", "add_scores", 6),
