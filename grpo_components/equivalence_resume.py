@@ -67,7 +67,7 @@ def run_and_kill(command: list[str], words: str) -> None:
             children = psutil.Process(process.pid).children(recursive=True)
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    folders |= set(re.findall(r"/tmp/(grpo-\w+)", " ".join(child.cmdline())))
+                    folders |= set(re.findall(r"/tmp/(grpo-\d+-\w+)", " ".join(child.cmdline())))
         finally:
             process.kill()
             _, alive = psutil.wait_procs(children, timeout=_GONE_S)

@@ -151,7 +151,9 @@ def role_arguments(
         "numbered_lives": True,
         "num_gpus": gpus("generator"),
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
-        "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib),
+        # A file of vLLM's would stay behind where a generator is killed: this folder is removed.
+        "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib)
+        | {"TMPDIR": str(Path(rendezvous).parent)},
     }
     trainer, generator = stand_in_arguments(cfg, trainer, generator)
     return RoleArguments(replay_buffer, trainer, reference, reward_model, generator)

@@ -199,6 +199,7 @@ def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
     process, output_dir = tune("log_token_logprobs=true", config="tiny_async_grpo_2x2")
     wait_for_step(process)
     assert_loopback_only(process)
+    assert_temporary_files_are_the_runs(process, output_dir)
     code, output = finish(process)
     assert code == 0, output
     steps = metrics(output_dir)
@@ -245,6 +246,14 @@ def assert_loopback_only(process):
     addresses = [ipaddress.ip_address(ip.removeprefix("::ffff:")) for _, ip in listening]
     assert len(addresses) > 5, "Ray, gloo and the roles listen"
     assert all(address.is_loopback for address in addresses), listening
+
+
+def assert_temporary_files_are_the_runs(process, output_dir):
+    """Those of a generator, which may be killed at any time, lie in the folder that is removed."""
+    started = records(output_dir / "logs" / "roles.jsonl")
+    pids = [record["pid"] for record in started if record["role"].startswith("generator")]
+    folders = {psutil.Process(pid).environ()["TMPDIR"] for pid in pids}
+    assert [Path(folder) for folder in folders] == temporary_files(process.pid)[:1]
 
 
 def assert_checkpoint_loads(folder):
