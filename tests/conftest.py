@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 # The machine may be busy with real engines: how long an example takes says nothing here.
@@ -21,6 +22,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def tiny_policy():
-    """The demo's policy; built once per machine."""
-    subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
+def tiny_policy(tmp_path_factory):
+    """The demo's policy; built once per machine, by one of the workers that want it."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "tiny_policy.lock"):
+        subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
