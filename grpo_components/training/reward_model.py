@@ -68,9 +68,8 @@ class RewardModel:
         if config.num_labels != 1:
             labels = f"{path} has {config.num_labels} outputs"
             raise ValueError(f"reward_model.path: {labels}; allowed: a classifier with one")
-        if missing := sorted(
-            loading["missing_keys"]
-        ):  # as in a language model: they are random now
+        missing = sorted(loading["missing_keys"])
+        if missing:  # as in a language model: they are random now
             problem = f"{path} has no weights for {', '.join(missing)[:_SHOWN]}"
             raise ValueError(f"reward_model.path: {problem}; allowed: a trained classifier")
         if chat_template and not self._tokenizer.chat_template:
