@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+
+LARGEST = 2**53
+"""Of all numbers in a record, from 0; correction_mass and lengths need not be whole."""
+_NUMBER = re.compile("0|[1-9][0-9]*")
+"""One spelling of each number, so that no two keys are the same one."""
 
 _AMOUNT = {"count": int, "response_tokens_mean": (float, None)}
 _GROUPS = {
@@ -65,7 +71,7 @@ def mismatch(record: Any) -> str | None:
     """How a line's JSON value differs from the record that it says it is.
 
     Args:
-        record: the value.
+        record: the value, without the hash that chains it to the record before.
 
     Returns:
         The first difference; None where there is none.
@@ -86,8 +92,8 @@ def _mismatch(value: Any, shape: Any, path: str) -> str | None:
         return next((problem for problem in found if problem), None)
     if isinstance(shape, dict) and isinstance(value, dict):
         keys = next(iter(shape))
-        if keys is int and not all(key.isdecimal() for key in value):
-            return f"{path} has a key that is no number"
+        if keys is int and (wrong := [key for key in value if not _is_number(key)]):
+            return f"{path} has a key that is no number: {json.dumps(wrong[0])[:40]}"
         if isinstance(keys, type):
             shape = dict.fromkeys(value, shape[keys])
         if value.keys() != shape.keys():
@@ -98,6 +104,10 @@ def _mismatch(value: Any, shape: Any, path: str) -> str | None:
         return None
     if isinstance(shape, type):
         kinds = (int, float) if shape is float else (shape,)
-        if type(value) in kinds and (shape is not int or value >= 0):
+        if type(value) in kinds and (shape not in (int, float) or 0 <= value <= LARGEST):
             return None
     return f"{path} is {json.dumps(value)[:40]}"
+
+
+def _is_number(key: str) -> bool:
+    return bool(_NUMBER.fullmatch(key)) and len(key) <= len(str(LARGEST)) and int(key) <= LARGEST

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,19 +11,18 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo_components.exchange.ledger import GroupEvent, Ledger
-from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.turns import ReplayError
-from grpo_components.running.output_folder import append_line
+from grpo_components.running.receipt_chain import ChainedFile
 from grpo_components.running.replay import Original, read_original
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Receipts:
     """Writes `receipts.jsonl`: a start record, one record per step, an end record.
 
     The fields are explained in docs/receipts.md; `python -m grpo_components.audit` checks them.
-    The file is appended to and flushed record by record.
+    The file is appended to and flushed record by record; each record is chained to the one before.
 
     Args:
         path: of the file; its folder exists.
@@ -56,8 +54,7 @@ class Receipts:
             "group_size": group_size,
             "generators": tuple(generators),
         }
-        cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = ChainedFile(path)
         self._ledger, self._attempt = ledger, attempt
         self._step, self._policy_version = ledger.steps_done, ledger.policy_version
         self._generators: dict[str, dict[str, Any]] = {
@@ -108,7 +105,7 @@ class Receipts:
                 f"the replay diverged before step {version + 1}: its weights of version {version} "
                 f"have checksum {checksum}, the original's {self._original.checksums[version]}"
             )
-        self._ledger.turns.note("load", role=generator, version=version)
+        self._ledger.turns.note("load", role=generator, version=version, checksum=checksum)
         self._generators[generator] = {"version": version, "checksum": checksum}
         self._acknowledged.append(
             {
@@ -209,8 +206,7 @@ class Receipts:
         )
 
     def _write(self, record: str, **fields: Any) -> None:
-        line = json.dumps({"record": record, "attempt": self._attempt, **fields}, allow_nan=False)
-        append_line(self._file, line)
+        self._file.append({"record": record, "attempt": self._attempt, **fields})
 
 
 def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:

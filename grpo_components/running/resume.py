@@ -16,6 +16,7 @@ from grpo_components.exchange.state_files import read_state
 from grpo_components.running.checkpoint_folder import point_latest
 from grpo_components.running.config_schema import fail, shown
 from grpo_components.running.output_folder import prepare_output_folder, reopen_output_folder
+from grpo_components.running.receipt_chain import END_FILE
 
 FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
@@ -129,8 +130,7 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning
         reopen_output_folder(folder, cfg, attempt)
     else:
         prepare_output_folder(cfg.output_dir, cfg)
-        if (run / "receipts.jsonl").is_file():
-            shutil.copy2(run / "receipts.jsonl", folder)  # the audit follows the run from its start
+        _copy_history(run, folder)
         attempt = last_attempt(folder) + 1
     note = f"resumed from {checkpoint} (attempt {attempt})"
     return Beginning(attempt, checkpoint, note, folder, state)
@@ -163,6 +163,18 @@ def last_attempt(output_dir: Path) -> int:
                 if line.startswith('{"record": "start"') and line.endswith("\n"):
                     attempt = json.loads(line)["attempt"]
     return attempt
+
+
+def _copy_history(run: Path, folder: Path) -> None:
+    """Copy what the audit needs to follow a run from its start: receipts, and configs so far."""
+    for name in (END_FILE, "receipts.jsonl"):  # in this order: the first may be the older one
+        if (run / name).is_file():
+            shutil.copy2(run / name, folder)
+    for path in run.glob("config_attempt_*.yaml"):
+        shutil.copy2(path, folder)
+    last = last_attempt(folder)
+    if last >= 0 and (run / "config.yaml").is_file():
+        shutil.copy2(run / "config.yaml", folder / f"config_attempt_{last}.yaml")
 
 
 def _at(values: Any, key: str) -> Any:

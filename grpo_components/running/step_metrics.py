@@ -19,7 +19,7 @@ def rollout_metrics(
         token_versions: how many trained tokens each policy version has sampled.
 
     Returns:
-        Means over samples; staleness over trained tokens, in policy versions.
+        Means over samples; staleness over trained tokens, in policy versions, and their number.
     """
     samples = [
         (reward, success)
@@ -34,6 +34,7 @@ def rollout_metrics(
         "rollout/reward_mean": mean([reward for reward, _ in scored]),
         "rollout/success_rate": mean([success for _, success in scored]),
         "rollout/response_tokens_mean": mean(tokens),
+        "rollout/trained_tokens": trained,
         "staleness/mean": policy_version - version_sum / trained if trained else math.nan,
         "staleness/max": policy_version - min(token_versions, default=policy_version),
     }

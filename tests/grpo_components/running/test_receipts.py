@@ -22,7 +22,9 @@ def make(tmp_path, num_steps=3, generators=("generator_0", "generator_1"), attem
 def read(tmp_path):
     text = (tmp_path / "receipts.jsonl").read_text()
     assert text.endswith("\n")
-    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert all(len(record.pop("chain")) == 64 for record in records)
+    return records
 
 
 async def train(ledger, policy_version, lengths=((3, 4), (5, 6))):
@@ -44,7 +46,7 @@ def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
     assert start == {
         "record": "start",
         "attempt": 0,
-        "format": 1,
+        "format": 2,
         "steps_done": 0,
         "policy_version": 0,
         "num_steps": 3,

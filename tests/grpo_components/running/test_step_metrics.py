@@ -75,6 +75,7 @@ def test_a_batch_sampled_half_one_and_half_three_versions_ago():
         "rollout/reward_mean": 0.5,
         "rollout/success_rate": 0.5,
         "rollout/response_tokens_mean": 2.0,
+        "rollout/trained_tokens": 4,
         "staleness/mean": 2.0,
         "staleness/max": 3,
     }

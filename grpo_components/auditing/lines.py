@@ -1,0 +1,115 @@
+"""Reads files of JSON lines strictly: what two readers could understand differently is an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_LINE_BYTES = 64 * 2**20
+_MAX_DIGITS = 16
+_MAX_DEPTH = 16
+_SHOWN = 40
+"""Characters of a value in an error."""
+
+
+class UnreadableError(ValueError):
+    """A line that is no JSON value, or one that readers understand differently."""
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file with their line ends, ended by `\\n` alone.
+
+    Args:
+        file: opened for reading bytes.
+
+    Yields:
+        Each line; of one that is longer than `MAX_LINE_BYTES` as much, and then nothing more.
+    """
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        if len(line) > MAX_LINE_BYTES:
+            return
+
+
+def parse(line: bytes) -> Any:
+    """The JSON value of a line.
+
+    Args:
+        line: with or without its line end.
+
+    Raises:
+        UnreadableError: no JSON in UTF-8; or a key twice in an object, NaN or an infinity, an
+            integer of more than 16 digits, more than 16 levels, more than 64 MiB.
+    """
+    if len(line) > MAX_LINE_BYTES:
+        raise UnreadableError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+    try:
+        value = _READER.decode(line.decode())
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"no UTF-8 at byte {error.start + 1} of the line") from None
+    except json.JSONDecodeError as error:
+        raise UnreadableError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise UnreadableError(_TOO_DEEP) from None
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return value
+    raise UnreadableError(_TOO_DEEP)
+
+
+def records_of(path: Path, word: bytes = b"{") -> Iterator[dict[str, Any]]:
+    """The objects of a file that stands beside the receipts; what cannot be read is passed over.
+
+    Args:
+        path: of the file; it may be missing.
+        word: only lines that hold these bytes are read.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in lines_of(file):
+            if word in line:
+                try:
+                    record = parse(line)
+                except UnreadableError:
+                    continue
+                if isinstance(record, dict):
+                    yield record
+
+
+def _children(value: Any) -> list[Any]:
+    found = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [child for child in found if isinstance(child, dict | list)]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UnreadableError(f"the key {twice[:_SHOWN]!r} is there twice in one object")
+    return found
+
+
+def _integer(said: str) -> int:
+    if len(said) > _MAX_DIGITS:
+        raise UnreadableError(f"an integer of {len(said)} digits")
+    return int(said)
+
+
+def _number(said: str) -> float:
+    value = float(said)
+    if not math.isfinite(value):
+        raise UnreadableError(f"{said[:_SHOWN]} is no finite number")
+    return value
+
+
+_TOO_DEEP = f"more than {_MAX_DEPTH} levels of brackets"
+_READER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_number
+)

@@ -1,0 +1,82 @@
+"""The settings of a config that receipts repeat or rest on, read without building any value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Settings = dict[str, "str | dict[str, str]"]
+"""Scalars by key as they are written, and those one level deeper."""
+
+_MAX_BYTES = 2**20
+_OFF_POLICY = "grpo_components.objective.off_policy."
+
+
+def read_settings(path: Path) -> Settings:
+    """The scalars of a config.
+
+    Args:
+        path: of a YAML file.
+
+    Raises:
+        ValueError: if it is no mapping, has a key twice, or more than 1 MiB.
+        OSError: if it cannot be read.
+    """
+    if not path.is_file():
+        raise ValueError("it is no file")
+    with path.open("rb") as file:
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise ValueError("it has more than 1 MiB")
+    try:
+        # Nodes alone: no tag in the file can make a value.
+        root = yaml.compose(text.decode(), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"no YAML: {getattr(error, 'problem', None) or 'damaged'}") from None
+    except RecursionError:
+        raise ValueError("too many levels of brackets") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("it is no mapping")
+    settings: Settings = {}
+    for key, node in _pairs(root).items():
+        if isinstance(node, yaml.ScalarNode):
+            settings[key] = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inner = _pairs(node).items()
+            settings[key] = {k: n.value for k, n in inner if isinstance(n, yaml.ScalarNode)}
+    return settings
+
+
+def correction_bounds(off_policy: Any) -> tuple[float, float]:
+    """Least and largest mean weight that a correction can give.
+
+    Args:
+        off_policy: the section of a config; of a component that is not one of this package, or
+            with a cap that is not in the section, nothing is known.
+
+    Returns:
+        Both; 0 and infinity where nothing is known.
+    """
+    section: Mapping[str, str] = off_policy if isinstance(off_policy, dict) else {}
+    component = section.get("_component_", "").removeprefix(_OFF_POLICY)
+    if component == "NoCorrection":
+        return 1.0, 1.0
+    if component == "GeometricMask":
+        return 0.0, 1.0
+    key = {"TokenTIS": "cap", "SequenceTIS": "cap", "MaskedIS": "high"}.get(component)
+    try:
+        return 0.0, float(section[key]) if key else float("inf")
+    except (KeyError, ValueError):
+        return 0.0, float("inf")
+
+
+def _pairs(node: yaml.MappingNode) -> dict[str, yaml.Node]:
+    found: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value in found:
+            raise ValueError(f"line {key.start_mark.line + 1}: no key, or one that is there twice")
+        found[key.value] = value
+    return found

@@ -1,0 +1,99 @@
+"""A run's files as the real ledger, receipts and event log write them, for the tests of audits."""
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.turns import Turns
+from grpo_components.running.receipt_chain import ChainedFile
+from grpo_components.running.receipts import Receipts
+
+GROUP_SIZE = 2
+
+
+@pytest.fixture(scope="session", name="write_run")
+def _write_run():
+    return write_run
+
+
+@pytest.fixture(scope="session", name="write_receipts")
+def _write_receipts():
+    return write_receipts
+
+
+def write_run(path, eta=2, num_steps=6):
+    """Two groups a step; a skipped step, a filtered, a failed and a stale group."""
+    for name in ("receipts.jsonl", "receipts.end"):
+        path.with_name(name).unlink(missing_ok=True)
+    logs = path.parent / "logs"
+    logs.mkdir(exist_ok=True)
+    config = f"max_staleness: {eta}\ngroups_per_step: 2\ngroup_size: {GROUP_SIZE}\n"
+    (path.parent / "config.yaml").write_text(f"{config}num_steps: {num_steps}\n")
+    (logs / "metrics.jsonl").write_text("")
+
+    async def run():
+        prompts = (({"prompt_index": i}, 0) for i in range(10**6))
+        ledger = Ledger(StalenessContract(eta, 2), num_steps, prompts)
+        ledger.turns = Turns((logs / "events.jsonl").open("w"))
+        receipts = Receipts(
+            path,
+            ledger,
+            0,
+            max_staleness=eta,
+            groups_per_step=2,
+            group_size=GROUP_SIZE,
+            generators=["generator_0", "generator_1"],
+        )
+
+        async def buffered(reason=None, reissue=False):
+            entry = await ledger.admit("test", 1)
+            if reason != "failed":
+                await ledger.generated(entry.group_id, [3, 4])
+            if reason:
+                await ledger.dropped([entry.group_id], reason, reissue)
+            else:
+                await ledger.buffered(entry.group_id)
+
+        for reason in ("filtered", "failed", "stale") if eta else ():
+            await buffered(reason, reissue=reason != "filtered")
+        for step in range(1, num_steps + 1):
+            while len(ledger.living()) < 2:
+                await buffered()
+            if step == num_steps - 1 and eta:
+                await buffered()  # one lives while the step is recorded
+            start = ledger.policy_version
+            await ledger.taken([entry.group_id for entry in ledger.in_state("buffered")[:2]])
+            after = start + (step != 3)
+            if after > start:
+                await ledger.published(after)
+            await ledger.stepped(after)
+            versions = {start: 10, max(0, start - eta): 4} if eta else {start: 14}
+            mass = 1.0 if step != 3 else math.nan
+            receipts.step(step, after, versions, mass, f"hash {step}")
+            with (logs / "metrics.jsonl").open("a") as metrics:
+                known = {"policy_version": after, "rollout/trained_tokens": sum(versions.values())}
+                metrics.write(json.dumps({"step": step, "attempt": 0, **known}) + "\n")
+            if after > start:
+                for name in ("generator_0", "generator_1")[: 1 + step % 2]:
+                    receipts.acknowledged(name, after, f"weights {after}", f"weights {after}")
+        receipts.close()
+        ledger.turns.close()
+
+    asyncio.run(run())
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(record.pop("chain") for record in records)
+    return records
+
+
+def write_receipts(folder, records):
+    folder.mkdir(exist_ok=True)
+    for name in ("receipts.jsonl", "receipts.end"):
+        (folder / name).unlink(missing_ok=True)
+    file = ChainedFile(folder / "receipts.jsonl")
+    for record in records:
+        file.append(record)
+    file.close()
