@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_components.report.page import write_report
 from grpo_components.report.rollouts import MOST_GROUPS
+from grpo_components.running.plain_text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         page = write_report(options.output_dir, options.rollouts)
     except OSError as error:
-        sys.stderr.write(f"no report: {error}\n")
+        sys.stderr.write(f"no report: {one_line(str(error))}\n")
         return 2
-    sys.stdout.write(f"{page} ({page.stat().st_size / 1e6:.1f} MB)\n")
+    sys.stdout.write(f"{one_line(str(page))} ({page.stat().st_size / 1e6:.1f} MB)\n")
     return 0
 
 

@@ -14,6 +14,8 @@ from grpo_components.report.shown import label
 
 MOST_POINTS = 1000
 """Of one curve; where a run has more steps, each point stands for several."""
+MOST_OTHERS = 300
+"""Charts of other metrics."""
 _FEW_STEPS = 8
 """Each of which gets its tick: plotly would put some between them."""
 _HEIGHT, _ROW, _ROWS = 270, 20, 8
@@ -139,6 +141,7 @@ def metric_charts(metrics: Sequence[Record]) -> dict[str, list[Chart]]:
     drawn = {key for panels in _PANELS.values() for panel in panels for key in panel.curves}
     keys = dict.fromkeys(key for record in metrics for key in record)
     others = [_Panel(key, "", {key: key}) for key in keys if key not in drawn | _BOOKKEEPING]
+    others = others[:MOST_OTHERS]
     sections["Other metrics"] = [chart for panel in others if (chart := _chart(metrics, panel))]
     return sections
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from grpo_components.report.run_files import Receipts, read_records
 from grpo_components.report.tables import table
+from grpo_components.report.unread import Unread
 
 _SHOWN = 100
+_MOST_REASONS = 50
 _REASONS = {
     "stale": "too old when a batch was formed; max_staleness allows no more",
     "failed": "no sample of it could be scored, or its generator was lost",
@@ -16,17 +18,20 @@ _REASONS = {
 }
 
 
-def dropped_section(receipts: Receipts, failed_samples: Path) -> str:
+def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | None = None) -> str:
     """HTML of what was dropped and why.
 
     Args:
         receipts: of the run.
         failed_samples: the file of failed samples; it may be missing.
+        unread: gets what is passed over.
     """
     parts = []
     if receipts.drops:
         counts = Counter(str(drop["reason"]) for drop in receipts.drops)
-        why = [(reason, n, _REASONS.get(reason, "")) for reason, n in counts.most_common()]
+        why = [
+            (reason, n, _REASONS.get(reason, "")) for reason, n in counts.most_common(_MOST_REASONS)
+        ]
         columns = ("step", "group_id", "reason", "prompt_index", "epoch", "reissue")
         last = [
             [
@@ -44,7 +49,7 @@ def dropped_section(receipts: Receipts, failed_samples: Path) -> str:
         ]
     else:
         parts.append('<p class="about">No group was dropped.</p>')
-    failures = list(read_records(failed_samples, {"errors": dict}))
+    failures = list(read_records(failed_samples, {"errors": dict}, unread))
     if failures:
         rows = [
             (

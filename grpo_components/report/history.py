@@ -10,6 +10,7 @@ from grpo_components.report.tables import table
 
 _MOST_EVENTS = 200
 _LONGEST_ERROR = 4000
+_LONGEST_STATE = 200
 
 
 def state_line(
@@ -22,7 +23,7 @@ def state_line(
         failures: the error of each attempt that failed; None where a person stopped it.
         metrics: of each step, in order.
     """
-    last, attempts = metrics[-1]["step"], len(receipts.starts)
+    last, attempts = metrics[-1]["step"] if metrics else 0, len(receipts.starts)
     how, planned, why = "running, or killed", "", None
     if receipts.starts:
         start = receipts.starts[-1]
@@ -30,7 +31,9 @@ def state_line(
         planned = f" of {start.get('num_steps')}"
         why = failures.get(start["attempt"])
     several = f", {attempts} attempts" if attempts > 1 else ""
-    state = f'<p class="state">{escaped(f"{how}; {last}{planned} steps{several}")}</p>'
+    state = (
+        f'<p class="state">{escaped(f"{how}; {last}{planned} steps{several}", _LONGEST_STATE)}</p>'
+    )
     return state + (f'<pre class="warn">{escaped(why, _LONGEST_ERROR)}</pre>' if why else "")
 
 

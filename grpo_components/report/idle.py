@@ -90,7 +90,9 @@ class Idle:
                 self._busy[role] += now - since
                 self._since[role] = now
             seconds = now - self._last
-            shares = {role: max(0.0, 1 - self._busy[role] / seconds) for role in self._known}
+            shares = {
+                role: min(1.0, max(0.0, 1 - self._busy[role] / seconds)) for role in self._known
+            }
             self.steps.append(step)
             self.shares.append(shares)
         self._busy.clear()

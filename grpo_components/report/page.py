@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from grpo_components.report.curves import MOST_POINTS, Chart, metric_charts
+from grpo_components.exchange.whole_files import write_whole
+from grpo_components.report.curves import MOST_OTHERS, MOST_POINTS, Chart, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.history import history_tables, state_line
 from grpo_components.report.rollouts import MOST_GROUPS, read_rollouts
@@ -26,7 +26,12 @@ from grpo_components.report.run_files import (
 from grpo_components.report.shown import escaped, script_json
 from grpo_components.report.tiles import tiles
 from grpo_components.report.timeline import timeline
+from grpo_components.report.unread import Unread
 from grpo_components.report.viewer import rollouts_section
+
+_LONGEST_TITLE = 200
+_MOST_CONFIG_BYTES = 2**20
+_MOST_CONFIGS = 100
 
 
 class NoStepsError(FileNotFoundError):
@@ -48,33 +53,33 @@ def write_report(output_dir: Path, most_groups: int = MOST_GROUPS) -> Path:
         OSError: if the page cannot be written.
     """
     page = _page(output_dir, most_groups)
-    target, unfinished = output_dir / "report.html", output_dir / ".report.html.part"
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    target = output_dir / "report.html"
+    write_whole(target, page)
     return target
 
 
 def _page(folder: Path, most_groups: int) -> str:
     from plotly.offline import get_plotlyjs  # 5 MB, of no use to a run before its end
 
-    logs = folder / "logs"
-    receipts = read_receipts(folder / "receipts.jsonl")
-    metrics = read_metrics(logs / "metrics.jsonl", receipts.attempts)
-    if not metrics:
+    logs, unread = folder / "logs", Unread(folder)
+    receipts = read_receipts(folder / "receipts.jsonl", unread)
+    metrics = read_metrics(logs / "metrics.jsonl", receipts.attempts, unread)
+    if not metrics and not unread.misses(logs / "metrics.jsonl"):
         raise NoStepsError(f"no step is logged in {logs / 'metrics.jsonl'}")
+    events = logs / "events.jsonl"
     over_time, told = timeline(
-        read_records(logs / "events.jsonl"),
-        list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER})),
-        list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER})),
+        read_records(events, unread=unread),
+        list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER}, unread)),
+        list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER}, unread)),
+        lambda: unread.file(events, "an event that lacks a field of its kind is left out"),
     )
-    failures = read_failures(logs / FAILURES)
-    rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, most_groups)
+    failures = read_failures(logs / FAILURES, unread)
+    rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, most_groups, unread)
     charts: list[Chart] = []
     sections = metric_charts(metrics)
     others = sections.pop("Other metrics")
+    if len(others) == MOST_OTHERS:
+        unread.file(logs / "metrics.jsonl", f"of its other metrics {MOST_OTHERS} are drawn")
     html = [_smoothing(math.ceil(len(metrics) / MOST_POINTS))]
     sections = {name: found for name, found in sections.items() if found}
     for name, found in sections.items():
@@ -83,8 +88,10 @@ def _page(folder: Path, most_groups: int) -> str:
     html += [
         _section("Rollouts", rollouts_section(rollouts)),
         _section("Timeline", history),
-        _section("Dropped groups", dropped_section(receipts, logs / "failed_samples.jsonl")),
-        _section("Config", _config(folder)),
+        _section(
+            "Dropped groups", dropped_section(receipts, logs / "failed_samples.jsonl", unread)
+        ),
+        _section("Config", _config(folder, unread)),
     ]
     names = [*sections, "Rollouts", "Timeline", "Dropped groups", "Config"]
     if others:
@@ -96,7 +103,7 @@ def _page(folder: Path, most_groups: int) -> str:
     plotly = get_plotlyjs()
     return Template((package / "page.html").read_text(encoding="utf-8")).substitute(
         title=escaped(f"Run {folder.resolve().name}"),
-        state=state_line(receipts, failures, metrics),
+        state=state_line(receipts, failures, metrics) + _unread(unread),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in names),
         tiles=tiles(metrics, receipts),
         sections="\n".join(html),
@@ -128,7 +135,7 @@ def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
     """Cards of these charts, which go to the others of the page."""
     cards = []
     for chart in found:
-        title, about = escaped(chart["title"]), escaped(chart["about"])
+        title, about = escaped(chart["title"], _LONGEST_TITLE), escaped(chart["about"])
         cards.append(
             f'<div class="chart"><h3>{title}</h3><p>{about}</p>'
             f'<div class="plot" role="img" aria-label="{title}" data-chart="{len(charts)}" '
@@ -153,14 +160,19 @@ def _number(path: Path) -> tuple[int, str]:
     return len(path.name), path.name
 
 
-def _config(folder: Path) -> str:
+def _unread(unread: Unread) -> str:
+    """What the reader of the page has to know that it does not show."""
+    notes = "\n".join(map(escaped, unread.notes()))
+    return f'<pre class="warn">not read:\n{notes}</pre>' if notes else ""
+
+
+def _config(folder: Path, unread: Unread) -> str:
     parts = []
-    earlier = sorted(folder.glob("config_attempt_*.yaml"), key=_number)
+    earlier = sorted(folder.glob("config_attempt_*.yaml"), key=_number)[-_MOST_CONFIGS:]
     for path in [folder / "config.yaml", *earlier]:
-        if path.is_file():
+        if said := unread.head(path, _MOST_CONFIG_BYTES):
             is_last = path.name == "config.yaml"
             name = f"{path.name}, of the last attempt" if is_last and earlier else path.name
-            said = path.read_text(encoding="utf-8", errors="replace")
             parts.append(
                 f'<details class="box"><summary>{escaped(name)}</summary>'
                 f"<pre>{escaped(said, 100_000)}</pre></details>"

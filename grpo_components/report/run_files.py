@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
+
+from grpo_components.report.unread import ObjectReader, Unread
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -17,7 +19,9 @@ FAILURES = "failures.jsonl"
 """Of each attempt that an error or a person ended: `attempt`, and `error` or null."""
 
 
-def read_records(path: Path, shape: Mapping[str, Any] | None = None) -> Iterator[Record]:
+def read_records(
+    path: Path, shape: Mapping[str, Any] | None = None, unread: Unread | None = None
+) -> Iterator[Record]:
     """The JSON objects of a file of lines; nothing if there is no file.
 
     A line that is no such object is passed over: the last one of a run that is being written, or
@@ -26,31 +30,21 @@ def read_records(path: Path, shape: Mapping[str, Any] | None = None) -> Iterator
     Args:
         path: of the file.
         shape: what the objects have at least, as in `fits`.
+        unread: gets what is passed over.
     """
-    if not path.is_file():
-        return
-    with path.open("rb") as lines:
-        for line in lines:
-            record = parse(line)
-            if record is not None and fits(record, shape or {}):
+    unread, reader = unread or Unread(path.parent), ObjectReader()
+    for number, _, line in unread.lines(path):
+        before = reader.too_large
+        record = reader.read(line)
+        if record is None:
+            unread.line(path, number, "no JSON object that can be read")
+        elif reader.too_large > before:
+            unread.line(path, number, "a number that is too large is left out")
+        if record is not None:
+            if fits(record, shape or {}):
                 yield record
-
-
-def parse(line: bytes) -> Record | None:
-    """One line as a JSON object, NaN and infinity in it as null; None where it is torn."""
-    try:
-        record = _JSON.decode(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _finite(said: str) -> float | None:
-    value = float(said)
-    return value if math.isfinite(value) else None
-
-
-_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+            elif reader.too_large == before:
+                unread.line(path, number, "a field is missing, or is of another kind")
 
 
 def fits(value: Any, shape: Any) -> bool:
@@ -75,6 +69,9 @@ class Attempts:
 
     steps_done: dict[int, int] = field(default_factory=dict)
     """Of each attempt that has done a step, the steps that were done when it began."""
+    _order: list[int] = field(default_factory=list)
+    _least: list[int] = field(default_factory=list)
+    """Of the attempts in order, and of each and all later ones the least steps done."""
 
     def counts(self, record: Mapping[str, Any]) -> bool:
         """Whether no later attempt has gone back behind this record's step.
@@ -82,8 +79,12 @@ class Attempts:
         Args:
             record: with `step` and `attempt`.
         """
-        step, attempt = record.get("step", 0), record.get("attempt", 0)
-        return all(step <= done for later, done in self.steps_done.items() if later > attempt)
+        if len(self._order) != len(self.steps_done):
+            self._order = sorted(self.steps_done)
+            backwards = accumulate((self.steps_done[a] for a in reversed(self._order)), min)
+            self._least = [*backwards][::-1]
+        later = bisect_right(self._order, record.get("attempt", 0))
+        return later == len(self._order) or record.get("step", 0) <= self._least[later]
 
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
@@ -99,14 +100,15 @@ def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     return steps[:number], steps[-number:]
 
 
-def read_failures(path: Path) -> dict[int, str | None]:
+def read_failures(path: Path, unread: Unread | None = None) -> dict[int, str | None]:
     """The error that ended each attempt that failed; None where a person stopped it.
 
     Args:
         path: of failures.jsonl; it may be missing.
+        unread: gets what is passed over.
     """
     shape = {"attempt": int, "error": (str, type(None))}
-    return {record["attempt"]: record["error"] for record in read_records(path, shape)}
+    return {record["attempt"]: record["error"] for record in read_records(path, shape, unread)}
 
 
 @dataclass
@@ -126,17 +128,20 @@ class Receipts:
     """Groups that were dropped: step, attempt, group_id, prompt_index, epoch, reason, reissue."""
 
 
-def read_receipts(path: Path) -> Receipts:
+def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
     """Read a run's receipts.
 
     Args:
         path: of receipts.jsonl; it may be missing.
+        unread: gets what is passed over.
     """
     receipts = Receipts()
     prompts: dict[int, Record] = {}
-    for record in read_records(path, _RECEIPT):
+    for record in read_records(path, _RECEIPT, unread):
         kind, attempt = record["record"], record["attempt"]
         if kind not in _RECEIPTS or not fits(record, _RECEIPTS[kind]):
+            if unread is not None:
+                unread.file(path, "a record without its step is left out")
             continue
         if kind == "start":
             receipts.starts.append(record)
@@ -151,7 +156,11 @@ def read_receipts(path: Path) -> Receipts:
             receipts.trained_tokens[record["step"]] = sum(n for n in found if fits(n, int))
         events = record.get("events", [])
         for event in events if fits(events, [dict]) else ():
-            if "issued" in event:
+            kind = next((kind for kind in _ENDS if kind in event), None)
+            if kind is not None and not fits(event, {kind: int}):
+                if unread is not None:
+                    unread.file(path, "an event without the number of its group is left out")
+            elif "issued" in event:
                 prompt = {key: event.get(key) for key in ("prompt_index", "epoch")}
                 prompts[event["issued"]] = prompt
             elif "trained" in event:
@@ -165,20 +174,25 @@ def read_receipts(path: Path) -> Receipts:
     return receipts
 
 
-def read_metrics(path: Path, attempts: Attempts) -> list[Record]:
+def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -> list[Record]:
     """The metrics of each step, of the last attempt that did it, in the order of steps.
 
     Args:
         path: of metrics.jsonl; it may be missing.
         attempts: of the run; attempts that only the metrics know of are added.
+        unread: gets what is passed over.
     """
-    records = list(read_records(path, {"step": int, "attempt": int}))
+    records = list(read_records(path, {"step": int, "attempt": int}, unread))
     for record in records:
         if record["step"] > 0:
             attempts.steps_done.setdefault(record["attempt"], record["step"] - 1)
     counted = {record["step"]: record for record in records if attempts.counts(record)}
+    if records and not counted and unread is not None:
+        unread.file(path, "by the receipts, later attempts have done all of its steps again")
     return [counted[step] for step in sorted(counted)]
 
 
+_ENDS = ("issued", "trained", "dropped")
+"""Kinds of events that are read."""
 _RECEIPT = {"record": str, "attempt": int}
 _RECEIPTS = {"start": {"steps_done": int}, "step": {"step": int}, "end": {"step": int}}

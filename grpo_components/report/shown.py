@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from typing import Any
 
@@ -39,7 +40,18 @@ def label(value: Any) -> str:
 
 def script_json(value: Any) -> str:
     """JSON that can stand between script tags: nothing in it opens or ends a tag or a comment."""
-    found = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    try:
+        found = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # a mean of damaged values
+        found = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         found = found.replace(character, f"\\u{ord(character):04x}")
     return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

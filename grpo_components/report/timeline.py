@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,7 +30,10 @@ _FIELDS = {
 
 
 def timeline(
-    events: Iterable[Record], lives: Sequence[Record], beats: Sequence[Record]
+    events: Iterable[Record],
+    lives: Sequence[Record],
+    beats: Sequence[Record],
+    left_out: Callable[[], None] = lambda: None,
 ) -> tuple[list[Chart], list[Record]]:
     """Charts over time, and what happened to the roles.
 
@@ -38,6 +41,7 @@ def timeline(
         events: of events.jsonl.
         lives: of roles.jsonl: role, attempt, started.
         beats: of heartbeats.jsonl: role, time, rss_mib.
+        left_out: called for each event that lacks a field of its kind.
 
     Returns:
         The charts, and the starts, restarts and rollbacks, each with its `minute`.
@@ -50,6 +54,7 @@ def timeline(
     first = min((life["started"] for life in lives), default=last)
     for event in events:
         if not fits(event, _EVENT) or not fits(event, _FIELDS.get(event["event"], {})):
+            left_out()
             continue
         idle.follow(event)
         first, last = min(first or event["time"], event["time"]), max(last, event["time"])
@@ -103,8 +108,10 @@ def _lives_chart(
     if not names:
         return None
     bars: dict[str, list[Any]] = {"y": [], "x": [], "base": [], "text": []}
-    for name in names:
-        own = [life for life in lives if life["role"] == name]
+    by_role: dict[str, list[Record]] = {name: [] for name in names}
+    for life in lives:
+        by_role[life["role"]].append(life)
+    for name, own in by_role.items():
         ends = [life["started"] for life in own[1:]] + [last]
         for number, (life, end) in enumerate(zip(own, ends, strict=True), start=1):
             bars["y"].append(label(name))

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_components.exchange.whole_files import write_whole
+
 LATEST = "latest"
 BEST = "best"
 _EVALUATION = "evaluation.json"
@@ -90,11 +92,8 @@ def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
         checkpoint: a whole one.
         metrics: of the evaluation.
     """
-    unfinished = checkpoint / f".{_EVALUATION}.unfinished"
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    unfinished.write_text(json.dumps(finite, indent=1), encoding="utf-8")
-    _sync(unfinished)
-    unfinished.replace(checkpoint / _EVALUATION)
+    write_whole(checkpoint / _EVALUATION, json.dumps(finite, indent=1), durable=True)
     _sync(checkpoint)
 
 

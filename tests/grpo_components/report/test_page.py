@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from grpo_components.report import page
+from grpo_components.exchange import whole_files
 from grpo_components.report.__main__ import main
 from grpo_components.report.page import write_report
 
@@ -134,7 +134,7 @@ def test_a_page_that_cannot_be_written_leaves_the_earlier_one(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(page.os, "replace", full)
+    monkeypatch.setattr(whole_files.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         write_report(run)
     assert (run / "report.html").read_text(encoding="utf-8") == before
