@@ -124,7 +124,7 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
         "text": text(response.get("response", ""), _LONGEST),
         "finish": text(response.get("finish_reason", ""), _LONGEST_NAME),
         "tokens": _number(response.get("response_tokens")),
-        "versions": versions if fits(versions, [int]) and len(versions) == 2 else None,
+        "versions": versions if isinstance(versions, list) and _is_span(versions) else None,
         "reward": _number(response.get("reward")),
         "terms": {text(k, _LONGEST_NAME): _number(v) for k, v in terms.items()}
         if isinstance(terms, dict)
@@ -148,6 +148,10 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
             for turn in response["turns"]
         ]
     return shown
+
+
+def _is_span(versions: list[Any]) -> bool:
+    return fits(versions, [int]) and len(versions) == 2
 
 
 def _number(value: Any) -> float | None:

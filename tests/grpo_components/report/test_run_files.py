@@ -57,6 +57,17 @@ def test_first_and_last_steps_are_equally_many_and_share_none(num_steps):
     assert (first[0], last[-1]) == (1, num_steps)
 
 
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 9)), st.integers(0, 9))
+def test_a_record_counts_that_no_later_attempt_went_back_behind(steps_done, step):
+    attempts = Attempts(steps_done)
+    for attempt in range(10):
+        attempts.steps_done.setdefault(attempt, attempt)  # as more of them become known
+        for which in range(11):
+            later = [done for a, done in attempts.steps_done.items() if a > which]
+            counts = attempts.counts({"step": step, "attempt": which})
+            assert counts == all(step <= done for done in later)
+
+
 def test_the_metrics_alone_tell_where_an_attempt_went_on(tmp_path):
     lines = [{"step": s, "attempt": 0} for s in range(6)] + [{"step": 4, "attempt": 1}]
     found = read_metrics(write(tmp_path / "metrics.jsonl", lines), Attempts())

@@ -22,7 +22,7 @@ from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.state_files import read_state
-from grpo_components.running.checkpoint_folder import latest, point_latest
+from grpo_components.running.checkpoint_folder import latest, point_latest, rate
 from grpo_components.running.checkpoints import Checkpoints
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.trajectory import Trajectory, pack, summarize
@@ -480,6 +480,19 @@ def test_the_best_checkpoint_stays_whatever_comes_after_it(tmp_path, before):
     }
     assert state_of(run.folder / "step_2", tmp_path) == 2
     assert any("step 2: best checkpoint, eval/success_rate 0.750" in str(t) for t in run.told)
+
+
+def test_a_link_that_lies_in_a_checkpoint_is_not_written_through(tmp_path):
+    own = tmp_path / "own"
+    own.write_text("mine")
+    for name in (".evaluation.json.unfinished", "evaluation.json"):
+        (tmp_path / "step_1").mkdir(exist_ok=True)
+        (tmp_path / "step_1" / name).symlink_to(own)
+    rate(tmp_path / "step_1", {"eval/success_rate": 0.5})
+    assert own.read_text() == "mine"
+    assert json.loads((tmp_path / "step_1/evaluation.json").read_text()) == {
+        "eval/success_rate": 0.5
+    }
 
 
 def test_an_evaluation_of_other_weights_rates_no_checkpoint(tmp_path):

@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from grpo_components.audit import audit
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.state_files import write_state
 from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running.checkpoint_folder import latest, point_latest
 from grpo_components.running.preflight import needs_reference
+from grpo_components.running.receipt_chain import read_end
 from grpo_components.running.receipts import Receipts
 from grpo_components.running.resume import begin_run, check_resume, last_attempt, roll_back
 
@@ -122,6 +125,36 @@ def test_another_folder_can_go_on_from_a_checkpoint_of_this_one(run, tmp_path):
     assert (other / "config.yaml").exists()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert latest(run / "checkpoints") == run / "checkpoints" / "step_6"
+
+
+def test_another_folder_has_what_the_audit_needs_of_the_earlier_lives(run, tmp_path):
+    (run / "config_attempt_0.yaml").write_text("seed: 1\n")
+    receipts(run, parts()[0], 1).close()
+    other = tmp_path / "other"
+    beginning, ledger, _ = begin(config(other, str(run / "checkpoints/step_4"), num_steps=30))
+    receipts(other, ledger, beginning.attempt)
+    assert (other / "config_attempt_0.yaml").read_text() == "seed: 1\n"
+    assert OmegaConf.load(other / "config_attempt_1.yaml").num_steps == 20
+    assert OmegaConf.load(other / "config.yaml").num_steps == 30
+    before = read_end(run / "receipts.jsonl")
+    assert read_end(other / "receipts.jsonl").records == before.records + 1
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_cut_tail_is_still_noticed_after_the_run_went_on(run, tmp_path, elsewhere):
+    """The next record is chained to the one that is missing."""
+    lines = (run / "receipts.jsonl").read_bytes().splitlines(keepends=True)
+    for cut in (False, True):
+        (run / "receipts.jsonl").write_bytes(b"".join(lines[:-1] if cut else lines))
+        folder = tmp_path / f"other {cut}" if elsewhere else run
+        if not elsewhere:
+            shutil.copytree(run, tmp_path / f"kept {cut}", symlinks=True)
+            folder = tmp_path / f"kept {cut}"
+        source = run if elsewhere else folder
+        beginning, ledger, _ = begin(config(folder, str(source / "checkpoints/step_4")))
+        receipts(folder, ledger, beginning.attempt).close()
+        report, _ = audit(folder / "receipts.jsonl")
+        assert ("chain" in report.broken) == cut, report.broken
 
 
 def test_a_torn_start_record_is_no_attempt(run):
