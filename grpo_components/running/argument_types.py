@@ -1,0 +1,62 @@
+"""Compares a component's arguments with the types that its signature names."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from grpo_components.running.config_schema import fail, shown
+
+_WORDS = {int: "a number", float: "a number", bool: "true | false", str: "text"}
+
+
+def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
+    """Refuse text where a signature has a number, and the like.
+
+    Numbers are one kind here, whole or not, and whatever a signature does not say in plain types
+    is let through: what is wrong with it, the component says when it is built.
+
+    Args:
+        key: of the component.
+        component: class or function.
+        given: its arguments in the config; `_component_` is skipped.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    hints = _hints(component)
+    for name, value in given.items():
+        allowed = _plain(hints.get(name))
+        is_schedule = isinstance(value, Mapping) and "schedule" in value
+        if name == "_component_" or allowed is None or value is None or is_schedule:
+            continue
+        if not any(_is(value, kind) for kind in allowed):
+            words = dict.fromkeys(_WORDS.get(kind, "a list") for kind in allowed)
+            fail(f"{key}.{name}", f"{shown(value)} given", " or ".join(words))
+
+
+def _hints(component: Any) -> dict[str, Any]:
+    target = component.__init__ if isinstance(component, type) else component
+    try:
+        return get_type_hints(target)
+    except Exception:  # names of another module, or anything a user's module may do
+        return {}
+
+
+def _plain(hint: Any) -> set[type] | None:
+    """The plain types that a hint allows; None where it allows others, too."""
+    if get_origin(hint) is Literal:
+        return {type(choice) for choice in get_args(hint)}
+    if get_origin(hint) in (Union, types.UnionType):
+        parts = [_plain(part) for part in get_args(hint) if part is not type(None)]
+        return None if None in parts else set().union(*(part for part in parts if part))
+    if get_origin(hint) is list or hint is list:
+        return {list}
+    return {hint} if hint in (int, float, bool, str) else None
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind in (int, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind)
