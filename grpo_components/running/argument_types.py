@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from grpo_components.running.config_schema import fail, shown
+from grpo_components.running.config_schema import SCHEDULED, fail, shown
 
+_NONE = type(None)
 _WORDS = {int: "a number", float: "a number", bool: "true | false", str: "text"}
+_WORDS |= {list: "a list", _NONE: "null"}
 
 
 def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
@@ -25,15 +29,20 @@ def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    hints = _hints(component)
+    hints, defaults = _hints(component), _defaults(component)
     for name, value in given.items():
-        allowed = _plain(hints.get(name))
-        is_schedule = isinstance(value, Mapping) and "schedule" in value
-        if name == "_component_" or allowed is None or value is None or is_schedule:
+        where, allowed = f"{key}.{name}", _plain(hints.get(name))
+        if isinstance(value, float) and math.isnan(value):
+            fail(where, "nan given", "a number")
+        if name == "_component_" or allowed is None:
+            continue
+        if (where in SCHEDULED and isinstance(value, Mapping)) or value is defaults.get(
+            name, _NONE
+        ):
             continue
         if not any(_is(value, kind) for kind in allowed):
-            words = dict.fromkeys(_WORDS.get(kind, "a list") for kind in allowed)
-            fail(f"{key}.{name}", f"{shown(value)} given", " or ".join(words))
+            words = dict.fromkeys(_WORDS[kind] for kind in allowed)
+            fail(where, f"{shown(value)} given", " or ".join(words))
 
 
 def _hints(component: Any) -> dict[str, Any]:
@@ -44,16 +53,24 @@ def _hints(component: Any) -> dict[str, Any]:
         return {}
 
 
+def _defaults(component: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(component).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return {}
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
 def _plain(hint: Any) -> set[type] | None:
     """The plain types that a hint allows; None where it allows others, too."""
     if get_origin(hint) is Literal:
         return {type(choice) for choice in get_args(hint)}
     if get_origin(hint) in (Union, types.UnionType):
-        parts = [_plain(part) for part in get_args(hint) if part is not type(None)]
+        parts = [_plain(part) for part in get_args(hint)]
         return None if None in parts else set().union(*(part for part in parts if part))
     if get_origin(hint) is list or hint is list:
         return {list}
-    return {hint} if hint in (int, float, bool, str) else None
+    return {hint} if hint in (int, float, bool, str, _NONE) else None
 
 
 def _is(value: Any, kind: type) -> bool:

@@ -20,7 +20,7 @@ from torchtune.config._utils import _get_component_from_path
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.rollout.prompt_mix import PromptMix
-from grpo_components.running.config_schema import MAX_MESSAGE
+from grpo_components.running.config_schema import MAX_MESSAGE, fail
 from grpo_components.running.partial_runs import RecordedPrompts
 from grpo_components.running.plain_text import one_line, shortened
 from grpo_components.training.hf_weights import hf_converter
@@ -68,6 +68,10 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
             be answered in the policy's context, or the key of what else does not fit into it.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
+    for name in ("encode", "decode", "stop_tokens"):
+        if not hasattr(tokenizer, name):
+            problem = f"{cfg.tokenizer._component_} makes no tokenizer: it has no {name}"
+            fail("tokenizer", problem, "one of torchtune's models")
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
     for key, dataset in data.items():
         _check_rows(key, cfg[key]._component_, dataset)

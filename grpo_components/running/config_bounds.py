@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from grpo_components.objective.schedules import as_schedule
-from grpo_components.running.config_schema import fail, shown
+from grpo_components.running.config_schema import SCHEDULED, fail, shown
 
 
 class Bound(NamedTuple):
@@ -29,6 +29,7 @@ _WEIGHT = Bound(1e6, "advantages would leave float32", -1e6)
 _SECONDS = Bound(2e6, "time-outs are 32-bit milliseconds, 24 days", 0.1)
 _SIZE = Bound(2**22, "no supported model has a layer so wide", 1)
 _SAMPLES = Bound(2**16, "a step's samples are laid out in the driver")
+_GPU = Bound(1, "Ray counts shares of a GPU in ten thousandths", 0.001)
 _VLLM = "vLLM takes no other"
 
 BOUNDS: Mapping[str, Bound] = {
@@ -54,6 +55,7 @@ BOUNDS: Mapping[str, Bound] = {
     "num_generators": _PROCESSES,
     "num_trainers": _PROCESSES,
     "num_references": _PROCESSES,
+    **{f"gpus_per_{role}": _GPU for role in ("generator", "trainer", "reference", "reward_model")},
     "rollouts_in_flight": Bound(2**14, "each is a thread of a generator"),
     "push_every_n_steps": _COUNTER,
     "pull_every_m_rollouts": _COUNTER,
@@ -72,6 +74,9 @@ BOUNDS: Mapping[str, Bound] = {
     "reward_shaping.overlong_penalty": _WEIGHT,
     "dynamic_sampling.max_discarded": _COUNTER,
     "optimizer.lr": Bound(1e3, "weights would leave float32 in a few steps"),
+    "optimizer.weight_decay": Bound(1e3, "weights would leave float32 in a few steps", 0),
+    "optimizer.momentum": Bound(1e3, "weights would leave float32 in a few steps"),
+    "optimizer.eps": Bound(1e3, "no update would be left", 0),
     "lr_scheduler.num_warmup_steps": _COUNTER,
     "clip_grad_norm": Bound(1e30, "its square would leave float64 with that of a gradient"),
     "generator.max_response_tokens": _TOKENS,
@@ -150,10 +155,9 @@ def check_bounds(values: Mapping[str, Any]) -> None:
         numbers = [value for key in keys for _, value in _found(values, key)]
         product = math.prod(n for n in numbers if isinstance(n, int | float))
         if product > bound.high:
-            problem = (
-                f"{shown(numbers[0])} given, times {' times '.join(keys[1:])}: {product:.10g} "
-            )
-            fail(keys[0], problem + bound.why, f"at most {bound.high:.10g} of them")
+            factors = " x ".join(keys[1:])
+            problem = f"{shown(numbers[0])} given, x {factors} = {product:.10g} {bound.why}"
+            fail(keys[0], problem, f"at most {bound.high:.10g} of them")
     _check_temperatures(values)
     memory = psutil.virtual_memory().total // 2**30
     if values["device"] == "cpu" and values["generator"]["kv_cache_gib"] > memory:
@@ -203,7 +207,7 @@ def _check(key: str, value: Any, bound: Bound) -> None:
     if value is None:
         return
     numbers = {key: value}
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and key in SCHEDULED:
         schedule = as_schedule(key, value)
         numbers = {f"{key}.start": schedule.start, f"{key}.end": schedule.end}
         for name, steps in (

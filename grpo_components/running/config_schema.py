@@ -45,8 +45,7 @@ GPU_SHARE = Rule(float, above=0, high=1, default=1.0)
 COMPONENT: Schema = {"_component_": PATH}
 MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2")
 REFUSED_MODEL_TYPES = {
-    "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state in place of its "
-    "logits, so that trainer and generator would be two policies",
+    "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
     "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",
     "CLIP_TEXT": "it is an encoder, and generates no text",
     "T5_ENCODER": "it is an encoder, and generates no text",
@@ -205,8 +204,16 @@ SCHEMA: Schema = {
     "fsdp_cpu_offload": Rule(bool, default=False),
     "timeouts": {key: Rule(float, above=0, default=TIMEOUTS[key]) for key in TIMEOUTS},
 }
-MAX_MESSAGE = 280
+MAX_MESSAGE = 285
 """Characters of a refusal; the command puts "config error: " before it."""
+SCHEDULED = frozenset(
+    f"{section}.{name}"
+    for section, rules in SCHEMA.items()
+    if not isinstance(rules, Rule)
+    for name, rule in rules.items()
+    if isinstance(rule, Rule) and rule.schedule
+)
+"""Keys whose number may follow a schedule."""
 KIND_WORDS = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
 
 

@@ -245,7 +245,7 @@ def check_values(given: Any) -> None:
 
 def _check_leaf(key: str, value: Any) -> None:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        digits = int(value.bit_length() * 0.30103) + 1
+        digits = int((value.bit_length() - 1) * 0.30103) + 1
         fail(key, f"a whole number of {digits} digits given", "numbers of at most 300 digits")
     # OmegaConf's resolvers: a config is data, and some of them run code.
     if isinstance(value, str) and "${" in _INTERPOLATION.sub("", value):

@@ -29,7 +29,7 @@ def shortened(text: str, most: int) -> str:
     """The text, or its start and end with " ... " between them: at most `most` characters."""
     if len(text) <= most:
         return text
-    end = most // 3
+    end = most // 4
     return f"{text[: most - end - 5]} ... {text[-end:]}"
 
 

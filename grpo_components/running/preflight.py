@@ -58,6 +58,7 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "lr_scheduler": (1, ("num_training_steps",)),
 }
 REWARD_CALL = ("prompt_text", "response_text", "answer", "finish_reason")
+_HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 # Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
@@ -259,7 +260,9 @@ def _check_files(v: dict[str, Any]) -> None:
 
 def _check_reward_model(path: str | None) -> None:
     if path is None or not (path.startswith(("/", ".")) or Path(path).exists()):
-        return  # none, or a hub name
+        if path is not None and not _HUB_NAME.fullmatch(path):
+            fail("reward_model.path", f"no folder {path}", "a model's folder, or a hub name")
+        return
     if not (Path(path) / "config.json").is_file():
         fail("reward_model.path", f"no file {path}/config.json", "a model's folder, or a hub name")
     kinds = read_hf_config("reward_model.path", Path(path)).get("architectures")
@@ -272,7 +275,8 @@ def _check_output_dir(v: dict[str, Any]) -> None:
     output_dir = Path(v["output_dir"]).resolve()
     # A used output_dir is moved aside, with everything that lies in it.
     read_later = (v["base_model_path"], v["eval_only"], v["train_from"], v["reward_model"]["path"])
-    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), Path.cwd()):
+    own = (Path.cwd(), Path.home())
+    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), *own):
         if inside.resolve().is_relative_to(output_dir):
             fail("output_dir", f"{inside} lies in {output_dir}", "a folder for this run alone")
     if output_dir.is_relative_to(Path(v["base_model_path"]).resolve()):
@@ -368,5 +372,6 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
                 allowed = "a class whose objects do, or a function that makes one"
                 fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
-    check_types(key, component, node)
+    if not (key.startswith("rewards.") and path.startswith("grpo_components.")):
+        check_types(key, component, node)  # those of ours are built next, and say more
     return component
