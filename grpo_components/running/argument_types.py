@@ -36,9 +36,9 @@ def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
             fail(where, "nan given", "a number")
         if name == "_component_" or allowed is None:
             continue
-        if (where in SCHEDULED and isinstance(value, Mapping)) or value is defaults.get(
-            name, _NONE
-        ):
+        if value is None and defaults.get(name, _NONE) is None:
+            continue  # `x: int = None` is a common slip
+        if where in SCHEDULED and isinstance(value, Mapping):
             continue
         if not any(_is(value, kind) for kind in allowed):
             words = dict.fromkeys(_WORDS[kind] for kind in allowed)

@@ -37,12 +37,27 @@ def test_a_value_of_another_kind_is_refused(name, wrong):
 
 
 def test_what_a_signature_allows_or_does_not_say_is_let_through():
-    schedule = {"schedule": "constant", "start": 1}
     for given in (
         {"rate": 1, "count": 2.0, "text": "a", "flag": True, "either": "x", "items": [1]},
-        {"rate": schedule, "text": None, "free": [1], "other": "x", "beyond": "x"},
+        {"rate": 1e-3, "text": None, "free": [1], "other": "x", "items": None},
     ):
         check_types("model", Component, given)
+
+
+def test_a_schedule_may_stand_where_the_schema_has_one():
+    def optimizer(params, lr: float = 1.0, eps: float = 1.0): ...
+
+    schedule = {"schedule": "constant", "start": 1}
+    check_types("optimizer", optimizer, {"lr": schedule})
+    with pytest.raises(ValueError, match=r"^optimizer\.eps: .* given; allowed: a number$"):
+        check_types("optimizer", optimizer, {"eps": schedule})
+
+
+def test_null_is_refused_where_a_signature_has_a_value_and_no_number_is_nan():
+    with pytest.raises(ValueError, match=r"^model\.count: null given; allowed: a number$"):
+        check_types("model", Component, {"count": None})
+    with pytest.raises(ValueError, match=r"^model\.free: nan given; allowed: a number$"):
+        check_types("model", Component, {"free": float("nan")})
 
 
 def test_functions_and_what_cannot_be_looked_into():
