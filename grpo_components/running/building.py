@@ -20,7 +20,9 @@ from torchtune.config._utils import _get_component_from_path
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.rollout.prompt_mix import PromptMix
+from grpo_components.running.config_schema import MAX_MESSAGE, fail
 from grpo_components.running.partial_runs import RecordedPrompts
+from grpo_components.running.plain_text import one_line, shortened
 from grpo_components.training.hf_weights import hf_converter
 
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
@@ -45,10 +47,14 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         text = str(error)
         if key == "eval_dataset" and text.startswith("dataset"):
             text = f"eval_{text}"  # both are built by one function
-        raise ValueError(text if text.startswith(key) else f"{key}: {text}") from error
-    except Exception as error:  # anything a component may raise on wrong arguments
+        text = text if text.startswith(key) else f"{key}: {text}"
+        raise ValueError(shortened(one_line(text), MAX_MESSAGE)) from error
+    except BaseException as error:  # anything a component may raise on wrong arguments, SystemExit
+        if isinstance(error, KeyboardInterrupt):
+            raise
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{key}: {node._component_} cannot be built: {what}") from error
+        problem = f"{key}: {node._component_} cannot be built: {what}"
+        raise ValueError(shortened(one_line(problem), MAX_MESSAGE)) from error
 
 
 def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
@@ -62,6 +68,9 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
             be answered in the policy's context, or the key of what else does not fit into it.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
+    if not hasattr(tokenizer, "encode"):
+        problem = f"{cfg.tokenizer._component_} makes something without `encode`"
+        fail("tokenizer", problem, "a tokenizer of torchtune, or one like it")
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
     for key, dataset in data.items():
         _check_rows(key, cfg[key]._component_, dataset)
@@ -97,7 +106,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
     try:
         rows = [[dataset[i][field] for field in fields] for i in range(len(dataset))]
         indices, _ = {index for index, *_ in rows}, dataset.max_prompt_length
-    except Exception as error:  # anything may be missing
+    except (Exception, SystemExit) as error:  # anything may be missing
         problem = f"gives no prompts, {type(error).__name__}: {error}"
     else:
         if 0 < len(rows) == len(indices):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from grpo_components.objective.schedules import as_schedule
+from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.running.plain_text import one_line, shortened
 
 ABSENT: Any = object()
 
@@ -44,8 +45,7 @@ GPU_SHARE = Rule(float, above=0, high=1, default=1.0)
 COMPONENT: Schema = {"_component_": PATH}
 MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2")
 REFUSED_MODEL_TYPES = {
-    "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state in place of its "
-    "logits, so that trainer and generator would be two policies",
+    "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
     "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",
     "CLIP_TEXT": "it is an encoder, and generates no text",
     "T5_ENCODER": "it is an encoder, and generates no text",
@@ -85,7 +85,11 @@ SCHEMA: Schema = {
     "dtype": Rule(str, choices=("fp32", "bf16")),
     "log_level": Rule(str, choices=("DEBUG", "INFO", "WARNING", "ERROR")),
     "model": COMPONENT,
-    "tokenizer": {"_component_": PATH, "path": PATH, "merges_file": PATH},
+    "tokenizer": {
+        **{"_component_": PATH, "path": PATH, "merges_file": PATH},
+        "special_tokens_path": Rule(str, null=True),
+        "max_seq_len": Rule(int, low=1, null=True),
+    },
     "checkpointer": {"_component_": PATH, "model_type": MODEL_TYPE},
     "resume_from_checkpoint": Rule(bool, or_path=True),
     "dataset": DATASET,
@@ -200,12 +204,30 @@ SCHEMA: Schema = {
     "fsdp_cpu_offload": Rule(bool, default=False),
     "timeouts": {key: Rule(float, above=0, default=TIMEOUTS[key]) for key in TIMEOUTS},
 }
+MAX_MESSAGE = 285
+"""Characters of a refusal; the command puts "config error: " before it."""
+SCHEDULED = frozenset(
+    f"{section}.{name}"
+    for section, rules in SCHEMA.items()
+    if not isinstance(rules, Rule)
+    for name, rule in rules.items()
+    if isinstance(rule, Rule) and rule.schedule
+)
+"""Keys whose number may follow a schedule."""
 KIND_WORDS = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
 
 
 def fail(key: str, problem: str, allowed: str) -> NoReturn:
-    """Refuse the config in one line that names the key and what is allowed."""
-    raise ValueError(" ".join(f"{key}: {problem}; allowed: {allowed}".split()))
+    """Refuse the config in one line that names the key and what is allowed.
+
+    Raises:
+        ValueError: of at most `MAX_MESSAGE` characters; the problem is what is shortened first.
+    """
+    key, problem, allowed = (one_line(text) for text in (key, problem, allowed))
+    key = shortened(key, 100)
+    rest = MAX_MESSAGE - len(f"{key}: ; allowed: ")
+    allowed = shortened(allowed, max(120, rest - len(problem)))
+    raise ValueError(f"{key}: {shortened(problem, rest - len(allowed))}; allowed: {allowed}")
 
 
 def read_section(schema: Schema, given: Any, key: str) -> Any:
@@ -247,7 +269,7 @@ def read_section(schema: Schema, given: Any, key: str) -> Any:
 
 def _read_value(rule: Rule, given: Any, key: str) -> Any:
     if rule.schedule and isinstance(given, dict):
-        schedule = as_schedule(key, given)
+        schedule = _as_schedule(key, given)
         for name, value in (("start", schedule.start), ("end", schedule.end)):
             if not _fits(rule, value):
                 fail(f"{key}.{name}", f"{shown(value)} given", _allowed(rule))
@@ -257,6 +279,13 @@ def _read_value(rule: Rule, given: Any, key: str) -> Any:
         why = rule.refused.get(given) if isinstance(given, str) else None
         fail(key, f"{problem}, but {why}" if why else problem, _allowed(rule))
     return float(given) if rule.kind is float and given is not None else given
+
+
+def _as_schedule(key: str, given: dict[str, Any]) -> Schedule:
+    try:
+        return as_schedule(key, given)
+    except ValueError as error:
+        raise ValueError(shortened(one_line(str(error)), MAX_MESSAGE)) from error
 
 
 def _fits(rule: Rule, given: Any) -> bool:

@@ -25,6 +25,14 @@ def one_line(text: str) -> str:
     return plain(" ".join(text.split()))
 
 
+def shortened(text: str, most: int) -> str:
+    """The text, or its start and end with " ... " between them: at most `most` characters."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end - 5]} ... {text[-end:]}"
+
+
 class PlainFormatter(logging.Formatter):
     """Log records, and the tracebacks in them, as plain text: an error may quote a response."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import sys
@@ -19,15 +18,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
-from torchtune.training import FormattedCheckpointFiles
 
 from grpo_components.objective.schedules import as_schedule
+from grpo_components.running.argument_types import check_types
 from grpo_components.running.building import (
     SHIPPED_ENVIRONMENT,
     build,
     nested_components,
     parameters_of,
 )
+from grpo_components.running.checkpointer_checks import check_writable, checkpoint_files
+from grpo_components.running.config_bounds import check_against_model, check_bounds
+from grpo_components.running.config_paths import expand_paths, read_hf_config
 from grpo_components.running.config_schema import (
     MODEL_TYPES,
     REFUSED_MODEL_TYPES,
@@ -39,6 +41,7 @@ from grpo_components.running.config_schema import (
     read_section,
     shown,
 )
+from grpo_components.running.config_text import MAX_DEPTH, check_values
 from grpo_components.running.evaluation_metrics import check_keep_best
 from grpo_components.running.partial_runs import check_partial_run
 from grpo_components.running.replay import check_replay
@@ -55,7 +58,7 @@ ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "lr_scheduler": (1, ("num_training_steps",)),
 }
 REWARD_CALL = ("prompt_text", "response_text", "answer", "finish_reason")
-_PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.\[\]-]+\}")
+_HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 # Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
@@ -73,13 +76,16 @@ def check(cfg: DictConfig) -> DictConfig:
     Raises:
         ValueError: one line, "key: what is wrong; allowed: ...", for the first problem found.
     """
-    _check_interpolations("", OmegaConf.to_container(cfg, resolve=False))
     try:
+        check_values(OmegaConf.to_container(cfg, resolve=False))
         given = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         allowed = "a value of its own, or ${key} of a key that the config has"
         fail(error.full_key or "config", str(error).splitlines()[0], allowed)
-    values = read_section(SCHEMA, given, "")
+    except RecursionError:
+        fail("config", "nested too deeply to be read", f"at most {MAX_DEPTH} levels")
+    values = expand_paths(read_section(SCHEMA, given, ""))
+    check_bounds(values)
     if values["generator"]["enforce_eager"] is None:
         values["generator"]["enforce_eager"] = values["device"] == "cpu"
     if values["profiler"]["enabled"]:
@@ -96,16 +102,6 @@ def check(cfg: DictConfig) -> DictConfig:
     check_partial_run(values)
     _check_components(values)
     return OmegaConf.create(values)
-
-
-def _check_interpolations(key: str, given: Any) -> None:
-    """Refuse OmegaConf's resolvers: a config is data, and some of them run code."""
-    if isinstance(given, str) and "${" in _PLAIN_INTERPOLATION.sub("", given):
-        fail(key, f"{shown(given)} given", "${key} alone, and no resolver")
-    items = given.items() if isinstance(given, dict) else ()
-    items = enumerate(given) if isinstance(given, list) else items
-    for name, value in items:
-        _check_interpolations(f"{key}.{name}" if key else str(name), value)
 
 
 def _check_values_together(v: dict[str, Any]) -> None:
@@ -223,13 +219,9 @@ def _check_files(v: dict[str, Any]) -> None:
     if Path(str(checkpointer.get("checkpoint_dir", base))).resolve() != base.resolve():
         problem = f"{checkpointer['checkpoint_dir']} given, and generators start elsewhere"
         fail("checkpointer.checkpoint_dir", problem, str(base))
-    names = checkpointer.get("checkpoint_files")
-    if isinstance(names, dict):
-        names = FormattedCheckpointFiles.from_dict(names).build_checkpoint_filenames()
-    if not isinstance(names, list) or not names:
-        fail("checkpointer.checkpoint_files", f"{shown(names)} given", "a list of file names")
     files = [("base_model_path", base / "config.json")]
-    files += [("checkpointer.checkpoint_files", base / str(name)) for name in names]
+    named = checkpoint_files(checkpointer, base, v["output_dir"])
+    files += [("checkpointer.checkpoint_files", file) for file in named]
     keys = [key for key in ("path", "merges_file", "special_tokens_path") if tokenizer.get(key)]
     files += [(f"tokenizer.{key}", Path(tokenizer[key])) for key in keys]
     for key in ("dataset", "eval_dataset"):
@@ -246,7 +238,8 @@ def _check_files(v: dict[str, Any]) -> None:
         if not file.is_file():
             fail(key, f"no file {file}", "an existing file")
     _check_reward_model(v["reward_model"]["path"])
-    hf_config = json.loads((base / "config.json").read_text())
+    hf_config = read_hf_config("base_model_path", base)
+    check_against_model(v, hf_config)
     kind = {"gemma2": "GEMMA2"}.get(hf_config.get("model_type"))
     if "vision_config" in hf_config or "audio_config" in hf_config:
         kind = "LLAMA3_VISION"  # or another multimodal one, for the same reason
@@ -267,26 +260,28 @@ def _check_files(v: dict[str, Any]) -> None:
 
 def _check_reward_model(path: str | None) -> None:
     if path is None or not (path.startswith(("/", ".")) or Path(path).exists()):
-        return  # none, or a hub name
+        if path is not None and not _HUB_NAME.fullmatch(path):
+            fail("reward_model.path", f"no folder {path}", "a model's folder, or a hub name")
+        return
     if not (Path(path) / "config.json").is_file():
         fail("reward_model.path", f"no file {path}/config.json", "a model's folder, or a hub name")
-    kinds = json.loads((Path(path) / "config.json").read_text()).get("architectures") or ["nothing"]
-    if not kinds[0].endswith("ForSequenceClassification"):
-        fail("reward_model.path", f"{path} has a {kinds[0]}", "a model ForSequenceClassification")
+    kinds = read_hf_config("reward_model.path", Path(path)).get("architectures")
+    kind = kinds[0] if isinstance(kinds, list) and kinds else "nothing"
+    if not str(kind).endswith("ForSequenceClassification"):
+        fail("reward_model.path", f"{path} has a {kind}", "a model ForSequenceClassification")
 
 
 def _check_output_dir(v: dict[str, Any]) -> None:
     output_dir = Path(v["output_dir"]).resolve()
     # A used output_dir is moved aside, with everything that lies in it.
     read_later = (v["base_model_path"], v["eval_only"], v["train_from"], v["reward_model"]["path"])
-    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), Path.cwd()):
+    own = (Path.cwd(), Path.home())
+    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), *own):
         if inside.resolve().is_relative_to(output_dir):
             fail("output_dir", f"{inside} lies in {output_dir}", "a folder for this run alone")
     if output_dir.is_relative_to(Path(v["base_model_path"]).resolve()):
         fail("output_dir", f"{output_dir} lies in base_model_path", "a folder outside of it")
-    nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        fail("output_dir", f"{nearest} is not a folder to write to", "a writable place")
+    check_writable("output_dir", output_dir)
 
 
 def _check_components(v: dict[str, Any]) -> None:
@@ -349,7 +344,9 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
     path = node["_component_"]
     try:
         component = _get_component_from_path(path)
-    except Exception as error:  # the module may be the user's, and then it may raise anything
+    except BaseException as error:  # the module may be the user's, and then it may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
         cause = error.__cause__ or error
         place = traceback.extract_tb(cause.__traceback__)[-1]
         problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
@@ -375,4 +372,6 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
                 allowed = "a class whose objects do, or a function that makes one"
                 fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
+    if not (key.startswith("rewards.") and path.startswith("grpo_components.")):
+        check_types(key, component, node)  # those of ours are built next, and say more
     return component

@@ -78,7 +78,7 @@ class RoleHost:
         """Ray does not say whose code failed where the error travels through another role."""
         try:
             yield
-        except Exception as error:  # whatever a role raises becomes its named failure
+        except (Exception, SystemExit) as error:  # what a role raises becomes its named failure
             logging.getLogger(self._name).exception("%s failed", method)
             what = f"failed: {type(error).__name__}: {error}"
             kind = "waited" if isinstance(error, TimeoutError) else "raised"

@@ -18,8 +18,10 @@ from yaml import YAMLError
 
 from grpo_components.exchange.turns import ReplayError
 from grpo_components.objective.dynamic_sampling import StarvedError
+from grpo_components.running.config_schema import MAX_MESSAGE
+from grpo_components.running.config_text import check_command
 from grpo_components.running.failed_samples import FailedSamplesError
-from grpo_components.running.plain_text import one_line, plain
+from grpo_components.running.plain_text import one_line, plain, shortened
 from grpo_components.training.skipped_steps import SkippedStepsError
 
 _TOLD_WITHOUT_TRACEBACK = (
@@ -115,13 +117,21 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
     # A shell starts background jobs with SIGINT ignored; then neither signal would end the run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if inspect.unwrap(recipe_main) is not recipe_main:  # torchtune will parse the command line
+            check_command(sys.argv[1:])
         recipe_main()
+    except SystemExit as end:
+        if (place := _ended_by(recipe_main, end)) is None:
+            raise  # of torchtune's, at the normal end or with a usage message
+        sys.stderr.write(f"error: {place} called sys.exit({end.code!r}) and ended the run\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write(f"{'terminated' if terminated else 'interrupted'}: all roles stopped\n")
         return 143 if terminated else 130
     except Exception as error:  # the end of the run: whatever it was, say it
         if isinstance(error, _CONFIG_ERRORS) or not _began(recipe_main, error):
-            sys.stderr.write(f"config error: {one_line(str(error)) or type(error).__name__}\n")
+            text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)
+            sys.stderr.write(f"config error: {text}\n")
             return 2
         cause = root_cause(error)
         if not isinstance(cause, (RoleFailedError, *_TOLD_WITHOUT_TRACEBACK)):
@@ -132,11 +142,23 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
     return 0
 
 
-def _began(recipe_main: Callable[[], Any], error: Exception) -> bool:
+def _began(recipe_main: Callable[[], Any], error: BaseException) -> bool:
     """Whether an error comes from the recipe, and not from torchtune's reading of the config."""
     recipe = inspect.unwrap(recipe_main)
     frames = traceback.walk_tb(error.__traceback__)
     return recipe is recipe_main or any(frame.f_code is recipe.__code__ for frame, _ in frames)
+
+
+def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
+    """File and line that called `sys.exit` below the recipe; None where that is the recipe's way.
+
+    torchtune ends every run so, and a fork may, in its own file.
+    """
+    last = traceback.extract_tb(end.__traceback__)[-1]
+    recipe = inspect.unwrap(recipe_main)
+    if not _began(recipe_main, end) or last.filename in (recipe.__code__.co_filename, __file__):
+        return None
+    return f"{last.filename}:{last.lineno}"
 
 
 def root_cause(error: BaseException) -> BaseException:

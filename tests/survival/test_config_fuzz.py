@@ -76,6 +76,19 @@ def recipe(tiny_policy, tmp_path_factory):
     module.build_cluster = NoCluster
     patched = pytest.MonkeyPatch()
     patched.setattr("datasets.load_dataset", no_hub)
+    home = folder / "home"  # `~` is a path like any other, and this one is nobody's
+    home.mkdir()
+    (home / "mine").touch()
+    patched.setenv("HOME", str(home))
+    begin_run = module.begin_run
+
+    def begin_here(cfg, *args):
+        """The run's own: a used output_dir is moved aside, and none of yours may be one."""
+        if not Path(cfg.output_dir).resolve().is_relative_to(folder):
+            raise ReachedRayError
+        return begin_run(cfg, *args)
+
+    module.begin_run = begin_here
     values = OmegaConf.to_container(OmegaConf.load(CONFIG))
     values |= {"base_model_path": str(base), "output_dir": str(folder / "run")}
     file = folder / "config.yaml"
@@ -98,6 +111,7 @@ def recipe(tiny_policy, tmp_path_factory):
             shutil.rmtree(folder / "run", ignore_errors=True)
         told = err.getvalue()
         assert code == 2, told
+        assert len(told.rstrip("\n")) <= 300, told
         assert re.fullmatch(r"config error: [^\n]+\n", told), told
         assert told == one_line(told) + "\n", "it gives the terminal orders"
         return told
@@ -160,7 +174,7 @@ ODD = st.one_of(
     st.booleans(),
     st.integers(-3, 3),
     st.floats(),
-    st.text(max_size=8).filter(lambda text: not text.startswith("/")),  # no folder of yours
+    st.text(max_size=8).filter(lambda text: not text.startswith(("/", "~"))),  # no folder of yours
     st.dates(),
     st.binary(max_size=4),
     st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
@@ -176,6 +190,17 @@ ODD = st.one_of(
                 [None],
             ),
             *({"schedule": "linear"}, {"schedule": "constant", "start": "x"}, {1: 2}, {None: 1}),
+            *(
+                10**400,
+                -(10**400),
+                2**63,
+                2**31,
+                "~/run",
+                "x" * 300,
+                "a/" * 3000,
+                "a\0b",
+                [10**400],
+            ),
             *(10**30, -(10**30), 1e308, "\x1b[2J", "\ud800", "a\nb", ".", "/", "/dev/null", "..."),
         ]
     ),
@@ -270,6 +295,70 @@ def test_text_that_was_damaged(recipe, text):
 )
 def test_overrides_of_any_form(recipe, overrides):
     recipe(overrides=[text for text in overrides if not text.startswith("-h")])
+
+
+HOSTILE = {
+    "too long a number": (10**400, 10**5000, -(10**400)),
+    "no number that a run can have": (2**63, 10**30, 1e308, -1e308, float("nan"), float("inf")),
+    "no path": ("x" * 300, "a/" * 3000, "a\0b", "\ud800"),
+    "no such thing": ([], [[]], {"a": {"b": {}}}, {"schedule": "linear"}, "x" * 5000),
+}
+
+
+def holders(values, prefix=()):
+    """Every key that the config has a value for, also among a component's arguments."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from holders(value, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+def test_a_number_of_400_digits_is_refused_at_every_key(recipe):
+    for key in dict.fromkeys([*holders(recipe.values), *RULES]):
+        told = recipe(**changed(recipe.values, {key: 10**400}))
+        assert told.startswith(f"config error: {'.'.join(key)}: "), (key, told)
+
+
+@fuzz(80)
+@given(
+    st.sampled_from(sorted({*RULES, *holders(OmegaConf.to_container(OmegaConf.load(CONFIG)))})),
+    st.sampled_from([value for values in HOSTILE.values() for value in values]),
+)
+def test_hostile_values_are_refused_by_key_or_accepted_in_a_moment(recipe, key, hostile):
+    told = recipe(**changed(recipe.values, {key: hostile}))
+    assert not told or key[0] in told or "num_" in told or "config.yaml" in told, told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["generator.temperature=1e300"], "generator.temperature: "),
+        (["generator.stop_token_ids=[384]"], "generator.stop_token_ids: "),
+        (["max_staleness=1" + "0" * 30], "max_staleness: "),
+        (["model.max_seq_len=2147483648"], "model.max_seq_len: "),
+        (["model.norm_eps=x"], "model.norm_eps: "),
+        (["model.num_layers=1000000000"], "model.num_layers: "),
+        (["checkpointer=torchtune.training.FullModelMetaCheckpointer"], "checkpointer._component_"),
+        (["group_size=2147483648"], "group_size: "),
+        (["groups_per_step=65536", "group_size=65536"], "groups_per_step: "),
+        (["rollouts_in_flight=1000000000"], "rollouts_in_flight: "),
+        (["num_generators=9223372036854775808"], "num_generators: "),
+        (["tokenizer.special_tokens_path=-1"], "tokenizer.special_tokens_path: "),
+        (["rewards.correctness.weight=1e308"], "rewards.correctness.weight: "),
+        ([f"seed={'9' * 400}"], "seed: "),
+        ([f"model.vocab_size={'9' * 5000}"], "model.vocab_size: "),
+        ([f"{'model.' * 200}x=1"], "model.model."),
+        ([f"output_dir={'x' * 300}"], "output_dir: "),
+        ([f"dataset.source={'x' * 5000}"], "dataset.source: "),
+        ([f"seed={'[' * 60_000}"], "seed.0.0"),
+        ([f"{'x' * 5000}=1"], "xxxx"),
+        (["output_dir=~/"], "output_dir: "),
+    ],
+    ids=lambda value: value[0][:40] if isinstance(value, list) else "",
+)
+def test_what_ended_in_a_traceback_a_hang_or_an_engine_is_one_line(recipe, overrides, key):
+    assert recipe(overrides=overrides).startswith(f"config error: {key}")
 
 
 # ---- what is accepted is built ------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +80,24 @@ def test_a_value_that_the_component_refuses_is_told_once_with_its_key():
     )
     message = refusal("optimizer", component("torch.optim.SGD", lr=-1.0), [torch.zeros(1)])
     assert message == "optimizer: Invalid learning rate: -1.0"
+
+
+@pytest.mark.parametrize("raised", [SystemExit(0), SystemExit("bye"), GeneratorExit()])
+def test_a_component_cannot_end_the_run_silently(monkeypatch, raised):
+    def leave():
+        raise raised
+
+    module = types.ModuleType("leaving")
+    module.leave = leave
+    monkeypatch.setitem(sys.modules, "leaving", module)
+    message = refusal("loss", component("leaving.leave"))
+    assert message.startswith(f"loss: leaving.leave cannot be built: {type(raised).__name__}")
+
+
+def test_what_a_component_raises_is_told_in_a_short_line():
+    message = refusal("loss", component(GRPO, kl_estimator="x\n" * 5000))
+    assert message.startswith("loss.kl_estimator: x") and len(message) <= 285
+    assert "\n" not in message and message.endswith("k1, k2, k3")
 
 
 def test_the_cause_stays_with_the_error():

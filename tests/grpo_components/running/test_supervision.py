@@ -1,7 +1,9 @@
 """However a run ends, its exit code and its last line on stderr say how."""
 
 import asyncio
+import importlib
 import signal
+import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -74,6 +76,47 @@ def test_a_wrong_config_is_2_and_one_line(main, capsys):
 def test_the_line_of_a_wrong_config_has_all_of_the_message(capsys):
     exit_code(raising(ValueError("optimizer: bad\n   lr  given")))
     assert capsys.readouterr().err == "config error: optimizer: bad lr given\n"
+
+
+def test_the_line_of_a_wrong_config_has_300_characters_at_most(capsys):
+    exit_code(raising(ValueError(f"loss: {'x' * 5000}; allowed: a loss")))
+    err = capsys.readouterr().err
+    assert err.startswith("config error: loss: xxx") and err.endswith("; allowed: a loss\n")
+    assert len(err.rstrip("\n")) <= 300
+
+
+def through_torchtune(body, tmp_path, monkeypatch):
+    """The exit code of a recipe whose main is parsed by torchtune, as in a run."""
+
+    @config.parse
+    def recipe_main(cfg):
+        return body()
+
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1\n")
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", str(path)])
+    return exit_code(recipe_main)
+
+
+@pytest.mark.parametrize("code", [0, None, 7, "bye"])
+def test_code_below_the_recipe_cannot_end_the_run_silently(code, tmp_path, monkeypatch, capsys):
+    component = tmp_path / "component.py"
+    component.write_text(f"import sys\n\ndef call():\n    sys.exit({code!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("component", None)
+    call = importlib.import_module("component").call
+    assert through_torchtune(call, tmp_path, monkeypatch) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and f"component.py:4 called sys.exit({code!r})" in err
+
+
+def test_the_recipe_and_torchtune_may_end_the_process(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as normal_end:
+        through_torchtune(lambda: None, tmp_path, monkeypatch)
+    with pytest.raises(SystemExit) as of_a_fork:
+        through_torchtune(lambda: sys.exit(3), tmp_path, monkeypatch)
+    assert (normal_end.value.code, of_a_fork.value.code) == (None, 3)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
