@@ -1,73 +1,17 @@
 """Real vLLM: new weights are those of a fresh engine, and every token has its version."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from grpo_components.rollout.schedule import open_schedule
-from grpo_components.running.cluster import engine_environment
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def make_engine():
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1), OMP_NUM_THREADS="1")
-    from grpo_components.rollout.vllm_engine import VLLMEngine
-
-    engines = []
-
-    def make(path, recompute_kv_after_pull=False, schedule=None):
-        engine = VLLMEngine(
-            str(path),
-            device="cpu",
-            dtype="fp32",
-            max_model_len=512,
-            max_num_seqs=64,
-            gpu_memory_utilization=0.5,
-            enforce_eager=True,
-            recompute_kv_after_pull=recompute_kv_after_pull,
-            seed=0,
-            schedule=schedule,
-        )
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Folders of two random models, A and B, with tied and with untied embeddings."""
-    folder = tmp_path_factory.mktemp("models")
-    for tied in (True, False):
-        for seed, name in enumerate("AB"):
-            torch.manual_seed(seed)
-            config = Qwen2Config(
-                vocab_size=256,
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                max_position_embeddings=512,
-                tie_word_embeddings=tied,
-                initializer_range=0.2,
-            )
-            path = folder / f"{'tied' if tied else 'untied'}_{name}"
-            Qwen2ForCausalLM(config).save_pretrained(path)
-    return folder
 
 
 def weights(path):
@@ -144,9 +88,13 @@ def whole_logprobs(path, prompt, completion):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
 def test_running_requests_go_on_over_a_swap_with_exact_versions(
-    make_engine, checkpoints, recompute
+    make_engine, checkpoints, force_cuda_defaults, scheduling, recompute
 ):
+    """Asynchronous: the batch in flight at the swap was sampled by the old weights."""
+    if scheduling == "asynchronous":
+        force_cuda_defaults()
     engine = make_engine(checkpoints / "tied_A", recompute_kv_after_pull=recompute)
     old, new = checkpoints / "tied_A", checkpoints / "tied_B"
     running = submit(engine, max_tokens=400)
