@@ -10,15 +10,14 @@ from grpo_components.running.cluster import engine_environment
 
 
 @pytest.fixture(scope="module")
-def make_engine():
+def build_engine():
+    """Builds an engine; who builds it closes it."""
     before = dict(os.environ)
     os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1), OMP_NUM_THREADS="1")
     from grpo_components.rollout.vllm_engine import VLLMEngine
 
-    engines = []
-
-    def make(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64):
-        engine = VLLMEngine(
+    def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64):
+        return VLLMEngine(
             str(path),
             device="cpu",
             dtype="fp32",
@@ -30,14 +29,24 @@ def make_engine():
             seed=0,
             schedule=schedule,
         )
-        engines.append(engine)
-        return engine
+
+    yield build
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def make_engine(build_engine):
+    """Builds engines and closes them after the test: one may not be built while another is busy."""
+    engines = []
+
+    def make(*args, **kwargs):
+        engines.append(build_engine(*args, **kwargs))
+        return engines[-1]
 
     yield make
     for engine in engines:
         engine.close()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture
-def force_cuda_defaults(make_engine, monkeypatch):
+def force_cuda_defaults(build_engine, monkeypatch):
     """Engines built from now on schedule asynchronously, and may read prompts in parts.
 
     vLLM does both by default on CUDA and switches the first off on a CPU. The model runner, its

@@ -4,10 +4,14 @@ Real vLLM. Prompts are longer than a block of the CPU's prefix cache (128 tokens
 never cached, and show nothing.
 """
 
+from contextlib import closing
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from grpo_components.rollout.prefix_cache import empty_prefix_cache
 from grpo_components.rollout.schedule import Schedule
 
 LONG = np.random.default_rng(0).integers(1, 255, 300).tolist()
@@ -57,16 +61,29 @@ def spans(completion):
 
 
 @pytest.fixture(scope="module")
-def fresh(make_engine, checkpoints):
-    """What fresh engines answer to `LONG`, by checkpoint, for each of `ASKED`.
-
-    They are idle before another engine runs: two of one process must not work at once.
-    """
+def fresh(build_engine, checkpoints):
+    """What fresh engines answer to `LONG`, by checkpoint, for each of `ASKED`."""
     answers = {}
     for name in ("tied_A", "tied_B", "untied_B"):
-        engine = make_engine(checkpoints / name)
-        answers[name] = [ask(engine, **own).result() for own in ASKED]
+        with closing(build_engine(checkpoints / name)) as engine:
+            answers[name] = [ask(engine, **own).result() for own in ASKED]
     return answers
+
+
+def test_a_block_that_stays_cached_is_an_error():
+    """vLLM's `evict_blocks` says nothing of what it did."""
+    scheduler = SimpleNamespace(
+        requests={},
+        kv_cache_manager=SimpleNamespace(
+            evict_blocks=lambda block_ids: None,
+            block_pool=SimpleNamespace(
+                blocks=[SimpleNamespace(block_id=1, block_hash=b"old")],
+                cached_block_hash_to_block={b"old": 1},
+            ),
+        ),
+    )
+    with pytest.raises(RuntimeError, match="1 blocks of old weights"):
+        empty_prefix_cache(scheduler)
 
 
 @pytest.mark.parametrize(
