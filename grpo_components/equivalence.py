@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_components import equivalence_engine_rungs as engine_rungs
 from grpo_components import equivalence_family_rungs as family_rungs
 from grpo_components import equivalence_rungs as rungs
 from grpo_components.equivalence_families import FAMILIES
@@ -104,7 +105,15 @@ RUNGS = (
         "engine that pulled weights = freshly loaded engine",
         "sampled tokens, and their logprobs in nats; tied and untied embeddings, cached prefixes",
         0.0,
-        rungs.pulled_engine_is_fresh_engine,
+        engine_rungs.pulled_engine_is_fresh_engine,
+    ),
+    Rung(
+        "engine that pulled weights under load = freshly loaded engine",
+        "sampled tokens, and their logprobs in nats, of requests made after the swap while others "
+        "with the same prompts ran on over it; prompts of 151 tokens (the prefix cache has blocks "
+        "of 128), tied and untied embeddings, running requests keep their KV",
+        1e-5,
+        engine_rungs.engine_pulled_under_load_is_fresh_engine,
     ),
     Rung(
         "Hugging Face export, reloaded = what was exported",
@@ -157,7 +166,9 @@ def page(results: Sequence[Result]) -> str:
         "# Equivalence ladder\n\n"
         f"Written by `make equivalence` (`{COMMAND}`); not by hand.\n\n"
         "Each rung runs the real classes both ways on a CPU, in float32, and measures the largest\n"
-        "difference. Tolerance 0 is bit for bit. `make test` fails when a rung does not hold.\n\n"
+        "difference. Tolerance 0 is bit for bit. `make test` fails when a rung does not hold.\n"
+        "[One table](architecture.md#the-tests-engine-and-a-gpus) says where a GPU's engine "
+        "differs.\n\n"
         "| | rung | what is compared | tolerance | measured difference | holds |\n"
         "|---|---|---|---|---|---|\n" + "".join(rows)
     )

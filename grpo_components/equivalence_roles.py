@@ -11,6 +11,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from grpo_components import _plugin
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
 from grpo_components.rollout.prompt_stream import PromptStream
+from grpo_components.rollout.schedule import Schedule
 from grpo_components.running import preflight
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.role_arguments import RoleArguments, role_arguments
@@ -34,6 +36,8 @@ FRESH_TRAINERS = "grpo_components.equivalence_roles.FreshTrainers"
 ENGINES = "grpo_components.equivalence_roles.Engines"
 _ENGINE = "grpo_components.rollout.vllm_engine.VLLMEngine"
 Prompts = Iterator[tuple[dict[str, Any], int]]
+_SWAP_STEP = 16
+"""Engine step before which new weights come under load."""
 _CLOSE_S = 30.0
 """How long a process may take to end before it is killed."""
 
@@ -236,7 +240,39 @@ class Engines:
             bucket: weights to swap in after it has answered the prompts once; None keeps its own.
             prompts: tokens of each.
         """
-        engine = _find(_ENGINE)(
+        with closing(self._engine(model_path)) as engine:
+            if bucket is not None:
+                _results(_ask(engine, prompts))  # fills the prefix cache, which the swap must empty
+                engine.load_weights(1, unpack_bucket(*bucket)).result()
+            return _results(_ask(engine, prompts))
+
+    def sample_under_load(
+        self, model_path: str, bucket: tuple[Manifest, Any], prompts: list[list[int]]
+    ) -> tuple[list[Any], list[Any]]:
+        """Completions by an engine that got new weights while the same prompts were running.
+
+        Args:
+            model_path: what the engine is loaded with.
+            bucket: weights to swap in.
+            prompts: tokens of each.
+
+        Returns:
+            What was asked after the swap, and what was running over it until the former was done.
+        """
+        # The swap lies between two steps of the first requests, and the others come with it.
+        names = [str(number) for number in range(len(prompts))]
+        entries = [(0, f"running {name}") for name in names]
+        entries += [(_SWAP_STEP, "weights 1"), *((_SWAP_STEP, f"new {name}") for name in names)]
+        schedule = Schedule(recorded=entries, timeout_s=_CLOSE_S)
+        with closing(self._engine(model_path, schedule)) as engine:
+            running = _ask(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
+            loading = engine.load_weights(1, unpack_bucket(*bucket))
+            new = _results(_ask(engine, prompts, "new"))
+            loading.result()
+            return new, _results(running)
+
+    def _engine(self, model_path: str, schedule: Any = None) -> Any:
+        return _find(_ENGINE)(
             model_path,
             device="cpu",
             dtype="fp32",
@@ -246,29 +282,28 @@ class Engines:
             enforce_eager=True,
             recompute_kv_after_pull=False,
             seed=0,
+            schedule=schedule,
         )
 
-        def answers() -> list[Any]:
-            futures = [
-                engine.submit(
-                    prompt,
-                    max_tokens=32,
-                    temperature=1.0,
-                    seed=number,
-                    stop_token_ids=[0],
-                    truncation={},
-                )
-                for number, prompt in enumerate(prompts)
-            ]
-            return [future.result() for future in futures]
 
-        try:
-            if bucket is not None:
-                answers()  # fills the prefix cache, which the swap must empty
-                engine.load_weights(1, unpack_bucket(*bucket)).result()
-            return answers()
-        finally:
-            engine.close()
+def _ask(
+    engine: Any, prompts: list[list[int]], name: str = "prompt", max_tokens: int = 32
+) -> list[Any]:
+    return [
+        engine.submit(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=1.0,
+            seed=number,
+            stop_token_ids=[0] if name != "running" else [],
+            name=f"{name} {number}",
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _results(futures: list[Any]) -> list[Any]:
+    return [future.result() for future in futures]
 
 
 def exported(results: list[list[Any]]) -> StateDict:

@@ -18,10 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grpo_components.equivalence_families import FAMILIES, random_checkpoint
 from grpo_components.equivalence_plain_loop import plain_loop
 from grpo_components.equivalence_roles import (
-    ENGINES,
     FRESH_TRAINERS,
     GENERATOR,
     TRAINER,
@@ -30,11 +28,10 @@ from grpo_components.equivalence_roles import (
     tiny_arguments,
     tiny_config,
 )
-from grpo_components.exchange.weights import StateDict, pack_bucket
+from grpo_components.exchange.weights import StateDict
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
 from grpo_components.objective.losses import GRPOLoss, GSPOLoss, LossInputs
 from grpo_components.objective.off_policy import NoCorrection, TokenTIS
-from grpo_components.running.cluster import engine_environment
 from grpo_components.training.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.model import load_whole_model
 from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack
@@ -343,24 +340,4 @@ def generator_is_trainer(bench: Bench) -> float:
             worst = max(worst, trainer.call("train_step", batch, advantages, step)["gap/max"])
             version = trainer.call("gather_weights")
             generator.call("load_weights", version, trainer.call("export_weights", version)[0])
-    return worst
-
-
-def pulled_engine_is_fresh_engine(bench: Bench) -> float:
-    """Tokens and logprobs after a swap of the weights, and by a new engine; tied and untied."""
-    shared = [7 + number % 200 for number in range(150)]  # longer than a block of the prefix cache
-    prompts = [[5, 6, 7, number + 1] for number in range(6)] + [[*shared, n] for n in (1, 2)]
-    environment = engine_environment("cpu", "WARNING", kv_cache_gib=1)
-    worst = 0.0
-    with closing(RoleProcess(ENGINES, env=environment)) as engines:
-        for tied in (True, False):
-            family = FAMILIES["QWEN2 (tied)" if tied else "QWEN2 (untied)"]
-            old, new = (random_checkpoint(family, bench.folder(), seed) for seed in (0, 1))
-            bucket = pack_bucket(list(saved_weights(new).items()))
-            pulled = engines.call("sample", str(old), bucket, prompts)
-            fresh = engines.call("sample", str(new), None, prompts)
-            for a, b in zip(pulled, fresh, strict=True):
-                if not np.array_equal(a.token_ids, b.token_ids):
-                    return math.inf
-                worst = max(worst, float(np.abs(a.logprobs - b.logprobs).max()))
     return worst

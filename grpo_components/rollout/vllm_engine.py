@@ -20,8 +20,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import InprocClient
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.rollout.prefix_cache import empty_prefix_cache
 from grpo_components.rollout.schedule import STOP, Schedule
 
 BASE_VERSION = 0
@@ -60,7 +63,8 @@ class VLLMEngine:
         gpu_memory_utilization: share of the GPU's memory for vLLM; not used on a CPU.
         enforce_eager: no CUDA graphs.
         recompute_kv_after_pull: running requests recompute their KV under new weights; otherwise
-            they keep the KV of the old ones.
+            they keep the KV of the old ones. Requests that have computed nothing yet never read
+            KV of old weights.
         seed: seed of the engine (requests bring their own).
         schedule: decides which request or weights enter before which step; None takes them as they
             come.
@@ -198,9 +202,7 @@ class VLLMEngine:
                         self._add_request(prompt_ids, sampling, waiting)
                     waiting = None
                 self._step += 1
-                for output in self._engine.step():
-                    if output.finished:
-                        self._finish(output)
+                self._step_engine()
         except BaseException as error:  # the thread's end: every waiter must hear of it
             self._dead = error
             if waiting is not None:
@@ -221,6 +223,11 @@ class VLLMEngine:
             return
         self._running[request_id] = future
 
+    def _step_engine(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self._finish(output)
+
     def _finish(self, output: Any) -> None:
         completion = output.outputs[0]
         token_ids = np.asarray(completion.token_ids, dtype=np.int64)
@@ -239,11 +246,28 @@ class VLLMEngine:
         )
 
     def _swap_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        core = cast(InprocClient, self._engine.engine_core).engine_core
+        self._finish_batches_in_flight(core)
         self._engine.collective_rpc(cast(Any, _load_into_worker), args=(tensors,))
         self._engine.set_weight_version(str(version))
-        # vLLM keeps cached prefixes of the old weights unless told otherwise.
-        if not self._engine.reset_prefix_cache(reset_running_requests=self._recompute_kv):
-            assert not self._recompute_kv, "vLLM did not reset the KV cache after new weights"
+        if not self._recompute_kv:
+            empty_prefix_cache(core.scheduler)
+        elif not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not reset its KV cache after new weights")
+
+    def _finish_batches_in_flight(self, core: EngineCore) -> None:
+        """Take the outputs of batches that asynchronous scheduling has started ahead.
+
+        vLLM labels tokens with the weight version at the time their output is taken, and these
+        were sampled by the weights that are about to go.
+        """
+        if not core.batch_queue:  # None without asynchronous scheduling
+            return
+        if core.pause_scheduler("keep", clear_cache=False) is not None:
+            raise RuntimeError("vLLM did not pause its scheduler at once")
+        while core.batch_queue:
+            self._step_engine()
+        core.resume_scheduler()
 
     def _fail_all(self) -> None:
         error = EngineStoppedError(f"the vLLM engine stopped: {self._dead!r}")
@@ -258,8 +282,11 @@ def _load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     runner = worker.model_runner
     model, config = runner.model, runner.vllm_config
     with set_current_vllm_config(config), torch.device(worker.device):
+        parameters = {name for name, _ in model.named_parameters()}
         initialize_layerwise_reload(model)
-        model.load_weights(iter(tensors.items()))
+        loaded = model.load_weights(iter(tensors.items()))
+        if missing := sorted(parameters - loaded):
+            raise RuntimeError(f"vLLM did not load its parameters {', '.join(missing):.200}")
         finalize_layerwise_reload(model, runner.model_config)
         _repack_tied_head(model)
 

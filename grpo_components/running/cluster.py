@@ -362,7 +362,7 @@ def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[s
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": log_level if log_level != "WARNING" else "ERROR",
+        "VLLM_LOGGING_LEVEL": log_level,
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -8,6 +8,7 @@ import torch
 
 from grpo_components import (
     equivalence,
+    equivalence_engine_rungs,
     equivalence_family_rungs,
     equivalence_resume,
     equivalence_rungs,
@@ -23,7 +24,8 @@ SLOW = {  # they start Ray or vLLM
     equivalence_rungs.synchronous_runs_are_identical,
     equivalence_resume.resumed_is_uninterrupted,
     equivalence_rungs.generator_is_trainer,
-    equivalence_rungs.pulled_engine_is_fresh_engine,
+    equivalence_engine_rungs.pulled_engine_is_fresh_engine,
+    equivalence_engine_rungs.engine_pulled_under_load_is_fresh_engine,
     equivalence_family_rungs.every_family_samples_from_what_it_trained,
 }
 

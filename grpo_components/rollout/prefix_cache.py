@@ -1,0 +1,34 @@
+"""vLLM's prefix cache at a swap of the weights: no request reads KV that older weights computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def empty_prefix_cache(scheduler: Any) -> None:
+    """Make every cached block unreachable, also while requests are running.
+
+    Running requests go on with the blocks they hold. vLLM's own `reset_prefix_cache` does nothing
+    while any request holds a block, unless it preempts all of them.
+
+    What a running request computes from now on attends to its old KV, and is for nobody else
+    either: its later blocks are cached under a salt of its own (`cache_salt` enters the hash of a
+    request's first block, and each hash enters the next). A request that has computed nothing yet
+    needs none: all its KV will be of the new weights.
+
+    Args:
+        scheduler: of a vLLM engine (v1), without a batch in flight.
+
+    Raises:
+        RuntimeError: if a block is still cached.
+    """
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    manager.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+    if still_cached := len(pool.cached_block_hash_to_block):
+        raise RuntimeError(f"vLLM's prefix cache still has {still_cached} blocks of old weights")
+    for request in scheduler.requests.values():
+        if request.num_computed_tokens:
+            request.cache_salt = request.request_id
+            request.block_hashes = []
+            request.update_block_hashes()

@@ -1,0 +1,98 @@
+"""Real vLLM engines of tiny random models, for the tests of what runs in them."""
+
+import os
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_components.running.cluster import engine_environment
+
+
+@pytest.fixture(scope="module")
+def build_engine():
+    """Builds an engine; who builds it closes it."""
+    before = dict(os.environ)
+    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1), OMP_NUM_THREADS="1")
+    from grpo_components.rollout.vllm_engine import VLLMEngine
+
+    def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64):
+        return VLLMEngine(
+            str(path),
+            device="cpu",
+            dtype="fp32",
+            max_model_len=512,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=0.5,
+            enforce_eager=True,
+            recompute_kv_after_pull=recompute_kv_after_pull,
+            seed=0,
+            schedule=schedule,
+        )
+
+    yield build
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def make_engine(build_engine):
+    """Builds engines and closes them after the test: one may not be built while another is busy."""
+    engines = []
+
+    def make(*args, **kwargs):
+        engines.append(build_engine(*args, **kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders of two random models, A and B, with tied and with untied embeddings."""
+    folder = tmp_path_factory.mktemp("models")
+    for tied in (True, False):
+        for seed, name in enumerate("AB"):
+            torch.manual_seed(seed)
+            config = Qwen2Config(
+                vocab_size=256,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                max_position_embeddings=512,
+                tie_word_embeddings=tied,
+                initializer_range=0.2,
+            )
+            path = folder / f"{'tied' if tied else 'untied'}_{name}"
+            Qwen2ForCausalLM(config).save_pretrained(path)
+    return folder
+
+
+@pytest.fixture
+def force_cuda_defaults(build_engine, monkeypatch):
+    """Engines built from now on schedule asynchronously, and may read prompts in parts.
+
+    vLLM does both by default on CUDA and switches the first off on a CPU. The model runner, its
+    kernels and the missing graphs stay the CPU's.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def force(batched_tokens=None):
+        def check_and_force(vllm_config):
+            check(vllm_config)
+            scheduling = vllm_config.scheduler_config
+            scheduling.async_scheduling = True
+            if batched_tokens:
+                scheduling.enable_chunked_prefill = True
+                scheduling.max_num_batched_tokens = batched_tokens
+
+        patched = staticmethod(check_and_force)
+        monkeypatch.setattr(CpuPlatform, "check_and_update_config", patched)
+
+    return force
