@@ -25,7 +25,7 @@ TIMED_OUT = "the wall clock ended it"
 
 _CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (1 << n for n in (27, 28, 29, 30))
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
 _MS_REC, _MS_PRIVATE = 16384, 1 << 18
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = -100, 0x8000, 442
@@ -42,14 +42,17 @@ _AUDIT_ARCH_X86_64 = 0xC000003E
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
 _EPERM, _ENOSYS = 1, 38
 # By x86-64's numbers: new processes (fork, vfork), other namespaces and mounts, other processes'
-# memory and descriptors, the network, memory that no limit counts, and the kernel's rarer doors.
+# memory, limits and descriptors, the network and messages that carry descriptors, memory that no
+# limit counts (asynchronous I/O's is the whole machine's), and the kernel's rarer doors.
 _REFUSED = (57, 58)
-_REFUSED += (155, 161, 165, 166, 272, 308, 428, 429, 430, 431, 432, 433, 442)
-_REFUSED += (101, 303, 304, 310, 311, 312, 434, 438)
-_REFUSED += (41, 42, 43, 44, 49, 50, 288)
-_REFUSED += (29, 30, 64, 68, 240, 319, 447)
-_REFUSED += (103, 135, 167, 169, 175, 176, 179, 246, 248, 249, 250, 298, 300, 313, 320, 321, 323)
-_REFUSED += (425, 426, 427)
+_REFUSED += (155, 161, 165, 166, 272, 308, 428, 429, 430, 431, 432, 433, 442, 457, 458)
+_REFUSED += (101, 303, 304, 310, 311, 312, 424, 434, 438, 440, 448)
+_REFUSED += (41, 42, 43, 44, 46, 47, 49, 50, 288, 299, 307)
+_REFUSED += (29, 30, 64, 68, 206, 207, 208, 209, 210, 240, 278, 319, 333, 447)
+_REFUSED += (103, 135, 154, 163, 167, 168, 169, 172, 173, 175, 176, 179, 212, 246, 248, 249, 250)
+_REFUSED += (298, 300, 313, 320, 321, 323, 425, 426, 427, 443, 459, 460, 461)
+_NEWEST = 462
+"""Later system calls are unknown here, and answered as by a kernel that has none of them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,9 +68,9 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
     _must(done, f"mount {source} {target}")
 
 
-def _read_only(target: str) -> None:
+def _read_only(target: str, also: int) -> None:
     # Only ever adds attributes, to all mounts below as well; those of the machine stay.
-    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | also, 0, 0, 0)
     path = target.encode()
     done = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, attributes, 32)
     _must(done, f"mount_setattr {target}")
@@ -81,8 +84,8 @@ def _bind(source: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, "", _MS_BIND | _MS_REC)
-    if not source.startswith("/dev/"):  # devices cannot be nodev
-        _read_only(target)
+    # A read-only device can be written to; its mode, owner and times are the machine's, and stay.
+    _read_only(target, _MS_NOEXEC if source.startswith("/dev/") else _MS_NODEV)
 
 
 def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
@@ -134,6 +137,8 @@ def _filter_system_calls() -> None:
         (load, 0, 0, at_number),
         (0x35, 0, 1, 0x40000000),  # x32's numbers, of the same architecture
         (answer, 0, 0, kill),
+        (0x25, 0, 1, _NEWEST),
+        (answer, 0, 0, refuse | _ENOSYS),
         (equal, 0, 1, _CLONE3),  # its flags are in memory; the C library falls back to clone
         (answer, 0, 0, refuse | _ENOSYS),
     ]
@@ -163,6 +168,7 @@ def _limit(limits: dict[str, Any]) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,
+        resource.RLIMIT_RTPRIO: 0,
     }
     for name, limit in resources.items():
         resource.setrlimit(name, (limit, limit))
@@ -219,6 +225,7 @@ def _become_program(job: dict[str, Any], python: str) -> NoReturn:
 def _init(job: dict[str, Any], python: str, uid: int | None, parent_lives: int) -> int:
     """Be process 1: build the root, start the program, wait for it."""
     _die_with_parent()
+    os.setsid()  # `kill(0, ...)` reaches the whole group, also the process outside with the clock
     _build_root(python, job["files"], job["file_bytes"])
     _must(_libc.sethostname(b"sandbox", 7), "sethostname")
     if uid is not None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -115,6 +117,21 @@ ESCAPES = {
     "uncounted memory": "os.memfd_create('x')",
     "shared memory": "libc_call('shmget', 0, 1 << 20, 0o1600)",
     "io_uring": "raw(425, 8, ctypes.create_string_buffer(120))",
+    "message with descriptors": "pair()[0].sendmsg([b'x'], [(1, 1, b'\\0' * 4)])",
+    "messages": "raw(307, pair()[0].fileno(), None, 0, 0)",
+    "receive a message": "pair()[0].recvmsg(1)",
+    "receive messages": "raw(299, pair()[0].fileno(), None, 0, 64, None)",
+    "other's descriptor": "raw(438, 0, 0, 0)",
+    "handle of a process": "os.pidfd_open(1)",
+    "signal by handle": "raw(424, 0, 0, None, 0)",
+    "write other's memory": "raw(311, 1, 0, 0, 0, 0, 0)",
+    "advise other's memory": "raw(440, 0, None, 0, 0, 0)",
+    "asynchronous I/O": "raw(206, 1, ctypes.byref(ctypes.c_long()))",
+    "give pages to a pipe": "raw(278, os.pipe()[1], None, 0, 0)",
+    "system call of tomorrow": "raw(500)",
+    # To what it is already: where this gets through, the machine is none the worse.
+    "mode of a device": "os.chmod('/dev/null', 0o666)",
+    "remove a device": "os.remove('/dev/urandom')",
     "kernel keys": "raw(248, b'user', b'x', b'y', 1, -3)",
     "write its source": "open('/main.py', 'w')",
     "write beside it": "open('/new', 'w')",
@@ -147,6 +164,8 @@ def libc_call(name, *args):
     checked(getattr(ctypes.CDLL(None, use_errno=True), name)(*args))
 def raw(*args):
     checked(ctypes.CDLL(None, use_errno=True).syscall(*args))
+def pair():
+    return __import__('socket').socketpair()
 {ESCAPES[name]}
 """
     outcome = sandbox.run(attempt)
@@ -238,7 +257,7 @@ def test_many_threads_run_at_most_as_many_programs_as_they_may():
 
 def in_new_user_namespace(script: str, first: str = "true") -> subprocess.CompletedProcess:
     """Run Python as a user without privileges on the machine, whoever runs the tests."""
-    command = f"{first} && exec {sys.executable} -c '{script}'"
+    command = f"{first} && exec {sys.executable} -c {shlex.quote(script)}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", command],
@@ -258,6 +277,74 @@ USE = (
 def test_an_ordinary_user_can_contain_programs():
     done = in_new_user_namespace(USE)
     assert done.stdout.startswith("65534 ["), done.stderr
+
+
+SIGNALS = """
+import os, signal
+targets = [(os.kill, 0), (os.kill, -1), (os.kill, 1), (os.kill, os.getppid()), (os.killpg, 0)]
+targets += [(os.killpg, os.getpgid(os.getppid())), (os.killpg, os.getsid(0))]
+for send, target in targets:
+    try:
+        send(target, NUMBER)
+    except (OSError, ValueError):
+        pass
+"""
+RUN = """
+import sys
+from grpo_components.rollout.code_sandbox import CodeSandbox, Limits
+outcome = CodeSandbox(Limits(wall_s=2)).run(sys.stdin.read())
+print(outcome.status, outcome.timed_out)
+"""
+
+
+def run_as(user: str, script: str, program: str) -> str:
+    """What a script prints that reads a program, in one of the sandbox's two modes."""
+    start = [sys.executable, "-c", script]
+    done = subprocess.run(
+        start if user == "root" else ["unshare", "--user", "--map-root-user", *start],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("user", ["root", "ordinary"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_program_stops_or_ends_nobody_but_itself(user, number):
+    """Its supervisor, stopped, would not end it at its time: a score that never comes."""
+    told = run_as(user, RUN, SIGNALS.replace("NUMBER", str(int(number))))
+    # Stopped, it waits until its time is over; killed, it ends at once.
+    assert told == f"137 {number == signal.SIGSTOP}\n"
+
+
+@pytest.mark.parametrize("user", ["root", "ordinary"])
+def test_a_device_stays_as_the_machine_has_it(user):
+    # All changes are to what it is already: where one gets through, the machine is none the worse.
+    program = """
+import os
+for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
+    was = os.stat(path)
+    mode, times = was.st_mode & 0o7777, (was.st_atime_ns, was.st_mtime_ns)
+    for change in (lambda: os.chmod(path, mode), lambda: os.utime(path, ns=times),
+                   lambda: os.chown(path, -1, -1),
+                   lambda: os.fchmod(os.open(path, os.O_WRONLY), mode)):
+        try:
+            change()
+        except OSError:
+            continue
+        print("changed", path)
+with open("/dev/null", "w") as null:
+    null.write("x")
+with open("/dev/zero", "rb") as zero:
+    assert zero.read(2) == bytes(2)
+assert len(os.urandom(8)) == 8
+"""
+    told = run_as(user, RUN.replace("outcome.timed_out", "outcome.stdout, outcome.stderr"), program)
+    assert told.split() == ["0"]
 
 
 def test_a_machine_that_cannot_contain_programs_is_refused_and_runs_none():
