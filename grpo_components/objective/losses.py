@@ -47,7 +47,7 @@ class LossInputs:
     generator_logprobs: Tensor
     """[N] float32, of the distribution sampled from."""
     advantages: Tensor
-    """[N] float32, each token that of its response."""
+    """[N] float32; each token that of its response, unless `advantages` makes them per token."""
     sequence_ids: Tensor
     """[N] int64, 0 to S - 1: the token's response; contiguous."""
     staleness: Tensor

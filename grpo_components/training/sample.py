@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.trajectory import Trajectory
 
 
@@ -17,6 +19,8 @@ class Sample:
     trajectory: Trajectory
     mask: NDArray[np.bool_]
     """[R] the tokens that are trained."""
+    advantages: NDArray[np.float32] | None = None
+    """[number of trained tokens]"""
     logged: bool = False
     """Whether its logprobs are for the log of rollouts."""
     loss_weight: float = 0.0
@@ -35,3 +39,25 @@ class Sample:
     def num_all_tokens(self) -> int:
         """Prompt and response."""
         return len(self.trajectory.prompt_ids) + len(self.trajectory.response_ids)
+
+
+def spread_advantages(
+    samples: Sequence[Sample], token_advantages: TokenAdvantages | None, step: int
+) -> None:
+    """Set the advantage of each trained token.
+
+    Args:
+        samples: of the global batch, the same on every rank.
+        token_advantages: makes them; None gives each token that of its response.
+        step: training steps done before this one.
+    """
+    if token_advantages is None:
+        for sample in samples:
+            advantage = sample.trajectory.advantage
+            sample.advantages = np.full(sample.num_tokens, advantage, np.float32)
+        return
+    trajectories = [sample.trajectory for sample in samples]
+    parts = token_advantages(trajectories, [sample.mask for sample in samples], step)
+    for sample, part in zip(samples, parts, strict=True):
+        assert part.shape == (sample.num_tokens,), "token_advantages: one per trained token"
+        sample.advantages = part.astype(np.float32)
