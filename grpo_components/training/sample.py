@@ -19,8 +19,6 @@ class Sample:
     trajectory: Trajectory
     mask: NDArray[np.bool_]
     """[R] the tokens that are trained."""
-    advantages: NDArray[np.float32] | None = None
-    """[number of trained tokens]"""
     logged: bool = False
     """Whether its logprobs are for the log of rollouts."""
     loss_weight: float = 0.0
@@ -29,6 +27,8 @@ class Sample:
     """[number of trained tokens] of the policy that the step started from."""
     start_logprobs: NDArray[np.float32] | None = None
     """The same, of a logged response that this rank has computed."""
+    advantages: NDArray[np.float32] | None = None
+    """[number of trained tokens]"""
 
     @property
     def num_tokens(self) -> int:
