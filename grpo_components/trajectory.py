@@ -200,6 +200,8 @@ class GroupSummary:
     successes: list[bool]
     response_tokens: list[int]
     """[G] sampled tokens of each response."""
+    response_lengths: list[int]
+    """[G] all tokens of each response, the environment's included: what the length limit counts."""
     oldest_version: int
     """-1 where nothing was sampled, as in a group whose environment failed."""
     newest_version: int
@@ -224,6 +226,7 @@ def summarize(group: Sequence[Trajectory]) -> GroupSummary:
         rewards=[t.reward for t in group],
         successes=[t.success for t in group],
         response_tokens=[int(t.response_mask.sum()) for t in group],
+        response_lengths=[len(t.response_ids) for t in group],
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),
         finish_reasons=[t.finish_reason for t in group],

@@ -265,7 +265,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     def shaped_rewards(self, groups: list[Any], entries: list[LedgerEntry]) -> Any:
         """The batch's rewards [B, G], less KL and overlong penalties where the config has them."""
         rewards = np.array([group.rewards for group in groups])
-        lengths = np.array([group.response_tokens for group in groups])
+        lengths = np.array([group.response_lengths for group in groups])
         kl = np.array([entry.reference_kl for entry in entries]) if self.references else None
         return self.reward_shaping(rewards, lengths, kl, self.ledger.steps_done)
 
@@ -336,14 +336,14 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run_log.phase("starting Ray and the roles")
         self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)
         self.cluster.start()
-        compared = (loss, self.reward_shaping)
+        compared = (loss, self.reward_shaping, self.advantages)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
         num_references = cfg.num_references if needs_reference else 0
-        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
+        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy, "ptx": ptx}
         arguments = role_arguments(
             cfg,
             contract=contract,
-            objective=objective | {"ptx": ptx},
+            objective=objective | {"token_advantages": getattr(self.advantages, "per_token", None)},
             num_references=num_references,
             stop_tokens=tokenizer.stop_tokens,
             longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),

@@ -35,6 +35,34 @@ class GroupNormalizedAdvantages:
         return (centred / (_deviation(centred, count) + self.eps)).astype(np.float32)
 
 
+class BatchScaledAdvantages:
+    """A_i = (r_i - mean(r) of its group) / (std(r) of the batch + eps).
+
+    GRPO with the deviation of all rewards of the batch in place of the group's: Liu et al. 2025,
+    "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (Lite PPO), arXiv 2508.08221;
+    TRL's `scale_rewards: batch`. A prompt that is nearly always or nearly never answered gets no
+    more weight than the others.
+
+    Args:
+        eps: added to the standard deviation, in units of reward.
+    """
+
+    def __init__(self, eps: float = 1e-4) -> None:
+        self.eps = _positive("advantages.eps", eps)
+
+    def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Advantages of a batch.
+
+        Args:
+            rewards: [B, G] float64, one row per group; NaN where the sample failed.
+
+        Returns:
+            [B, G] float32.
+        """
+        deviation = _deviation(*_centred(rewards.reshape(1, -1)))
+        return (_centred(rewards)[0] / (deviation + self.eps)).astype(np.float32)
+
+
 class GroupCenteredAdvantages:
     """A_i = r_i - mean(r) within each group, with no division by the standard deviation.
 
@@ -76,7 +104,8 @@ class LeaveOneOutAdvantages:
 class BatchNormalizedAdvantages:
     """A_i = (r_i - mean(r)) / (std(r) + eps) over all rewards of the batch, whatever their group.
 
-    REINFORCE++, arXiv 2501.03262 (global advantage normalisation).
+    The global advantage normalisation of REINFORCE++, arXiv 2501.03262, with responses in place of
+    tokens: each counts once, whatever its length. The paper's own is `TokenNormalizedAdvantages`.
 
     Args:
         eps: added to the standard deviation, in units of reward.

@@ -1,7 +1,9 @@
 """From losses per token to the loss of an optimizer update: the weight of each response's tokens.
 
 A weight is computed once, from the token counts of all responses of the update, whatever rank or
-micro-batch trains them. Padding has no count, so it cannot dilute anything.
+micro-batch trains them. Padding has no count, so it cannot dilute anything. S counts every response
+of the update, as in the papers: one without a trained token (failed, cut off and masked, too old)
+adds nothing to the sum, and still is one of S. TokenMean, which divides by tokens, does not see it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ class TokenMean:
         """Weights of one optimizer update.
 
         Args:
-            token_counts: [S] sampled tokens of each response, over all ranks and micro-batches;
-                all > 0.
+            token_counts: [S] trained tokens of each response, over all ranks and micro-batches; 0
+                where none of a response's is.
 
         Returns:
             [S] weight of each token's loss of response s; the update's loss is the weighted sum.
@@ -39,13 +41,13 @@ class SequenceMean:
         """Weights of one optimizer update.
 
         Args:
-            token_counts: [S] sampled tokens of each response, over all ranks and micro-batches;
-                all > 0.
+            token_counts: [S] trained tokens of each response, over all ranks and micro-batches; 0
+                where none of a response's is.
 
         Returns:
             [S] weight of each token's loss of response s; the update's loss is the weighted sum.
         """
-        return 1.0 / (len(token_counts) * token_counts.astype(np.float64))
+        return 1.0 / (len(token_counts) * np.maximum(token_counts, 1).astype(np.float64))
 
 
 class ConstantLength:
@@ -68,8 +70,8 @@ class ConstantLength:
         """Weights of one optimizer update.
 
         Args:
-            token_counts: [S] sampled tokens of each response, over all ranks and micro-batches;
-                all > 0.
+            token_counts: [S] trained tokens of each response, over all ranks and micro-batches; 0
+                where none of a response's is.
 
         Returns:
             [S] weight of each token's loss of response s; the update's loss is the weighted sum.

@@ -16,21 +16,26 @@ Each loss has `needs_reference` and `needs_proximal` (which logprobs it asks for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from grpo_components.objective.clipping import (
+    checked_clip_high,
+    checked_clip_low,
+    checked_dual_clip,
+    clipped_objective,
+    importance_weight,
+    ratio_metrics,
+)
 from grpo_components.objective.kl import ESTIMATORS
-from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.objective.schedules import Scheduled, as_schedule
 
 TokenMetrics = dict[str, Tensor]
 """Values [N] by metric key; logged is their mean, or their maximum where a key ends in `max`."""
-
-Scheduled = float | Mapping[str, Any] | Schedule
-"""A number, or what `as_schedule` makes a schedule from."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class LossInputs:
     generator_logprobs: Tensor
     """[N] float32, of the distribution sampled from."""
     advantages: Tensor
-    """[N] float32, each token that of its response."""
+    """[N] float32; each token that of its response, unless `advantages` makes them per token."""
     sequence_ids: Tensor
     """[N] int64, 0 to S - 1: the token's response; contiguous."""
     staleness: Tensor
@@ -62,8 +67,9 @@ class LossInputs:
 class GRPOLoss:
     """Clipped ratio per token: -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
 
-    DeepSeekMath, arXiv 2402.03300, eq. 3 (k3 to the reference: eq. 4); separate bounds, "clip
-    higher": DAPO, arXiv 2503.14476, eq. 10. Where the clip binds the token has no gradient.
+    DeepSeekMath, arXiv 2402.03300, eq. 3 (k3 to the reference: eq. 4), with SequenceMean; separate
+    bounds, "clip higher": DAPO, arXiv 2503.14476, eq. 10; dual clip: Ye et al. 2020, arXiv
+    1912.09729, eq. 5. Where the clip binds the token has no gradient.
 
     Args:
         clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
@@ -71,6 +77,8 @@ class GRPOLoss:
         kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
         kl_estimator: k1, k2 or k3, see `kl.py`.
         entropy_coeff: weight of the entropy bonus.
+        dual_clip: where A < 0, the ratio is clipped above at this, too: min(rho A, clip(rho) A) is
+            at least dual_clip A; above 1, 3 in the paper; null is no such bound.
     """
 
     def __init__(
@@ -80,8 +88,10 @@ class GRPOLoss:
         kl_coeff: Scheduled = 0.0,
         kl_estimator: str = "k3",
         entropy_coeff: float = 0.0,
+        dual_clip: float | None = None,
     ) -> None:
-        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
+        self.dual_clip = checked_dual_clip(dual_clip)
         self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
         self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
         self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
@@ -91,7 +101,9 @@ class GRPOLoss:
         tokens = _with_masked_tokens_neutral(inputs)
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         log_ratio = tokens.trainer_logprobs - _anchor(tokens)
-        policy_loss, metrics = _clipped_objective(log_ratio, tokens.advantages, low, high)
+        policy_loss, metrics = clipped_objective(
+            log_ratio, tokens.advantages, low, high, self.dual_clip
+        )
         return self._extras.complete(tokens, policy_loss, metrics)
 
 
@@ -100,7 +112,8 @@ class GSPOLoss:
 
     GSPO, arXiv 2507.18071, eq. 5 to 7. Each token's loss is that of its response,
     -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), and the gradient goes through s to all its
-    tokens, so that SequenceMean gives the paper's objective. Masked tokens are not in the mean.
+    tokens, so that SequenceMean gives the paper's objective. The mean is over the tokens that are
+    trained: those that a correction masks, or that are over `max_staleness`, are not in it.
 
     Args:
         clip_low: s is clipped below at 1 - clip_low; a number or a schedule.
@@ -109,6 +122,7 @@ class GSPOLoss:
         kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
         kl_estimator: k1, k2 or k3, see `kl.py`.
         entropy_coeff: weight of the entropy bonus.
+        dual_clip: where A < 0, s is clipped above at this, too; above 1; null is no such bound.
     """
 
     def __init__(
@@ -118,8 +132,10 @@ class GSPOLoss:
         kl_coeff: Scheduled = 0.0,
         kl_estimator: str = "k3",
         entropy_coeff: float = 0.0,
+        dual_clip: float | None = None,
     ) -> None:
-        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
+        self.dual_clip = checked_dual_clip(dual_clip)
         self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
         self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
         self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
@@ -133,7 +149,9 @@ class GSPOLoss:
         kept = _kept(tokens).to(log_ratio.dtype)
         counts = torch.zeros_like(kept).index_add(0, tokens.sequence_ids, kept).clamp(min=1)
         mean_log_ratio = (sums / counts)[tokens.sequence_ids]
-        policy_loss, metrics = _clipped_objective(mean_log_ratio, tokens.advantages, low, high)
+        policy_loss, metrics = clipped_objective(
+            mean_log_ratio, tokens.advantages, low, high, self.dual_clip
+        )
         return self._extras.complete(tokens, policy_loss, metrics)
 
 
@@ -160,7 +178,7 @@ class CISPOLoss:
         kl_estimator: str = "k3",
         entropy_coeff: float = 0.0,
     ) -> None:
-        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
         self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
         self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
         self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
@@ -171,7 +189,7 @@ class CISPOLoss:
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         ratio = (tokens.trainer_logprobs.detach() - _anchor(tokens)).exp()
         policy_loss = -ratio.clamp(low, high) * tokens.advantages * tokens.trainer_logprobs
-        metrics = _ratio_metrics(ratio, ratio < low, ratio > high)
+        metrics = ratio_metrics(ratio, ratio < low, ratio > high)
         return self._extras.complete(tokens, policy_loss, metrics)
 
 
@@ -204,10 +222,12 @@ class REINFORCELoss:
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
         """Losses and metrics of each token, [N] each, the metrics detached."""
         tokens = _with_masked_tokens_neutral(inputs)
-        ratio = (tokens.trainer_logprobs.detach() - _anchor(tokens)).exp()
-        policy_loss = -_at_most(ratio, self.max_ratio) * tokens.advantages * tokens.trainer_logprobs
+        log_ratio = tokens.trainer_logprobs.detach() - _anchor(tokens)
+        weight = importance_weight(log_ratio, self.max_ratio)
+        policy_loss = -weight * tokens.advantages * tokens.trainer_logprobs
+        ratio = log_ratio.exp()
         too_high = ratio > (torch.inf if self.max_ratio is None else self.max_ratio)
-        metrics = _ratio_metrics(ratio, torch.zeros_like(too_high), too_high)
+        metrics = ratio_metrics(ratio, torch.zeros_like(too_high), too_high)
         return self._extras.complete(tokens, policy_loss, metrics)
 
 
@@ -219,11 +239,13 @@ class DecoupledPPOLoss:
     arXiv 2505.24298, section 5.2. The proximal policy is the one at the start of the step,
     `recomputed` by the trainer, or `loglinear`, without that pass (A-3PO, arXiv 2512.06547):
 
-        log pi_proximal = log pi_generator + s / (s + 1) (sg(log pi_trainer) - log pi_generator)
+        log pi_proximal = (1/d) log pi_generator + (1 - 1/d) sg(log pi_trainer), where d >= 1
+        log pi_proximal = sg(log pi_trainer), where d = 0
 
-    s is the token's staleness: the proximal policy is s versions after the token's, the trained
-    policy s + 1. w already corrects for the generator, so that an off-policy correction beside it
-    counts twice, except one that only masks.
+    d is the token's staleness, the version in training minus the version that sampled it. So at
+    d = 1 the proximal policy is the generator's, and a fresh token (d = 0) is never clipped. w
+    already corrects for the generator, so that an off-policy correction beside it counts twice,
+    except one that only masks.
 
     Args:
         clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
@@ -233,6 +255,8 @@ class DecoupledPPOLoss:
         kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
         kl_estimator: k1, k2 or k3, see `kl.py`.
         entropy_coeff: weight of the entropy bonus.
+        dual_clip: where A < 0, the ratio is clipped above at this, too; above 1; null is no such
+            bound.
     """
 
     def __init__(
@@ -244,8 +268,10 @@ class DecoupledPPOLoss:
         kl_coeff: Scheduled = 0.0,
         kl_estimator: str = "k3",
         entropy_coeff: float = 0.0,
+        dual_clip: float | None = None,
     ) -> None:
-        self.clip_low, self.clip_high = _clip_low(clip_low), _clip_high(clip_high)
+        self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
+        self.dual_clip = checked_dual_clip(dual_clip)
         self.max_weight = _positive_or_none("loss.max_weight", max_weight)
         if proximal not in ("recomputed", "loglinear"):
             raise ValueError(f"loss.proximal: {proximal} given; allowed: recomputed, loglinear")
@@ -261,15 +287,22 @@ class DecoupledPPOLoss:
             assert tokens.proximal_logprobs is not None, "proximal: recomputed, but none given"
             proximal_logprobs = tokens.proximal_logprobs
         else:
-            moved = tokens.trainer_logprobs.detach() - tokens.generator_logprobs
-            staleness = tokens.staleness.to(moved.dtype)
-            proximal_logprobs = tokens.generator_logprobs + staleness / (staleness + 1) * moved
+            proximal_logprobs = _loglinear_proximal(tokens)
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
-        weight = _at_most((proximal_logprobs - tokens.generator_logprobs).exp(), self.max_weight)
-        policy_loss, metrics = _clipped_objective(
-            tokens.trainer_logprobs - proximal_logprobs, tokens.advantages, low, high
+        log_weight = proximal_logprobs - tokens.generator_logprobs
+        if self.max_weight is not None:
+            log_weight = log_weight.clamp(max=math.log(self.max_weight))
+        log_ratio = tokens.trainer_logprobs - proximal_logprobs
+        policy_loss, metrics = clipped_objective(
+            log_ratio, tokens.advantages, low, high, self.dual_clip, log_weight
         )
-        return self._extras.complete(tokens, weight * policy_loss, metrics)
+        return self._extras.complete(tokens, policy_loss, metrics)
+
+
+def _loglinear_proximal(tokens: LossInputs) -> Tensor:
+    trainer, generator = tokens.trainer_logprobs.detach(), tokens.generator_logprobs
+    share = 1 - 1 / tokens.staleness.clamp(min=1).to(trainer.dtype)
+    return torch.where(tokens.staleness > 0, torch.lerp(generator, trainer, share), trainer)
 
 
 class _Extras:
@@ -310,29 +343,6 @@ class _Extras:
         return losses, metrics
 
 
-def _clipped_objective(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, TokenMetrics]:
-    """-min(rho A, clip(rho, low, high) A) and the metrics of the ratio."""
-    ratio = log_ratio.detach().exp()
-    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
-    # Where the clip binds, the ratio does not enter the graph at all: it may have overflowed, and
-    # the zero gradient of min() times infinity is NaN.
-    effective = torch.where(too_low | too_high, 0.0, log_ratio).exp()
-    effective = torch.where(too_low, low, torch.where(too_high, high, effective))
-    return -effective * advantages, _ratio_metrics(ratio, too_low, too_high)
-
-
-def _ratio_metrics(ratio: Tensor, too_low: Tensor, too_high: Tensor) -> TokenMetrics:
-    return {
-        "ratio/mean": ratio,
-        "ratio/max": ratio,
-        "ratio/clip_fraction": (too_low | too_high).float(),
-        "ratio/clip_fraction_low": too_low.float(),
-        "ratio/clip_fraction_high": too_high.float(),
-    }
-
-
 def _kept(tokens: LossInputs) -> Tensor:
     if tokens.correction_weights is None:
         return torch.ones_like(tokens.sequence_ids, dtype=torch.bool)
@@ -364,24 +374,6 @@ def _anchor(tokens: LossInputs) -> Tensor:
     if tokens.proximal_logprobs is None:
         return tokens.generator_logprobs
     return tokens.proximal_logprobs
-
-
-def _at_most(values: Tensor, bound: float | None) -> Tensor:
-    return values if bound is None else values.clamp(max=bound)
-
-
-def _clip_low(value: Scheduled) -> Schedule:
-    schedule = as_schedule("loss.clip_low", value)
-    if not (schedule.lowest > 0 and schedule.highest <= 1):
-        raise ValueError(f"loss.clip_low: {value} given; allowed: above 0, at most 1")
-    return schedule
-
-
-def _clip_high(value: Scheduled) -> Schedule:
-    schedule = as_schedule("loss.clip_high", value)
-    if not schedule.lowest > 0:
-        raise ValueError(f"loss.clip_high: {value} given; allowed: a number > 0")
-    return schedule
 
 
 def _positive_or_none(key: str, value: float | None) -> float | None:

@@ -3,22 +3,27 @@
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token,
 which multiplies the token's policy loss and carries no gradient; weight 0 masks the token.
-T is the number of a response's sampled tokens. Log ratios, and their sums and means over a
-response, are clamped to +-20 before the exponential, so that no ratio overflows.
+T is the number of a response's trained tokens: with `stale_tokens: mask`, its first tokens may be
+over `max_staleness`, and sums and means are over the others. Log ratios, and their sums and means
+over a response, are clamped to +-20 before the exponential, so that no ratio overflows.
 
 A preset that holds the importance weight itself says `anchors_at_proximal`: the loss's own ratio
 must then be that to the proximal policy, or the way from the generator to the proximal policy would
-be corrected twice.
+be corrected twice. One with `needs_advantages` gets them as a third argument, and one with
+`follows_updates` gets log ratios of the policy in training, whatever updates the step has made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from grpo_components.objective.losses import LossInputs
 
 MAX_LOG_RATIO = 20.0
 
@@ -56,7 +61,7 @@ class TokenTIS:
         """Weights of a micro-batch's tokens.
 
         Args:
-            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            log_ratios: [N] float, nats, of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -88,7 +93,7 @@ class SequenceTIS:
         """Weights of a micro-batch's tokens, the same for all tokens of a response.
 
         Args:
-            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            log_ratios: [N] float, nats, of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -132,7 +137,7 @@ class MaskedIS:
         """Weights of a micro-batch's tokens.
 
         Args:
-            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            log_ratios: [N] float, nats, of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -172,7 +177,7 @@ class GeometricMask:
         """Weights of a micro-batch's tokens, the same for all tokens of a response.
 
         Args:
-            log_ratios: [N] float, nats, of the sampled tokens of whole responses.
+            log_ratios: [N] float, nats, of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -182,6 +187,70 @@ class GeometricMask:
         means = _ratios(sums / counts)
         kept = (means >= self.low) & (means <= self.high)
         return kept[sequence_ids].to(log_ratios.dtype)
+
+
+class OffPolicySequenceMask:
+    """Bad responses that are too far off-policy are masked, good ones kept.
+
+    w = 0 where A < 0 and sum_t -d_t / T > threshold, else 1: DeepSeek-V3.2, arXiv 2512.02556,
+    eq. 9 (off-policy sequence masking); `off_policy_mask_threshold` of TRL. The mean of -d_t =
+    log pi_generator - log pi_trainer estimates KL(generator || trainer). What the trainer has made
+    much less likely by itself need not be pushed down further. d_t is of the policy in training,
+    in every update of the step. It takes no importance weight: the loss's own ratio is that to the
+    generator, as in the paper.
+
+    Args:
+        threshold: largest mean that is kept, in nats per token; above 0. The paper gives none; 0.5
+            is TRL's example.
+
+    Raises:
+        ValueError: the threshold is not above 0.
+    """
+
+    anchors_at_proximal = False
+    needs_advantages = True
+    follows_updates = True
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        if not 0 < threshold < float("inf"):
+            raise ValueError(
+                f"off_policy.threshold: {threshold} given; allowed: a finite number > 0"
+            )
+        self.threshold = threshold
+
+    def __call__(self, log_ratios: Tensor, sequence_ids: Tensor, advantages: Tensor) -> Tensor:
+        """Weights of a micro-batch's tokens.
+
+        Args:
+            log_ratios: [N] float, nats, of the trained tokens of whole responses.
+            sequence_ids: [N] int64, 0..S-1: the response of each token.
+            advantages: [N] float.
+
+        Returns:
+            [N] weights, 0 or 1, of the log ratios' dtype, without gradient.
+        """
+        sums, counts = _sums(log_ratios, sequence_ids)
+        far = (-sums / counts > self.threshold)[sequence_ids]
+        return (~(far & (advantages < 0))).to(log_ratios.dtype)
+
+
+def correction_weights(
+    correction: Callable[..., Tensor], inputs: LossInputs, start_logprobs: Tensor
+) -> Tensor:
+    """Call a correction with what it asks for.
+
+    Args:
+        correction: a preset above, or one of the same kind.
+        inputs: the tokens of a micro-batch.
+        start_logprobs: [N] of the policy at the start of the step.
+
+    Returns:
+        [N] what the correction returned.
+    """
+    follows = getattr(correction, "follows_updates", False)
+    policy = inputs.trainer_logprobs.detach() if follows else start_logprobs
+    more = (inputs.advantages,) if getattr(correction, "needs_advantages", False) else ()
+    return correction(policy - inputs.generator_logprobs, inputs.sequence_ids, *more)
 
 
 def mismatch_summary(

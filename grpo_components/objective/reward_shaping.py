@@ -20,9 +20,10 @@ class RewardShaping:
     overlong = clip((T - (L_max - L_cache)) / L_cache, 0, 1).
 
     KL is the sum over a response's tokens of an estimate of KL(policy || reference) (KL in the
-    reward: Ouyang et al. 2022, arXiv 2203.02155, eq. 2). T is the response's length, L_max =
-    max_response_tokens, L_cache = overlong_tokens (soft overlong punishment: DAPO, arXiv
-    2503.14476, eq. 13, there with penalty 1).
+    reward: Ouyang et al. 2022, arXiv 2203.02155, eq. 2). T is the response's length, all of its
+    turns and what the environment said between them, as L_max = max_response_tokens counts it;
+    L_cache = overlong_tokens (soft overlong punishment: DAPO, arXiv 2503.14476, eq. 13, there with
+    penalty 1).
 
     Args:
         kl_coeff: reward per nat of KL; a number, or a mapping that gives a schedule; 0 is off.
@@ -67,7 +68,7 @@ class RewardShaping:
     def __call__(
         self,
         rewards: NDArray[np.float64],
-        response_tokens: NDArray[np.integer],
+        response_lengths: NDArray[np.integer],
         reference_kl: NDArray[np.float64] | None,
         step: int,
     ) -> NDArray[np.float64]:
@@ -75,7 +76,7 @@ class RewardShaping:
 
         Args:
             rewards: [B, G] float64; NaN where the sample failed, and stays so.
-            response_tokens: [B, G] int, length of each response.
+            response_lengths: [B, G] int, tokens of each response, the environment's included.
             reference_kl: [B, G] float64, nats per response (`sequence_kl`); None is allowed where
                 no KL is taken.
             step: training steps done before this one.
@@ -89,7 +90,7 @@ class RewardShaping:
             assert reference_kl is not None, "kl_coeff > 0 without KL to the reference"
             shaped -= coefficient * reference_kl
         if self.overlong_tokens > 0:
-            excess = response_tokens - (self.max_response_tokens - self.overlong_tokens)
+            excess = response_lengths - (self.max_response_tokens - self.overlong_tokens)
             shaped -= self.overlong_penalty * np.clip(excess / self.overlong_tokens, 0.0, 1.0)
         return shaped
 

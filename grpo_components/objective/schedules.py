@@ -71,7 +71,11 @@ class Schedule:
         return min(max(value, self.lowest), self.highest)
 
 
-def as_schedule(key: str, value: float | Mapping[str, Any] | Schedule) -> Schedule:
+Scheduled = float | Mapping[str, Any] | Schedule
+"""A number, or what `as_schedule` makes a schedule from."""
+
+
+def as_schedule(key: str, value: Scheduled) -> Schedule:
     """Make the schedule that a config gives for one setting.
 
     Args:

@@ -45,7 +45,7 @@ from grpo_components.running.config_text import MAX_DEPTH, check_values
 from grpo_components.running.evaluation_metrics import check_keep_best
 from grpo_components.running.partial_runs import check_partial_run
 from grpo_components.running.replay import check_replay
-from grpo_components.running.resume import check_resume
+from grpo_components.running.resume import KL_SECTIONS, check_resume
 from grpo_components.running.training_checks import check_heads, check_training
 
 # What the recipe adds to a component's arguments: how many leading ones, and which by name.
@@ -112,7 +112,8 @@ def _check_values_together(v: dict[str, Any]) -> None:
     if (v["min_generators"] or 1) > v["num_generators"]:
         problem = f"{v['min_generators']} given with num_generators: {v['num_generators']}"
         fail("min_generators", problem, "at most num_generators, or null for all of them")
-    for section in ("loss", "reward_shaping"):
+    as_schedule("advantages.kl_coeff", v["advantages"].get("kl_coeff", 0))
+    for section in KL_SECTIONS:
         if needs_reference(v[section]) and v["num_references"] == 0:
             problem = f"0 given with {section}.kl_coeff: {shown(v[section]['kl_coeff'])}"
             fail("num_references", problem, f"at least 1, or {section}.kl_coeff: 0")
@@ -128,7 +129,7 @@ def _check_values_together(v: dict[str, Any]) -> None:
     weighs = correction in ("TokenTIS", "SequenceTIS", "MaskedIS")
     if weighs and v["loss"]["_component_"].endswith(".DecoupledPPOLoss"):
         problem = f"{v['off_policy']['_component_']} given, and DecoupledPPOLoss weighs by itself"
-        fail("off_policy", problem, "NoCorrection or GeometricMask")
+        fail("off_policy", problem, "NoCorrection, GeometricMask or OffPolicySequenceMask")
     turns, most = v["environment"].get("max_turns"), v["generator"]["max_response_tokens"]
     if turns is not None and turns > most:
         problem = f"{turns} given, and a turn takes a token or more of a response"
@@ -185,7 +186,7 @@ def _check_gpus(v: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
     roles = ["generator", "trainer"] + ["reference"] * any(
-        needs_reference(v[section]) for section in ("loss", "reward_shaping")
+        needs_reference(v[section]) for section in KL_SECTIONS
     )
     roles += ["reward_model"] * (v["reward_model"]["path"] is not None)
     shares = {role: v[f"gpus_per_{role}"] for role in roles}

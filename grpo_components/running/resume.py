@@ -26,6 +26,10 @@ FIXED = (
 them. All others may: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
 
 
+KL_SECTIONS = ("loss", "reward_shaping", "advantages")
+"""Sections of a config whose `kl_coeff` asks for the reference."""
+
+
 class Stateful(Protocol):
     """What the driver has to save of one of its objects."""
 
@@ -88,14 +92,11 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
     saved: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "state" / "config.yaml"))
     for key in FIXED:
         _compare(key, _at(saved, key), _at(values, key))
-    sections = ("loss", "reward_shaping")
-    if any(map(needs_reference, map(saved.get, sections))) != any(
-        map(needs_reference, map(values.get, sections))
-    ):
-        changed = (k for k in sections if needs_reference(saved[k]) != needs_reference(values[k]))
-        key = next(changed)
+    before, now = ({k: config.get(k, {}) for k in KL_SECTIONS} for config in (saved, values))
+    if any(map(needs_reference, before.values())) != any(map(needs_reference, now.values())):
+        key = next(k for k in KL_SECTIONS if needs_reference(before[k]) != needs_reference(now[k]))
         problem = "changed between 0 and not 0, and groups in the checkpoint's buffer were made so"
-        fail(f"{key}.kl_coeff", problem, shown(saved[key].get("kl_coeff", 0)))
+        fail(f"{key}.kl_coeff", problem, shown(before[key].get("kl_coeff", 0)))
     done = read_state(checkpoint / "state", "driver")["ledger"]["steps_done"]
     if values["num_steps"] <= done:
         problem = f"{values['num_steps']} given, and the checkpoint has done {done}"

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +23,9 @@ from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
 from grpo_components.objective.losses import LossInputs
-from grpo_components.objective.off_policy import NoCorrection
+from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.schedules import Schedule
+from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.hf_weights import hf_converter, layer_groups
@@ -35,7 +37,7 @@ from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.packing import row_width
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
-from grpo_components.training.sample import Sample
+from grpo_components.training.sample import Sample, spread_advantages
 from grpo_components.training.skipped_steps import dump_batch
 from grpo_components.training.supervised import SupervisedExamples, SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs
@@ -83,6 +85,7 @@ class Trainer:
         skipped_folder: gets the batches of skipped steps.
         collective_timeout_s: a collective that waits longer raises.
         logged_responses: so many of each batch's first return the logprobs of their tokens.
+        token_advantages: from each response's advantage to its tokens'; None gives them all that.
         ptx: examples of a supervised loss beside the policy's; None has none.
     """
 
@@ -102,7 +105,7 @@ class Trainer:
         build_lr_scheduler: Callable[[Optimizer], LRScheduler] | None,
         loss: Loss,
         aggregation: Callable[[NDArray[np.int64]], NDArray[np.float64]],
-        off_policy: Callable[[Tensor, Tensor], Tensor],
+        off_policy: Callable[..., Tensor],
         learning_rate: Schedule | None,
         max_staleness: int,
         mask_overlong: bool,
@@ -121,6 +124,7 @@ class Trainer:
         skipped_folder: str,
         collective_timeout_s: float,
         logged_responses: int = 0,
+        token_advantages: TokenAdvantages | None = None,
         ptx: SupervisedExamples | None = None,
     ) -> None:
         self.policy_version = 0
@@ -153,6 +157,7 @@ class Trainer:
         self._lr_scheduler = build_lr_scheduler(self._optimizer) if build_lr_scheduler else None
         self._loss = torch.compile(loss, dynamic=True) if compile_model else loss
         self._aggregation, self._off_policy = aggregation, off_policy
+        self._token_advantages = token_advantages
         self._corrects = not isinstance(off_policy, NoCorrection)
         # Whether the loss's ratio is to the policy at the start of the step, not to the generator.
         self._from_proximal = getattr(loss, "needs_proximal", False) or getattr(
@@ -200,15 +205,14 @@ class Trainer:
             trajectory.advantage = advantage
             logged = len(samples) < self._logged_responses
             samples.append(Sample(trajectory, self._trained_tokens(trajectory), logged))
-        parts = [
-            [sample for sample in (samples[i] for i in indices) if sample.mask.any()]
-            for indices in np.array_split(np.arange(len(samples)), self._updates_per_batch)
-        ]
+        spread_advantages(samples, self._token_advantages, step)
+        split = np.array_split(np.arange(len(samples)), self._updates_per_batch)
+        parts = [[samples[i] for i in indices] for indices in split]
         several = self._ppo_epochs * self._updates_per_batch > 1
         start_known = several and (self._corrects or self._from_proximal)
         if start_known:
             for part in parts:
-                self._fill_proximal_logprobs(part)
+                self._fill_proximal_logprobs([s for s in part if s.num_tokens])
         updates: list[dict[str, float]] = []
         for epoch in range(self._ppo_epochs):
             for number, part in enumerate(parts):
@@ -222,7 +226,7 @@ class Trainer:
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
         seconds = time.perf_counter() - started
-        sequences = [(s.num_all_tokens, s.num_tokens) for part in parts for s in part]
+        sequences = [(s.num_all_tokens, s.num_tokens) for s in samples if s.num_tokens]
         metrics: dict[str, Any] = {
             **over_updates(updates),
             **self._use.metrics(sequences, self._ppo_epochs, start_known, seconds),
@@ -269,14 +273,15 @@ class Trainer:
             for sample, values in zip(members, logprobs, strict=True):
                 sample.proximal_logprobs = values.numpy()
 
-    def _update(self, samples: list[Sample], index: int, with_mismatch: bool) -> dict[str, float]:
+    def _update(self, part: list[Sample], index: int, with_mismatch: bool) -> dict[str, float]:
         """The index-th optimizer update, on the aggregated loss of a global part of the batch."""
+        samples = [sample for sample in part if sample.num_tokens]
         if not samples:  # the same on every rank
             return {}
-        counts = np.array([sample.num_tokens for sample in samples])
+        counts = np.array([sample.num_tokens for sample in part])
         total_tokens = int(counts.sum())
         measured = TokenMetrics()
-        for sample, weight in zip(samples, self._aggregation(counts).tolist(), strict=True):
+        for sample, weight in zip(part, self._aggregation(counts).tolist(), strict=True):
             sample.loss_weight = weight
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
@@ -304,10 +309,6 @@ class Trainer:
         trainer_logprobs, entropy = self._forward(members)
         counts = torch.tensor([sample.num_tokens for sample in members])
 
-        def per_token(values: list[float]) -> Tensor:
-            each = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
-            return each.to(self._device)
-
         def flat(values: list[NDArray[Any]]) -> Tensor:
             return torch.from_numpy(np.concatenate(values)).to(self._device)
 
@@ -319,30 +320,29 @@ class Trainer:
         start = trainer_logprobs.detach()  # of the step, where this is its only update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
+        has_reference = members[0].trajectory.reference_logprobs is not None
+        inputs = LossInputs(
+            trainer_logprobs=trainer_logprobs,
+            generator_logprobs=generator_logprobs,
+            advantages=flat([cast(Any, sample.advantages) for sample in members]),
+            sequence_ids=sequence_ids,
+            staleness=self.policy_version - recorded("token_versions").long(),
+            step=self._step,
+            reference_logprobs=recorded("reference_logprobs") if has_reference else None,
+            proximal_logprobs=start if self._from_proximal else None,
+            entropy=entropy,
+        )
         correction = None
         if self._corrects:
-            correction = self._off_policy(start - generator_logprobs, sequence_ids)
-        has_reference = members[0].trajectory.reference_logprobs is not None
-        losses, token_metrics = self._loss(
-            LossInputs(
-                trainer_logprobs=trainer_logprobs,
-                generator_logprobs=generator_logprobs,
-                advantages=per_token([sample.trajectory.advantage for sample in members]),
-                sequence_ids=sequence_ids,
-                staleness=self.policy_version - recorded("token_versions").long(),
-                step=self._step,
-                reference_logprobs=recorded("reference_logprobs") if has_reference else None,
-                proximal_logprobs=start if self._from_proximal else None,
-                entropy=entropy,
-                correction_weights=correction,
-            )
-        )
+            correction = correction_weights(self._off_policy, inputs, start)
+        losses, token_metrics = self._loss(replace(inputs, correction_weights=correction))
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
         if with_mismatch:
             measured.add_mismatch(start - generator_logprobs, correction)
             keep_logprobs(members, start)
-        return losses * per_token([sample.loss_weight for sample in members])
+        weights = torch.tensor([sample.loss_weight for sample in members], dtype=torch.float32)
+        return losses * weights.repeat_interleave(counts).to(self._device)
 
     def gather_weights(self) -> int:
         """Gather the current weights layer by layer; each rank keeps the layers assigned to it.

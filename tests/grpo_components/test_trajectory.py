@@ -85,7 +85,7 @@ def make(versions, mask=None, reward=1.0):
 def test_summary_counts_only_tokens_that_the_policy_sampled():
     summary = summarize([make([3, -1, 5], mask=[True, False, True]), make([4])])
     assert (summary.oldest_version, summary.newest_version) == (3, 5)
-    assert summary.response_tokens == [2, 1]
+    assert (summary.response_tokens, summary.response_lengths) == ([2, 1], [3, 1])
     assert make([3, -1, 5], mask=[True, False, True]).oldest_version == 3
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +16,7 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from grpo_components import tiny_policy
+from grpo_components.objective.losses import LossInputs
 from grpo_components.running import preflight
 from grpo_components.running.building import build
 
@@ -112,18 +114,96 @@ def test_the_tiny_configs_can_run_on_a_cpu(name, base_model_path, tmp_path):
 
 
 def test_these_objectives_are_documented_as_overrides():
-    named = {"DAPO", "Dr. GRPO", "GSPO", "CISPO", "REINFORCE++", "RLOO", "decoupled PPO"}
+    named = {"GRPO", "DAPO", "Dr. GRPO", "GSPO", "CISPO", "REINFORCE++", "RLOO", "decoupled PPO"}
     assert set(PRESETS) >= named
+    assert set(PRESETS) >= {"GRPO with dual clip", "GRPO with off-policy sequence mask"}
+    assert set(PRESETS) >= {"GRPO, deviation of the batch (Lite PPO)"}
+
+
+def with_preset(name: str, base_model_path: Path, tmp_path: Path) -> DictConfig:
+    """The tiny config with a documented preset, checked."""
+    given = Namespace(**as_written(load("tiny_async_grpo")))
+    cfg = _merge_yaml_and_cli_args(given, PRESETS[name].split())
+    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
+    return preflight.check(cfg)
+
+
+def test_the_preset_grpo_is_eq_3_of_deepseekmath(base_model_path, tmp_path):
+    """Value and gradient: the mean over G of the mean over |o_i| of min(...) - beta k3."""
+    checked = with_preset("GRPO", base_model_path, tmp_path)
+    loss, aggregation = build("loss", checked.loss), build("aggregation", checked.aggregation)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 2, 0, 3])
+    size = int(lengths.sum())
+    old, reference, moved = -2 * torch.rand(3, size, generator=generator, dtype=torch.float64)
+    rewards = np.array([[1.0, 0.0, 0.0, 0.5]])
+    advantages = build("advantages", checked.advantages)(rewards)[0]
+    ids = torch.arange(4).repeat_interleave(lengths)
+
+    policy = (old + 0.2 * moved).requires_grad_(True)
+    objective = torch.zeros((), dtype=torch.float64)
+    for i, mean_of in enumerate(lengths.tolist()):
+        expected = (rewards[0, i] - rewards.mean()) / rewards.std(ddof=1)
+        assert advantages[i] == pytest.approx(expected, rel=1e-3)
+        for t in (ids == i).nonzero().flatten().tolist():
+            ratio = torch.exp(policy[t] - old[t])
+            surrogate = torch.minimum(
+                ratio * float(advantages[i]), ratio.clamp(0.8, 1.2) * float(advantages[i])
+            )
+            gap = reference[t] - policy[t]
+            objective += (surrogate - 0.04 * (gap.exp() - gap - 1)) / mean_of / 4
+    (slope,) = torch.autograd.grad(-objective, policy)
+
+    trainer = policy.detach().requires_grad_(True)
+    inputs = LossInputs(
+        trainer_logprobs=trainer,
+        generator_logprobs=old,
+        advantages=torch.tensor(advantages, dtype=torch.float64)[ids],
+        sequence_ids=ids,
+        staleness=torch.zeros_like(ids),
+        step=0,
+        reference_logprobs=reference,
+    )
+    weights = torch.tensor(aggregation(lengths.numpy()))[ids]
+    total = (loss(inputs)[0] * weights).sum()
+    (found,) = torch.autograd.grad(total, trainer)
+    assert total.item() == pytest.approx(-objective.item(), rel=1e-12)
+    torch.testing.assert_close(found, slope, rtol=1e-10, atol=1e-14)
+    assert loss.needs_reference
+
+
+def test_the_preset_reinforce_plus_plus_takes_the_kl_from_the_token_on(base_model_path, tmp_path):
+    checked = with_preset("REINFORCE++", base_model_path, tmp_path)
+    advantages = build("advantages", checked.advantages)
+    assert callable(advantages.per_token) and advantages.needs_reference
+    assert advantages.kl_coeff(0) == 0.01 and checked.reward_shaping.kl_coeff == 0
+
+
+@pytest.mark.parametrize("bad", ["-1", "much", "{schedule: linear, start: 0.1}"])
+def test_a_kl_coefficient_of_the_advantages_that_is_none_is_refused_by_name(
+    bad, base_model_path, tmp_path
+):
+    given = Namespace(**as_written(load("tiny_async_grpo")))
+    overrides = [*PRESETS["REINFORCE++"].split(), f"advantages.kl_coeff={bad}"]
+    cfg = _merge_yaml_and_cli_args(given, overrides)
+    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"^advantages\.kl_coeff"):
+        build("advantages", preflight.check(cfg).advantages)
+
+
+def test_the_kl_of_the_advantages_needs_a_reference(base_model_path, tmp_path):
+    given = Namespace(**as_written(load("tiny_async_grpo")))
+    cfg = _merge_yaml_and_cli_args(given, [*PRESETS["REINFORCE++"].split(), "num_references=0"])
+    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"num_references: .*advantages\.kl_coeff"):
+        preflight.check(cfg)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(
     preset, base_model_path, tmp_path
 ):
-    given = Namespace(**as_written(load("tiny_async_grpo")))
-    cfg = _merge_yaml_and_cli_args(given, PRESETS[preset].split())
-    cfg.base_model_path, cfg.output_dir = str(base_model_path), str(tmp_path / "run")
-    checked = preflight.check(cfg)
+    checked = with_preset(preset, base_model_path, tmp_path)
     for key in ("loss", "advantages", "aggregation", "off_policy"):
         assert callable(build(key, checked[key]))
 

@@ -8,13 +8,14 @@ from hypothesis.extra import numpy as hnp
 
 from grpo_components.objective.advantages import (
     BatchNormalizedAdvantages,
+    BatchScaledAdvantages,
     GroupCenteredAdvantages,
     GroupNormalizedAdvantages,
     LeaveOneOutAdvantages,
 )
 
 PER_GROUP = (GroupNormalizedAdvantages, GroupCenteredAdvantages, LeaveOneOutAdvantages)
-ALL = (*PER_GROUP, BatchNormalizedAdvantages)
+ALL = (*PER_GROUP, BatchNormalizedAdvantages, BatchScaledAdvantages)
 
 REWARDS = hnp.arrays(np.float64, (3, 4), elements=st.floats(-5, 5).map(lambda x: round(x, 2)))
 FAILED = hnp.arrays(np.bool_, (3, 4))
@@ -46,9 +47,32 @@ def test_one_batch_of_two_groups_of_three_by_hand():
     assert advantages.dtype == np.float32
 
 
+def test_a_batch_scaled_by_its_own_deviation_around_the_means_of_its_groups_by_hand():
+    # Group means 4/3 and 8/3; the deviation is that of all six, sqrt(2) as above.
+    rewards = np.array([[0.0, 1.0, 3.0], [2.0, 2.0, 4.0]])
+    advantages = BatchScaledAdvantages(eps=1e-9)(rewards)
+    expected = np.array([[-4, -1, 5], [-2, -2, 4]]) / 3 / root2
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-7)
+    assert advantages.dtype == np.float32
+
+
+@given(rewards=REWARDS, failed=FAILED)
+def test_a_scaled_batch_is_trls_batch_scaling(rewards, failed):
+    """TRL 1.16, `scale_rewards="batch"`: (r - nanmean of the group) / (nanstd of all + 1e-4)."""
+    given_nan = np.where(failed, np.nan, rewards)
+    valid = rewards[~failed]
+    deviation = valid.std(ddof=1) if len(valid) > 1 else 0.0
+    expected = np.zeros(rewards.shape)
+    for i, j in np.ndindex(rewards.shape):
+        if not failed[i, j]:
+            group = rewards[i][~failed[i]]
+            expected[i, j] = (rewards[i, j] - group.mean()) / (deviation + 1e-4)
+    np.testing.assert_allclose(BatchScaledAdvantages()(given_nan), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_eps_is_added_to_the_deviation_and_not_to_the_variance():
     rewards = np.array([[1.0, 0.0, 0.5]])  # deviation 0.5
-    for kind in (GroupNormalizedAdvantages, BatchNormalizedAdvantages):
+    for kind in (GroupNormalizedAdvantages, BatchNormalizedAdvantages, BatchScaledAdvantages):
         np.testing.assert_allclose(kind(eps=0.5)(rewards), [[0.5, -0.5, 0]], atol=1e-7)
 
 
@@ -108,7 +132,9 @@ def test_equal_rewards_teach_nothing(kind):
     assert (kind()(np.full((2, 4), 0.7)) == 0).all()
 
 
-@pytest.mark.parametrize("kind", [GroupNormalizedAdvantages, BatchNormalizedAdvantages])
+@pytest.mark.parametrize(
+    "kind", [GroupNormalizedAdvantages, BatchNormalizedAdvantages, BatchScaledAdvantages]
+)
 def test_eps_must_be_positive(kind):
     with pytest.raises(ValueError, match=r"advantages\.eps"):
         kind(eps=0)

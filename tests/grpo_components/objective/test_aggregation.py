@@ -73,6 +73,18 @@ def test_padding_dilutes_nothing(name, responses, padding):
     assert total == pytest.approx(mean_over(name, responses), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@given(responses=RESPONSES, empty=st.integers(0, 5))
+def test_a_response_without_a_trained_token_counts_in_s_and_nowhere_else(name, responses, empty):
+    """S is the papers' batch size: fixed, whatever becomes of a response."""
+    counts = np.array([*[0] * empty, *map(len, responses)])
+    weights = AGGREGATIONS[name](counts)
+    assert np.isfinite(weights).all()
+    total = sum(w * sum(r) for w, r in zip(weights[empty:], responses, strict=True))
+    share = 1 if name == "token mean" else len(responses) / len(counts)
+    assert total == pytest.approx(share * mean_over(name, responses), rel=1e-9, abs=1e-12)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_both_means_weigh_one_in_all(counts):
     for aggregation in (TokenMean(), SequenceMean()):

@@ -120,7 +120,9 @@ def generator(token):
 
 
 def loglinear(token):
-    return (token.generator + token.staleness * token.new) / (token.staleness + 1)
+    """A-3PO, arXiv 2512.06547: alpha = 0 where d = 0, else 1 / d, weighs the behaviour policy."""
+    alpha = 1 / token.staleness if token.staleness else 0.0
+    return alpha * token.generator + (1 - alpha) * token.new
 
 
 def clipping(kind, **fixed):
@@ -280,14 +282,25 @@ def test_decoupled_ppo_on_two_responses_of_three_tokens_by_hand():
 
 
 def test_the_loglinear_proximal_policy_on_two_responses_of_three_tokens_by_hand():
-    # trainer / generator = 16. Staleness 0, 1, 3: the proximal policy is 0, 1/2, 3/4 of the way, so
+    # trainer / generator = 16. Staleness 1, 2, 4: the proximal policy is 0, 1/2, 3/4 of the way, so
     # proximal / generator is 1, 4 (cut to 3), 8 (cut to 3) and trainer / proximal is 16, 4, 2.
-    inputs = make([0.0] * 6, [-math.log(16)] * 6, ADVANTAGES, staleness=[0, 1, 3] * 2)
+    inputs = make([0.0] * 6, [-math.log(16)] * 6, ADVANTAGES, staleness=[1, 2, 4] * 2)
     loss = DecoupledPPOLoss(0.2, 0.2, max_weight=3.0, proximal="loglinear")
     losses, metrics = loss(inputs)
     close(metrics["ratio/mean"], [16.0, 4.0, 2.0] * 2)
     close(losses, [-1.2, -3.6, -3.6, 32.0, 24.0, 12.0])
     close(gradient(loss, inputs), [0.0, 0.0, 0.0, 32.0, 24.0, 12.0])
+
+
+def test_the_loglinear_proximal_policy_of_a_fresh_token_is_the_trainer_itself():
+    # trainer / generator = 16, 2, 1/2: weights cut to 3, and a ratio of 1 that no clip binds.
+    generator = [-math.log(16), -math.log(2), math.log(2)]
+    inputs = make([0.0] * 3, generator, [1.0, -2.0, 1.0], ids=(0, 1, 2), staleness=[0, 0, 0])
+    loss = DecoupledPPOLoss(0.2, 0.2, max_weight=3.0, proximal="loglinear")
+    losses, metrics = loss(inputs)
+    assert metrics["ratio/mean"].tolist() == [1, 1, 1]
+    close(losses, [-3.0, 4.0, -0.5])
+    close(gradient(loss, inputs), [-3.0, 4.0, -0.5])
 
 
 def test_correction_weights_and_the_penalty_on_two_responses_of_three_tokens_by_hand():

@@ -106,7 +106,7 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(name, seed):
 @every_loss
 @given(seed=st.integers(0, 999))
 def test_the_ratio_is_to_the_generator_and_not_to_the_trainer_itself(name, seed):
-    inputs = random_inputs(seed)
+    inputs = random_inputs(seed, staleness=1 + torch.arange(N) % 3)  # 0 would be the trainer's
     if name != "decoupled, recomputed":
         inputs = replace(inputs, proximal_logprobs=None)
     metrics = LOSSES[name]()(inputs)[1]
@@ -222,6 +222,10 @@ BAD = [
     ),
     (REINFORCELoss, {"max_ratio": 0}),
     (DecoupledPPOLoss, {"max_weight": 0}),
+    *itertools.product(
+        [GRPOLoss, GSPOLoss, DecoupledPPOLoss],
+        [{"dual_clip": bad} for bad in (1, 0.5, -3, math.inf, math.nan, True, "3")],
+    ),
     (DecoupledPPOLoss, {"proximal": "guessed"}),
 ]
 

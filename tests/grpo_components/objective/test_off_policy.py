@@ -8,12 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.off_policy import (
     GeometricMask,
     MaskedIS,
     NoCorrection,
+    OffPolicySequenceMask,
     SequenceTIS,
     TokenTIS,
+    correction_weights,
     mismatch_summary,
 )
 
@@ -171,7 +174,72 @@ def test_two_responses_of_three_tokens_by_hand():
 
 def test_presets_that_hold_the_importance_weight_say_so():
     assert all(preset.anchors_at_proximal for preset in (TokenTIS, SequenceTIS, MaskedIS))
-    assert not any(preset.anchors_at_proximal for preset in (NoCorrection, GeometricMask))
+    others = (NoCorrection, GeometricMask, OffPolicySequenceMask)
+    assert not any(preset.anchors_at_proximal for preset in others)
+
+
+# ---- the mask of bad responses ------------------------------------------------------------------
+
+
+def trl_mask(advantages, trainer, sampling, mask, threshold):
+    """TRL 1.16's `get_off_policy_mask`, over padded rows [S, T] and advantages [S]."""
+    kl = ((sampling - trainer) * mask).sum(1) / mask.sum(1).clip(min=1)
+    return (advantages >= 0) | (kl <= threshold)
+
+
+@given(
+    responses=RESPONSES,
+    data=st.data(),
+    threshold=st.floats(0.01, 2),
+    dtype=st.sampled_from([torch.float32, T]),
+)
+def test_the_mask_of_bad_responses_is_trls(responses, data, threshold, dtype):
+    size = len(responses)
+    choice = st.sampled_from([-2.0, -0.1, 0.0, 0.5])
+    advantages = np.array(data.draw(st.lists(choice, min_size=size, max_size=size)))
+    width = max(map(len, responses))
+    trainer, mask = np.zeros((size, width)), np.zeros((size, width), bool)
+    for row, response in enumerate(responses):
+        trainer[row, : len(response)], mask[row, : len(response)] = response, True
+    if any(abs(-np.mean(response) - threshold) < 1e-5 for response in responses):
+        return  # on the bound itself the last bit decides
+    keeps = trl_mask(advantages, trainer, np.zeros_like(trainer), mask, threshold)
+    log_ratios, ids = flat(responses)
+    token_advantages = torch.tensor(advantages, dtype=dtype)[ids]
+    weights = OffPolicySequenceMask(threshold)(log_ratios.to(dtype), ids, token_advantages)
+    assert weights.dtype == dtype
+    assert weights.tolist() == keeps[ids.numpy()].astype(float).tolist()
+
+
+def test_the_mask_of_bad_responses_by_hand():
+    # Means of log pi_generator - log pi_trainer: 0.6, 0.6, 0.4, -5; the bound is 0.5.
+    log_ratios = torch.tensor([-0.2, -1.0, -0.2, -1.0, -0.4, 5.0])
+    ids = torch.tensor([0, 0, 1, 1, 2, 3])
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    assert OffPolicySequenceMask(0.5)(log_ratios, ids, advantages).tolist() == [0, 0, 1, 1, 1, 1]
+    assert OffPolicySequenceMask(0.5)(log_ratios, ids, 0 * advantages).tolist() == [1] * 6
+
+
+def test_a_correction_gets_the_policy_and_the_advantages_that_it_asks_for():
+    """The mask of bad responses follows the updates of a step; the others stay at its start."""
+
+    def tensor(*values):
+        return torch.tensor(values, dtype=T)
+
+    inputs = LossInputs(
+        trainer_logprobs=tensor(-3.0, -1.0).requires_grad_(True),
+        generator_logprobs=tensor(-1.0, -1.0),
+        advantages=tensor(-1.0, -1.0),
+        sequence_ids=torch.tensor([0, 1]),
+        staleness=torch.tensor([0, 0]),
+        step=0,
+    )
+    start = tensor(-1.0, -3.0)
+    assert correction_weights(OffPolicySequenceMask(0.5), inputs, start).tolist() == [0, 1]
+    assert correction_weights(GeometricMask(0.5, 2.0), inputs, start).tolist() == [1, 0]
+    weights = correction_weights(TokenTIS(), inputs, start)
+    assert weights.tolist() == pytest.approx([1, math.exp(-2)])
+    assert not weights.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -186,6 +254,10 @@ def test_presets_that_hold_the_importance_weight_say_so():
         ("level", lambda: MaskedIS(level="group")),
         ("low", lambda: GeometricMask(low=1.001)),
         ("high", lambda: GeometricMask(high=math.nan)),
+        *(
+            ("threshold", lambda bad=bad: OffPolicySequenceMask(bad))
+            for bad in (0, -0.5, math.nan, math.inf)
+        ),
     ],
 )
 def test_settings_out_of_range_name_their_key(key, make):

@@ -19,7 +19,9 @@ def summary(*errors, scored=2):
     size = len(errors) + scored
     rewards = [math.nan] * len(errors) + [0.5] * scored
     reasons = ["error"] * len(errors) + ["stop"] * scored
-    return GroupSummary(0, 0, rewards, [False] * size, [3] * size, 0, 0, reasons, list(errors))
+    return GroupSummary(
+        0, 0, rewards, [False] * size, [3] * size, [3] * size, 0, 0, reasons, list(errors)
+    )
 
 
 def results(*errors):

@@ -292,6 +292,7 @@ def test_values_that_contradict_each_other_are_refused(cfg, overrides, key):
         [f"loss.kl_coeff={DECAY}"],
         [f"optimizer.lr={DECAY}"],
         [f"off_policy={TIS}"],
+        ["off_policy={_component_: grpo_components.objective.off_policy.OffPolicySequenceMask}"],
         ["generator.top_k=-1", "generator.top_p=1", "generator.repetition_penalty=1.0"],
         ["generator.top_p=0.9", "generator.top_k=50", "generator.allow_biased_sampling=true"],
     ],

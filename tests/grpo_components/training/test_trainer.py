@@ -13,6 +13,7 @@ import pickle
 import runpy
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -27,9 +28,18 @@ from torchtune.training import FullModelHFCheckpointer, setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes, unpack_bucket
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
-from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, LossInputs
-from grpo_components.objective.off_policy import MaskedIS, NoCorrection, TokenTIS, mismatch_summary
+from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, GSPOLoss, LossInputs
+from grpo_components.objective.off_policy import (
+    MaskedIS,
+    NoCorrection,
+    OffPolicySequenceMask,
+    SequenceTIS,
+    TokenTIS,
+    correction_weights,
+    mismatch_summary,
+)
 from grpo_components.objective.schedules import Schedule
+from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
 from grpo_components.training.meshes import Sharding
 from grpo_components.training.skipped_steps import load_batch
 from grpo_components.training.supervised import SupervisedExamples
@@ -161,6 +171,7 @@ class Ranks:
                 "skipped_folder": f"{folder}/skipped",
                 "collective_timeout_s": 60,
                 "logged_responses": 0,
+                "token_advantages": None,
                 "ptx": None,
             }
             assert not changes.keys() - arguments.keys()
@@ -250,6 +261,7 @@ def expected_update(
     aggregation=None,
     off_policy=None,
     loss=None,
+    token_advantages=None,
 ):
     """Weights and metrics after one step, from whole logits of one sequence at a time."""
     loss, off_policy = loss or GRPOLoss(kl_coeff=0.1), off_policy or NoCorrection()
@@ -257,7 +269,7 @@ def expected_update(
     to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
     model.load_state_dict(to_tune(hf_weights(base)))
     parts, counts = [], [int(t.response_mask.sum()) for t in trajectories]
-    for t, advantage in zip(trajectories, advantages.tolist(), strict=True):
+    for number, (t, advantage) in enumerate(zip(trajectories, advantages.tolist(), strict=True)):
         ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
         logprobs = torch.log_softmax(model(ids[None])[0] / t.temperature, dim=-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)[len(t.prompt_ids) - 1 : -1]
@@ -267,27 +279,27 @@ def expected_update(
         reference = torch.tensor(t.reference_logprobs)[mask]
         own = taken[mask]
         advantage = torch.full_like(own, advantage)
+        if token_advantages is not None:
+            advantage = torch.tensor(token_advantages[number])
         parts.append((own, generator, advantage, reference, entropy[mask]))
     trainer, generator, advantage, reference, entropy = (
         torch.cat(part) for part in zip(*parts, strict=True)
     )
     sequence_ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     start = trainer.detach()
-    correction = off_policy(start - generator, sequence_ids)
-    losses, measured = loss(
-        LossInputs(
-            trainer_logprobs=trainer,
-            generator_logprobs=generator,
-            advantages=advantage,
-            sequence_ids=sequence_ids,
-            staleness=torch.zeros_like(sequence_ids),
-            step=0,
-            reference_logprobs=reference,
-            proximal_logprobs=start if off_policy.anchors_at_proximal else None,
-            entropy=entropy,
-            correction_weights=correction,
-        )
+    inputs = LossInputs(
+        trainer_logprobs=trainer,
+        generator_logprobs=generator,
+        advantages=advantage,
+        sequence_ids=sequence_ids,
+        staleness=torch.zeros_like(sequence_ids),
+        step=0,
+        reference_logprobs=reference,
+        proximal_logprobs=start if off_policy.anchors_at_proximal else None,
+        entropy=entropy,
     )
+    correction = correction_weights(off_policy, inputs, start)
+    losses, measured = loss(replace(inputs, correction_weights=correction))
     weights = (aggregation or TokenMean())(np.array(counts))
     total = (losses * torch.tensor(np.repeat(weights, counts))).sum()
     total.backward()
@@ -552,8 +564,142 @@ def test_an_aggregation_is_never_diluted_by_ranks_micro_batches_or_padding(
     assert_weights_close(exported(results, 2), weights)
 
 
+def untrained():
+    """Four responses of which no token is trained, each for another reason."""
+    cut_off = make(40, 4, [True] * 6, finish_reason="length")
+    failed = make(41, 3, [True] * 6, finish_reason="error")
+    silent = make(42, 2, [False] * 3)
+    stale = make(43, 5, [True] * 4)
+    stale.token_versions[:] = -9  # of a trainer at version 0 with a bound of 2
+    return [cut_off, failed, silent, stale]
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, WHOLE), (2, SMALL)])
+@pytest.mark.parametrize("aggregation", [SequenceMean(), ConstantLength(length=9)])
+def test_s_counts_the_responses_without_a_trained_token(
+    ranks, base, num_ranks, budget, aggregation
+):
+    """As in the papers: the sum over what is trained, by the number of all responses."""
+    size = len(RAGGED) + 4
+
+    def over_all(counts):
+        return 1 / (size * (counts if isinstance(aggregation, SequenceMean) else counts * 0 + 9.0))
+
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, aggregation=over_all)
+    none = untrained()
+    batch = [none[0], *RAGGED[:3], none[1], none[2], *RAGGED[3:], none[3]]
+    advantages = np.concatenate(
+        [[5.0], ADVANTAGES[:3], [math.nan, 1.0], ADVANTAGES[3:], [3.0]], dtype=np.float32
+    )
+    options = {"aggregation": aggregation, "max_staleness": 2, "mask_overlong": True}
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(batch, advantages), *export(1)],
+        tokens_per_micro_batch=budget,
+        **options,
+    )
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize("aggregation", [SequenceMean(), ConstantLength(length=9)])
+def test_s_is_the_number_of_responses_of_each_update(ranks, base, aggregation):
+    """Two updates of five responses and four: the second has one that is trained."""
+    none = untrained()
+    batch = [*RAGGED[:4], none[0], RAGGED[4], *none[1:]]
+    advantages = np.array([1.0, -1.0, 0.5, -0.5, 9.0, 2.0, 9.0, 9.0, 9.0], np.float32)
+    options = {
+        "aggregation": aggregation,
+        "max_staleness": 9,
+        "mask_overlong": True,
+        "updates_per_batch": 2,
+    }
+    none[3].token_versions[:] = -20
+    results = ranks.run(base, 1, [step(batch, advantages), *export(1)], **options)
+    parts = []
+    for part, values, size in ((batch[:4], advantages[:4], 5), (batch[5:6], advantages[5:6], 4)):
+        for _ in range(size - len(part)):  # in the place of those that are not trained
+            part, values = [*part, make(50, 1, [False])], np.append(values, np.float32(0))
+        parts.append(step(part, values))
+    singly = ranks.run(base, 1, [*parts, *export(2)], aggregation=aggregation)
+    assert_weights_close(exported(results, 2), exported(singly, 3))
+    alone = step(batch[5:6], advantages[5:6])
+    fewer = ranks.run(base, 1, [parts[0], alone, *export(2)], aggregation=aggregation)
+    assert largest_change(exported(fewer, 3), exported(results, 2)) > 1e-3
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, WHOLE), (2, SMALL)])
+def test_token_advantages_are_those_of_the_whole_batch_whatever_the_ranks(
+    ranks, base, num_ranks, budget
+):
+    component = TokenNormalizedAdvantages(kl_coeff=0.2)
+    rewards = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.25], np.float32)
+    batch = copy.deepcopy(RAGGED)
+    for trajectory, reward in zip(batch, rewards.tolist(), strict=True):
+        trajectory.advantage = reward
+    made = component.per_token(batch, [t.response_mask for t in batch], 0)
+    weights, metrics = expected_update(base, RAGGED, rewards, token_advantages=made)
+    results = ranks.run(
+        base,
+        num_ranks,
+        [step(RAGGED, rewards), *export(1)],
+        token_advantages=component.per_token,
+        tokens_per_micro_batch=budget,
+    )
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "off_policy"),
+    [
+        (GSPOLoss(clip_low=0.5, clip_high=0.5), NoCorrection()),
+        (GRPOLoss(), SequenceTIS(cap=5.0)),
+        (GRPOLoss(), MaskedIS(low=0.0, high=3.0, level="sequence")),
+    ],
+)
+def test_the_ratio_of_a_partly_stale_response_is_that_of_its_trained_tokens(
+    ranks, base, loss, off_policy
+):
+    """T is their number: the update is that of a response whose first tokens were only read."""
+    size = 6
+    partly = [make(i, 3, [True] * size) for i in range(4)]
+    read = [make(i, 3, [False, False] + [True] * (size - 2)) for i in range(4)]
+    for trajectory in partly:
+        trajectory.generator_logprobs[:2] = -60.0  # would change every sum and mean
+        trajectory.token_versions[:2] = -3
+    advantages = ADVANTAGES[:4]
+    weights, metrics = expected_update(base, read, advantages, loss=loss, off_policy=off_policy)
+    assert largest_change(hf_weights(base), weights) > 1e-3, "else this test sees nothing"
+    results = ranks.run(
+        base,
+        1,
+        [step(partly, advantages), *export(1)],
+        **{"loss": loss, "off_policy": off_policy, "max_staleness": 2},
+    )
+    assert_metrics_close(results[0][0], metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+def test_the_mask_of_bad_responses_follows_the_updates_of_a_step(ranks, base):
+    """The second epoch masks what the first has pushed down far enough: it changes nothing."""
+    bad = np.full(len(RAGGED), -1.0, np.float32)
+    calls = [step(RAGGED, bad), *export(1)]
+    options = {"loss": GRPOLoss(), "build_optimizer": partial(torch.optim.SGD, lr=20.0)}
+    once = ranks.run(base, 1, calls, **options)
+    twice = ranks.run(base, 1, calls, ppo_epochs=2, **options)
+    assert largest_change(exported(once, 2), exported(twice, 2)) > 1e-3
+    mask = OffPolicySequenceMask(threshold=2.0)
+    masked = ranks.run(base, 1, calls, ppo_epochs=2, off_policy=mask, **options)
+    assert masked[0][0]["off_policy/masked_fraction"] == 0, "at the start of the step"
+    assert_weights_equal(exported(masked, 2), exported(once, 2))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("off_policy", [TokenTIS(cap=1.2), MaskedIS(low=0.8, high=1.25)])
+@pytest.mark.parametrize(
+    "off_policy", [TokenTIS(cap=1.2), MaskedIS(low=0.8, high=1.25), OffPolicySequenceMask(0.2)]
+)
 def test_a_correction_weighs_tokens_by_the_policy_that_the_step_starts_from(
     ranks, base, num_ranks, off_policy
 ):

@@ -1,0 +1,110 @@
+"""Ratios, weights and the clipped objective of a token, such that no overflow becomes a NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_components.objective.schedules import Schedule, Scheduled, as_schedule
+
+
+def clipped_objective(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+    log_weight: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute -w min(rho A, clip(rho, low, high) A), bounded below the line by the dual clip.
+
+    With a dual clip c, a token of A < 0 has -w max(min(rho A, clip(rho, low, high) A), c A): Ye et
+    al. 2020, arXiv 1912.09729, eq. 5. Where a clip binds, or A is 0, a token has no gradient.
+
+    Args:
+        log_ratio: [N] log rho, with the gradient.
+        advantages: [N] A.
+        low: smallest ratio that is not clipped.
+        high: largest ratio that is not clipped.
+        dual_clip: c, above 1; None is no such bound.
+        log_weight: [N] log w, without gradient; None is w = 1.
+
+    Returns:
+        [N] losses, and the metrics of the ratio, [N] each.
+    """
+    ratio = log_ratio.detach().exp()
+    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    bound = torch.where(too_low, low, torch.full_like(ratio, high))
+    if dual_clip is not None:
+        cut = (ratio > dual_clip) & (advantages < 0)
+        bound, too_high = torch.where(cut, dual_clip, bound), too_high | cut
+    clipped = too_low | too_high
+    if log_weight is None:
+        exponent = log_ratio
+    else:
+        # One exponential: either factor alone may overflow where their product is a small number.
+        exponent, bound = log_ratio + log_weight, bound * log_weight.exp()
+    # The ratio of a token without gradient does not enter the graph at all: it may have overflowed,
+    # and zero times infinity is NaN, forward (A = 0) as backward (the zero gradient of min()).
+    effective = torch.where(clipped | (advantages == 0), 0.0, exponent).exp()
+    effective = torch.where(clipped, bound, effective)
+    return -effective * advantages, ratio_metrics(ratio, too_low, too_high)
+
+
+def importance_weight(log_ratio: Tensor, bound: float | None) -> Tensor:
+    """min(exp(log_ratio), bound), without gradient and finite, so that A = 0 makes it 0.
+
+    Args:
+        log_ratio: [N] nats.
+        bound: largest weight; None is the largest finite number.
+    """
+    ratio = log_ratio.detach().exp()
+    return ratio.clamp(max=torch.finfo(ratio.dtype).max if bound is None else bound)
+
+
+def ratio_metrics(ratio: Tensor, too_low: Tensor, too_high: Tensor) -> dict[str, Tensor]:
+    """Metrics of the ratios [N] of which some were clipped [N] bool; keys as logged."""
+    return {
+        "ratio/mean": ratio,
+        "ratio/max": ratio,
+        "ratio/clip_fraction": (too_low | too_high).float(),
+        "ratio/clip_fraction_low": too_low.float(),
+        "ratio/clip_fraction_high": too_high.float(),
+    }
+
+
+def checked_clip_low(value: Scheduled) -> Schedule:
+    """The schedule of `loss.clip_low`.
+
+    Raises:
+        ValueError: it is not above 0 and at most 1 at every step.
+    """
+    schedule = as_schedule("loss.clip_low", value)
+    if not (schedule.lowest > 0 and schedule.highest <= 1):
+        raise ValueError(f"loss.clip_low: {value} given; allowed: above 0, at most 1")
+    return schedule
+
+
+def checked_clip_high(value: Scheduled) -> Schedule:
+    """The schedule of `loss.clip_high`.
+
+    Raises:
+        ValueError: it is not above 0 at every step.
+    """
+    schedule = as_schedule("loss.clip_high", value)
+    if not schedule.lowest > 0:
+        raise ValueError(f"loss.clip_high: {value} given; allowed: a number > 0")
+    return schedule
+
+
+def checked_dual_clip(value: float | None) -> float | None:
+    """The bound of the dual clip, `loss.dual_clip`.
+
+    Raises:
+        ValueError: it is no number above 1; None is none.
+    """
+    # bool is an int to Python, yet no number to the reader of a config.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 1 < value < float("inf")):
+        raise ValueError(f"loss.dual_clip: {value} given; allowed: a number > 1, or null")
+    return value

@@ -1,0 +1,104 @@
+"""Advantages of single tokens, made by the trainer, where every response's logprobs are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.trajectory import Trajectory
+
+
+class TokenAdvantages(Protocol):
+    """From the advantages of a batch's responses to those of their trained tokens."""
+
+    def __call__(
+        self, batch: Sequence[Trajectory], trained: Sequence[NDArray[np.bool_]], step: int
+    ) -> list[NDArray[np.float32]]:
+        """Advantages of the trained tokens of a whole batch, the same on every trainer rank.
+
+        Args:
+            batch: S responses, each with its `advantage`.
+            trained: [R] for each, which of its tokens are trained.
+            step: training steps done before this one, for schedules.
+
+        Returns:
+            [number of trained tokens] for each response.
+        """
+        ...
+
+
+class TokenNormalizedAdvantages:
+    """A_t = (a_t - mean(a)) / (std(a) + eps), a_t = r - kl_coeff sum over i >= t of KL_i.
+
+    REINFORCE++, arXiv 2501.03262: the KL of a token and of those after it is taken from the reward
+    of its response, and the result is normalised over all trained tokens of the batch, whatever
+    their response. KL_i = log pi_generator - log pi_reference at sampled token i (k1); what the
+    environment said has none.
+
+    Called with the rewards of a batch, it returns them as they are (0 where the sample failed):
+    these stand in the log of rollouts. `per_token` does the rest, in the trainer.
+
+    Args:
+        kl_coeff: reward per nat of KL; a number, or a mapping that gives a schedule; 0 is off.
+        eps: added to the standard deviation, in units of reward.
+
+    Raises:
+        ValueError: a setting is out of range; the message names its key.
+    """
+
+    def __init__(
+        self, kl_coeff: float | Mapping[str, Any] | Schedule = 0.0, eps: float = 1e-4
+    ) -> None:
+        self.kl_coeff = as_schedule("advantages.kl_coeff", kl_coeff)
+        if self.kl_coeff.lowest < 0:
+            raise ValueError(
+                f"advantages.kl_coeff: {self.kl_coeff.lowest} given; allowed: numbers >= 0"
+            )
+        if not eps > 0:
+            raise ValueError(f"advantages.eps: {eps} given; allowed: a number > 0")
+        self.eps = eps
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the KL coefficient is above 0 at any step."""
+        return self.kl_coeff.highest > 0
+
+    def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Rewards as the advantages that `per_token` starts from.
+
+        Args:
+            rewards: [B, G] float64; NaN where the sample failed.
+
+        Returns:
+            [B, G] float32, in units of reward.
+        """
+        return np.where(np.isfinite(rewards), rewards, 0.0).astype(np.float32)
+
+    def per_token(
+        self, batch: Sequence[Trajectory], trained: Sequence[NDArray[np.bool_]], step: int
+    ) -> list[NDArray[np.float32]]:
+        """Advantages of each trained token; see `TokenAdvantages`."""
+        coefficient = self.kl_coeff(step)
+        raw = [
+            t.advantage - coefficient * _kl_to_go(t)[mask]
+            if coefficient > 0
+            else np.full(int(mask.sum()), t.advantage)
+            for t, mask in zip(batch, trained, strict=True)
+        ]
+        values = np.concatenate([np.empty(0), *raw])
+        centred = values - values.sum() / max(len(values), 1)
+        deviation = np.sqrt((centred**2).sum() / max(len(values) - 1, 1))
+        normalized = (centred / (deviation + self.eps)).astype(np.float32)
+        return np.split(normalized, np.cumsum([len(part) for part in raw])[:-1]) if raw else []
+
+
+def _kl_to_go(trajectory: Trajectory) -> NDArray[np.float64]:
+    """[R] nats, KL to the reference of each token and all after it."""
+    assert trajectory.reference_logprobs is not None, "kl_coeff > 0 without reference logprobs"
+    difference = trajectory.generator_logprobs.astype(np.float64) - trajectory.reference_logprobs
+    kl = np.where(trajectory.response_mask, difference, 0.0)
+    return np.cumsum(kl[::-1])[::-1]
