@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_components.audit_folder import check_one_run
 from grpo_components.running.receipt_shapes import mismatch
 
 RULES = {
@@ -37,6 +38,7 @@ RULES = {
     "totals": "a record's sums and lists agree with its events",
     "accounted": "issued = trained + dropped + living at the end, and no prompt is lost",
     "complete": "the run has an end record, and finished says whether all steps were done",
+    "one_run": "receipts, config and checkpoints are of one run, latest of the steps that count",
 }
 """What is checked, in this order."""
 
@@ -462,6 +464,8 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Report, str]:
         following.finish(unfinished)
     except Broken:
         pass
+    report.where = str(path.parent)
+    check_one_run(path, report.check)
     return report, following.summary()
 
 

@@ -40,6 +40,7 @@ from grpo_components.running.config_schema import (
     shown,
 )
 from grpo_components.running.evaluation_metrics import check_keep_best
+from grpo_components.running.output_checks import check_folder, check_inputs
 from grpo_components.running.partial_runs import check_partial_run
 from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import check_resume
@@ -90,7 +91,8 @@ def check(cfg: DictConfig) -> DictConfig:
     if values["device"] == "cuda":
         _check_gpus(values)
     _check_files(values)
-    _check_output_dir(values)
+    check_inputs(values)
+    check_folder(values)
     check_resume(values, needs_reference)
     check_replay(values)
     check_partial_run(values)
@@ -273,20 +275,6 @@ def _check_reward_model(path: str | None) -> None:
     kinds = json.loads((Path(path) / "config.json").read_text()).get("architectures") or ["nothing"]
     if not kinds[0].endswith("ForSequenceClassification"):
         fail("reward_model.path", f"{path} has a {kinds[0]}", "a model ForSequenceClassification")
-
-
-def _check_output_dir(v: dict[str, Any]) -> None:
-    output_dir = Path(v["output_dir"]).resolve()
-    # A used output_dir is moved aside, with everything that lies in it.
-    read_later = (v["base_model_path"], v["eval_only"], v["train_from"], v["reward_model"]["path"])
-    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), Path.cwd()):
-        if inside.resolve().is_relative_to(output_dir):
-            fail("output_dir", f"{inside} lies in {output_dir}", "a folder for this run alone")
-    if output_dir.is_relative_to(Path(v["base_model_path"]).resolve()):
-        fail("output_dir", f"{output_dir} lies in base_model_path", "a folder outside of it")
-    nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        fail("output_dir", f"{nearest} is not a folder to write to", "a writable place")
 
 
 def _check_components(v: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.turns import ReplayError
 from grpo_components.running.output_folder import append_line
 from grpo_components.running.replay import Original, read_original
+from grpo_components.running.run_identity import RunIdentity
 
 FORMAT = 1
 
@@ -35,6 +36,7 @@ class Receipts:
         group_size: responses per group.
         generators: names of all, so that those that never pulled are listed too.
         original: what the run to replay trained; None for a new run.
+        identity: of the run and its process; None where no folder has it.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Receipts:
         group_size: int,
         generators: Iterable[str] = (),
         original: Original | None = None,
+        identity: RunIdentity | None = None,
     ) -> None:
         self._path = path
         self._settings = {
@@ -55,6 +58,7 @@ class Receipts:
             "groups_per_step": groups_per_step,
             "group_size": group_size,
             "generators": tuple(generators),
+            "identity": identity,
         }
         cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
@@ -74,6 +78,7 @@ class Receipts:
             max_staleness=max_staleness,
             groups_per_step=groups_per_step,
             group_size=group_size,
+            **(identity.as_dict() if identity else {}),
         )
 
     def next_attempt(self, attempt: int) -> Receipts:
@@ -213,13 +218,16 @@ class Receipts:
         append_line(self._file, line)
 
 
-def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:
+def build_receipts(
+    cfg: DictConfig, ledger: Ledger, attempt: int, identity: RunIdentity
+) -> Receipts:
     """The receipts of a run.
 
     Args:
         cfg: checked by preflight.
         ledger: of the run.
         attempt: which life of the run.
+        identity: of the run and this process.
     """
     return Receipts(
         Path(cfg.output_dir) / "receipts.jsonl",
@@ -230,6 +238,7 @@ def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:
         group_size=cfg.group_size,
         generators=[f"generator_{i}" for i in range(cfg.num_generators)],
         original=cfg.replay_events and read_original(cfg.replay_events),
+        identity=identity,
     )
 
 

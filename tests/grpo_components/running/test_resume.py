@@ -59,7 +59,8 @@ def run(tmp_path):
         OmegaConf.save(OmegaConf.create(VALUES), checkpoint / "state" / "config.yaml")
     point_latest(checkpoint)
     receipts(folder, parts()[0], 0).close()
-    OmegaConf.save(OmegaConf.create(VALUES), folder / "config.yaml")
+    (folder / "logs").mkdir()
+    OmegaConf.save(OmegaConf.create({"output_dir": "/before", **VALUES}), folder / "config.yaml")
     return folder
 
 
@@ -107,6 +108,7 @@ def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
         # What the run resumes from next time is what it goes on from now.
         assert latest(run / "checkpoints") == beginning.checkpoint
         receipts(run, ledger, beginning.attempt)  # killed: it never closes them
+        beginning.close()
     assert OmegaConf.load(run / "config.yaml").num_steps == 30
     assert OmegaConf.load(run / "config_attempt_0.yaml").num_steps == 20
     starts = [json.loads(line) for line in (run / "receipts.jsonl").open() if "format" in line]
