@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ HEARTBEAT_S = 10.0
 """Between two signs of life of the process that has a folder."""
 SILENT_S = 60.0
 """Without a sign of life, after which a process of another host counts as dead."""
+TIME = "%Y-%m-%d %H:%M:%S %z"
+"""Of a holder's `started`."""
 _BLOCKED_S = 2.0
 """How long a lock may be held by a process that cannot be named, in seconds."""
 _RETRY_S = 0.05
@@ -66,13 +69,16 @@ class FolderLock:
         folder: that is locked, without symbolic links.
         descriptor: of the lock file; closed by `release`.
         atomic: whether the file system has locks; if not, only what is written in the file counts.
+        died: who had the folder before, and did not release it; None where nobody did.
     """
 
-    def __init__(self, folder: Path, descriptor: int, atomic: bool) -> None:
-        self.folder, self.atomic = folder, atomic
+    def __init__(self, folder: Path, descriptor: int, atomic: bool, died: Holder | None) -> None:
+        self.folder, self.atomic, self.died = folder, atomic, died
         self._descriptor = descriptor
         stop = threading.Event()
-        beat = threading.Thread(target=_beat, args=(descriptor, stop), daemon=True)
+        beat = threading.Thread(
+            target=_beat, args=(descriptor, stop), name=f"beat of {folder}", daemon=True
+        )
         beat.start()
         self.release = weakref.finalize(
             self, _release, folder / LOCK, descriptor, stop, beat, os.getpid()
@@ -213,7 +219,7 @@ def _try_lock(folder: Path, descriptor: int, last: bool) -> FolderLock | None:
     if holder is not None and _blocks(folder, descriptor, holder, atomic):
         _refuse(folder, holder)
     os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode().ljust(_RECORD_BYTES), 0)
-    return FolderLock(folder, descriptor, atomic)
+    return FolderLock(folder, descriptor, atomic, holder)
 
 
 def _blocks(folder: Path, descriptor: int, holder: Holder, atomic: bool) -> bool:
@@ -238,11 +244,18 @@ def _parse(written: bytes) -> Holder | None:
         return None
     kinds = {"pid": int, "start_ticks": int}
     sound = all(type(value) is kinds.get(key, str) for key, value in asdict(holder).items())
-    return holder if sound else None
+    return holder if sound and _is_time(holder.started) else None
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return bool(datetime.strptime(text, TIME))
+    except ValueError:
+        return False
 
 
 def _this_process() -> Holder:
-    pid, started = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z")
+    pid, started = os.getpid(), time.strftime(TIME)
     ticks = _start_ticks(pid)
     assert ticks is not None, "this process runs"
     return Holder(pid, socket.gethostname()[:64], started, _boot(), _pid_namespace(), ticks)

@@ -19,6 +19,7 @@ from grpo_components.running.folder_lock import (
     refuse_folder_in_use,
     short,
 )
+from grpo_components.running.leftover_roles import wait_for_roles
 from grpo_components.running.run_contents import foreign_entry, is_empty, is_run, lies_in_run
 from grpo_components.running.run_identity import RunIdentity
 
@@ -59,6 +60,7 @@ def prepare_output_folder(
         is_used(folder)  # before a lock file is made in what is not a run's
         lock = lock_folder(folder)
         try:
+            wait_for_roles(folder, lock.died)
             if not is_used(folder):
                 (folder / "logs").mkdir(exist_ok=True)
                 _write_config(folder, cfg, identity)

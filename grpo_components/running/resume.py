@@ -16,6 +16,7 @@ from grpo_components.exchange.state_files import read_state
 from grpo_components.running.checkpoint_folder import point_latest
 from grpo_components.running.config_schema import fail, shown
 from grpo_components.running.folder_lock import FolderLock, lock_folder
+from grpo_components.running.leftover_roles import wait_for_roles
 from grpo_components.running.output_folder import (
     prepare_output_folder,
     real_path,
@@ -148,6 +149,7 @@ def _go_on(
     cfg: DictConfig, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
 ) -> Beginning:
     """Another attempt in the folder of the run."""
+    wait_for_roles(folder, lock.died)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)  # now that nobody writes
     assert checkpoint is not None, "only a lock was taken"
     state = _load(checkpoint, ledger, prompts)

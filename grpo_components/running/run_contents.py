@@ -46,7 +46,7 @@ _MAX_LINE_CHARS = 2**16
 def is_empty(folder: Path) -> bool:
     """Whether a folder holds nothing but empty folders, `PLACEHOLDERS` and a lock of ours."""
     for path in _walk(folder):
-        own = path == folder / LOCK and is_lock(path)
+        own = path == folder / LOCK and not _is_foreign_lock(path)
         own |= path.parent == folder and path.name.startswith(f".{LOCK}.")
         if not own:
             return False
@@ -100,7 +100,7 @@ def _foreign(run: Path, where: str, outputs: set[str]) -> Path | None:
             own = _FILES.fullmatch(name) or name in outputs
             own = own or (entry.is_symlink() and (name in _FOLDERS or _TREES.fullmatch(name)))
             own = own or ("." in outputs and _TOP.fullmatch(name))
-            if not own or (name == LOCK and not is_lock(run / LOCK)):
+            if not own or (name == LOCK and _is_foreign_lock(run / LOCK)):
                 return Path(name)
         elif _TREES.fullmatch(name) or name in outputs:
             if nested := next((p for p in _walk(run / name) if p.name == LOCK), None):
@@ -113,6 +113,10 @@ def _foreign(run: Path, where: str, outputs: set[str]) -> Path | None:
         elif found := next(_walk(run / name), None):
             return found.relative_to(run)
     return None
+
+
+def _is_foreign_lock(path: Path) -> bool:
+    return not is_lock(path) and os.path.lexists(path)  # or it was released a moment ago
 
 
 def _outputs(run: Path) -> set[str]:
