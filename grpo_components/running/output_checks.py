@@ -63,7 +63,7 @@ def check_folder(values: dict[str, Any]) -> None:
         ValueError: naming output_dir.
     """
     output_dir = real_path(values["output_dir"])
-    refuse_folder_in_use(output_dir)
+    refuse_folder_in_use(output_dir)  # before what it holds is looked at
     checkpoint = find_checkpoint(values["resume_from_checkpoint"], output_dir)
     if checkpoint is not None and run_of(checkpoint) == output_dir:
         return  # it goes on where it is

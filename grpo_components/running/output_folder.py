@@ -56,12 +56,11 @@ def prepare_output_folder(
     """
     moved_to = None
     while True:
-        refuse_folder_in_use(folder)
         is_used(folder)  # before a lock file is made in what is not a run's
         lock = lock_folder(folder)
         try:
             wait_for_roles(folder, lock.died)
-            if not is_used(folder):
+            if not _is_used(folder):
                 (folder / "logs").mkdir(exist_ok=True)
                 _write_config(folder, cfg, identity)
                 return lock, moved_to
@@ -74,14 +73,34 @@ def prepare_output_folder(
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a folder holds an earlier run, which a new one would move aside.
+    """Whether a folder holds an earlier run, which a new one would move aside; locks nothing.
 
     Args:
         folder: without symbolic links; may be missing.
 
     Raises:
-        ValueError: naming output_dir, if it holds anything else, or is a part of a run's folder.
+        ValueError: naming output_dir, if a process of this machine has it, if it holds anything
+            else, or if it is a part of a run's folder.
     """
+    while True:
+        refuse_folder_in_use(folder)
+        seen = _inode(folder)
+        try:
+            return _is_used(folder)
+        except ValueError:
+            refuse_folder_in_use(folder)
+            if _inode(folder) == seen:  # or another process moved it aside meanwhile
+                raise
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None
+
+
+def _is_used(folder: Path) -> bool:
     if run := lies_in_run(folder):
         fail("output_dir", f"{short(folder)} lies in a run's folder, {short(run)}", "another place")
     allowed = "a new or empty folder, or one that holds a run and nothing else"
