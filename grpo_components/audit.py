@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_components.audit_folder import check_one_run
 from grpo_components.auditing.attempts import Attempts
 from grpo_components.auditing.beside import rules_beside
 from grpo_components.auditing.chain import Chain
@@ -44,6 +45,8 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Report, str]:
         following.finish(unfinished)
     except Broken:
         pass
+    report.where = str(path.parent)
+    check_one_run(path, report.check)
     return report, following.summary()
 
 

@@ -320,19 +320,19 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         self.prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, self.prompts)
-        self.beginning = begin_run(cfg, self.ledger, self.prompts)
-        attempt = self.beginning.attempt
+        begun = self.beginning = begin_run(cfg, self.ledger, self.prompts)
+        attempt = begun.attempt
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
-        self.run_log = build_run_log(cfg, attempt, self.beginning.note, dataset, held_out)
+        self.run_log = build_run_log(cfg, attempt, begun.note, dataset, held_out)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
-        self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
+        self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log, begun)
         scored, turns = self.failures.in_evaluation, self.turns
         told = (self.run_log.evaluation, self.checkpoints.evaluated)
         self.evaluation = build_evaluation(
             cfg, held_out, self.temperature, self.pull, scored, turns, told
         )
-        self.receipts = build_receipts(cfg, self.ledger, attempt)
+        self.receipts = build_receipts(cfg, self.ledger, attempt, begun.identity)
         self.run_log.phase("starting Ray and the roles")
         self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)
         self.cluster.start()
@@ -376,13 +376,13 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             generator.role.recover = partial(self.pull, generator, "restart", has=0)
 
     def cleanup(self) -> None:
-        """Stop every process and close the logs, however the run ended."""
+        """Stop every process, close the logs, give up the folder, however the run ended."""
         with undisturbed():
             if hasattr(self, "cluster"):
                 self.cluster.stop()
-            for log in ("turns", "receipts", "run_log"):
-                if hasattr(self, log):
-                    getattr(self, log).close()
+            for part in ("turns", "receipts", "run_log", "beginning"):
+                if hasattr(self, part):
+                    getattr(self, part).close()
 
 
 @config.parse

@@ -32,6 +32,7 @@ RULES = {
     "totals": "a record's sums and lists agree with its events",
     "accounted": "issued = trained + dropped + living at the end, and no prompt is lost",
     "complete": "the run has an end record, and finished says whether all steps were done",
+    "one_run": "receipts, config and checkpoints are of one run, latest of the steps that count",
 }
 """What is checked, in this order."""
 

@@ -21,7 +21,8 @@ from grpo_components.running.checkpoint_folder import (
     rate,
 )
 from grpo_components.running.cluster import Role
-from grpo_components.running.resume import Stateful
+from grpo_components.running.resume import Beginning, Stateful
+from grpo_components.running.run_identity import RunIdentity
 from grpo_components.running.run_log import RunLog
 
 _LANE = "checkpoint"
@@ -44,6 +45,8 @@ class Checkpoints:
         timeout_s: longest wait for a role.
         saved: told step and folder of each.
         note: told what failed.
+        identity: of the run and its process, kept with each of them.
+        verify: raises an OSError where the folder is no longer the run's.
     """
 
     def __init__(
@@ -61,7 +64,10 @@ class Checkpoints:
         timeout_s: float,
         saved: Callable[[int, str], None],
         note: Callable[[str], None],
+        identity: RunIdentity,
+        verify: Callable[[], None],
     ) -> None:
+        self._identity, self._verify = identity, verify
         self._folder, self._cfg, self._ledger, self._prompts = folder, cfg, ledger, prompts
         self._keep_last_n, self._failure, self._timeout_s = keep_last_n, failure, timeout_s
         self._in_background, self._saved, self._note = in_background, saved, note
@@ -168,6 +174,7 @@ class Checkpoints:
         buffer: Role,
     ) -> None:
         try:
+            self._verify()
             folder = await asyncio.to_thread(begin, self._folder, step)
             call = {"lane": _LANE, "timeout_s": self._timeout_s}
             failures = await asyncio.gather(
@@ -177,9 +184,11 @@ class Checkpoints:
             for failure in (*failures[0], failures[1]):
                 if failure is not None:
                     raise OSError(failure)
+            self._verify()
             checkpoint = await asyncio.to_thread(self._publish, folder, step, state)
         except OSError as error:
             with contextlib.suppress(OSError):  # a full disk is not left fuller
+                self._verify()  # and another run's folder not emptier
                 await asyncio.to_thread(clean, self._folder)
             last = await asyncio.to_thread(latest, self._folder)
             problem = f"the checkpoint of step {step} could not be written: {error}"
@@ -217,13 +226,14 @@ class Checkpoints:
                 self._note(f"step {step}: best checkpoint, {self._keep_best} {value:.3f}")
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
-        write_state(folder / "state", "driver", state)
+        whole = {**state, "identity": self._identity.as_dict()}
+        write_state(folder / "state", "driver", whole)
         OmegaConf.save(self._cfg, folder / "state" / "config.yaml", resolve=True)
         return publish(folder, step, self._keep_last_n)
 
 
 def build_checkpoints(
-    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog
+    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog, beginning: Beginning
 ) -> Checkpoints:
     """The checkpoints that a config asks for.
 
@@ -232,6 +242,7 @@ def build_checkpoints(
         ledger: of the run.
         prompts: that the ledger draws from.
         run_log: tells of them.
+        beginning: of the run.
     """
     return Checkpoints(
         Path(cfg.output_dir) / "checkpoints",
@@ -246,6 +257,8 @@ def build_checkpoints(
         timeout_s=cfg.timeouts.train_step_s,
         saved=run_log.checkpoint,
         note=run_log.note,
+        identity=beginning.identity,
+        verify=beginning.lock.verify,
     )
 
 

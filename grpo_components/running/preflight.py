@@ -27,7 +27,7 @@ from grpo_components.running.building import (
     nested_components,
     parameters_of,
 )
-from grpo_components.running.checkpointer_checks import check_writable, checkpoint_files
+from grpo_components.running.checkpointer_checks import checkpoint_files
 from grpo_components.running.config_bounds import check_against_model, check_bounds
 from grpo_components.running.config_paths import expand_paths, read_hf_config
 from grpo_components.running.config_schema import (
@@ -43,6 +43,7 @@ from grpo_components.running.config_schema import (
 )
 from grpo_components.running.config_text import MAX_DEPTH, check_values
 from grpo_components.running.evaluation_metrics import check_keep_best
+from grpo_components.running.output_checks import check_folder, check_inputs
 from grpo_components.running.partial_runs import check_partial_run
 from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import KL_SECTIONS, check_resume
@@ -96,7 +97,8 @@ def check(cfg: DictConfig) -> DictConfig:
     if values["device"] == "cuda":
         _check_gpus(values)
     _check_files(values)
-    _check_output_dir(values)
+    check_inputs(values)
+    check_folder(values)
     check_resume(values, needs_reference)
     check_replay(values)
     check_partial_run(values)
@@ -270,19 +272,6 @@ def _check_reward_model(path: str | None) -> None:
     kind = kinds[0] if isinstance(kinds, list) and kinds else "nothing"
     if not str(kind).endswith("ForSequenceClassification"):
         fail("reward_model.path", f"{path} has a {kind}", "a model ForSequenceClassification")
-
-
-def _check_output_dir(v: dict[str, Any]) -> None:
-    output_dir = Path(v["output_dir"]).resolve()
-    # A used output_dir is moved aside, with everything that lies in it.
-    read_later = (v["base_model_path"], v["eval_only"], v["train_from"], v["reward_model"]["path"])
-    own = (Path.cwd(), Path.home())
-    for inside in (*(Path(path) for path in read_later if isinstance(path, str)), *own):
-        if inside.resolve().is_relative_to(output_dir):
-            fail("output_dir", f"{inside} lies in {output_dir}", "a folder for this run alone")
-    if output_dir.is_relative_to(Path(v["base_model_path"]).resolve()):
-        fail("output_dir", f"{output_dir} lies in base_model_path", "a folder outside of it")
-    check_writable("output_dir", output_dir)
 
 
 def _check_components(v: dict[str, Any]) -> None:

@@ -36,18 +36,19 @@ _SHARED = {
     "groups": _GROUPS,
     "events": [_EVENT],
 }
+_START = {
+    "record": str,
+    "format": int,
+    "attempt": int,
+    "steps_done": int,
+    "policy_version": int,
+    "num_steps": int,
+    "max_staleness": int,
+    "groups_per_step": int,
+    "group_size": int,
+}
 _SHAPES = {
-    "start": {
-        "record": str,
-        "format": int,
-        "attempt": int,
-        "steps_done": int,
-        "policy_version": int,
-        "num_steps": int,
-        "max_staleness": int,
-        "groups_per_step": int,
-        "group_size": int,
-    },
+    "start": (_START | {"run": str, "incarnation": str}, _START),  # or from before these ids
     "step": {
         **_SHARED,
         "trained_from": int,

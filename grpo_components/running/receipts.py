@@ -14,6 +14,7 @@ from grpo_components.exchange.ledger import GroupEvent, Ledger
 from grpo_components.exchange.turns import ReplayError
 from grpo_components.running.receipt_chain import ChainedFile
 from grpo_components.running.replay import Original, read_original
+from grpo_components.running.run_identity import RunIdentity
 
 FORMAT = 2
 
@@ -33,6 +34,7 @@ class Receipts:
         group_size: responses per group.
         generators: names of all, so that those that never pulled are listed too.
         original: what the run to replay trained; None for a new run.
+        identity: of the run and its process; None where no folder has it.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Receipts:
         group_size: int,
         generators: Iterable[str] = (),
         original: Original | None = None,
+        identity: RunIdentity | None = None,
     ) -> None:
         self._path = path
         self._settings = {
@@ -53,6 +56,7 @@ class Receipts:
             "groups_per_step": groups_per_step,
             "group_size": group_size,
             "generators": tuple(generators),
+            "identity": identity,
         }
         self._file = ChainedFile(path)
         self._ledger, self._attempt = ledger, attempt
@@ -71,6 +75,7 @@ class Receipts:
             max_staleness=max_staleness,
             groups_per_step=groups_per_step,
             group_size=group_size,
+            **(identity.as_dict() if identity else {}),
         )
 
     def next_attempt(self, attempt: int) -> Receipts:
@@ -209,13 +214,16 @@ class Receipts:
         self._file.append({"record": record, "attempt": self._attempt, **fields})
 
 
-def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:
+def build_receipts(
+    cfg: DictConfig, ledger: Ledger, attempt: int, identity: RunIdentity
+) -> Receipts:
     """The receipts of a run.
 
     Args:
         cfg: checked by preflight.
         ledger: of the run.
         attempt: which life of the run.
+        identity: of the run and this process.
     """
     return Receipts(
         Path(cfg.output_dir) / "receipts.jsonl",
@@ -226,6 +234,7 @@ def build_receipts(cfg: DictConfig, ledger: Ledger, attempt: int) -> Receipts:
         group_size=cfg.group_size,
         generators=[f"generator_{i}" for i in range(cfg.num_generators)],
         original=cfg.replay_events and read_original(cfg.replay_events),
+        identity=identity,
     )
 
 

@@ -15,8 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_components.exchange.state_files import read_state
 from grpo_components.running.checkpoint_folder import point_latest
 from grpo_components.running.config_schema import fail, shown
-from grpo_components.running.output_folder import prepare_output_folder, reopen_output_folder
+from grpo_components.running.folder_lock import FolderLock, lock_folder
+from grpo_components.running.leftover_roles import wait_for_roles
+from grpo_components.running.output_folder import (
+    prepare_output_folder,
+    real_path,
+    reopen_output_folder,
+)
 from grpo_components.running.receipt_chain import END_FILE
+from grpo_components.running.run_identity import RunIdentity, new_identity
 
 FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
@@ -55,6 +62,14 @@ class Beginning:
     """Of the run."""
     driver: dict[str, Any]
     """State of what lives in the driver, at this beginning."""
+    identity: RunIdentity
+    """Of the run and of this process."""
+    lock: FolderLock
+    """Of `output_dir`."""
+
+    def close(self) -> None:
+        """Let others have the folder, once nothing is written to it any more."""
+        self.lock.release()
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
@@ -114,27 +129,71 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning
     Raises:
         ValueError: if there is no such checkpoint, or the data set has other rows.
     """
-    folder = Path(cfg.output_dir).resolve()
+    folder = real_path(cfg.output_dir)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
     if checkpoint is None:
-        moved_to = prepare_output_folder(cfg.output_dir, cfg)
+        identity = new_identity()
+        lock, moved_to = prepare_output_folder(folder, cfg, identity)
         note = f"{cfg.output_dir} was in use: the earlier run is now {moved_to}" if moved_to else ""
         start = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-        return Beginning(0, None, note, folder, start)
+        return Beginning(0, None, _noted(note, lock), folder, start, identity, lock)
+    if run_of(checkpoint) == folder:
+        lock = lock_folder(folder)
+        try:
+            return _go_on(cfg, folder, lock, ledger, prompts)
+        except BaseException:
+            lock.release()
+            raise
+    return _branch(cfg, folder, checkpoint, ledger, prompts)
+
+
+def _go_on(
+    cfg: DictConfig, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
+) -> Beginning:
+    """Another attempt in the folder of the run."""
+    wait_for_roles(folder, lock.died)
+    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)  # now that nobody writes
+    assert checkpoint is not None, "only a lock was taken"
+    state = _load(checkpoint, ledger, prompts)
+    known, saved = last_start(folder).get("run"), state.get("identity", {}).get("run")
+    if known is not None and saved not in (None, known):
+        problem = f"{shown(cfg.resume_from_checkpoint)} given, a checkpoint of run {saved}"
+        fail("resume_from_checkpoint", problem, f"one of run {known}, whose output_dir this is")
+    identity = new_identity(known or saved)
+    point_latest(checkpoint)  # what later steps left is superseded
+    attempt = last_attempt(folder) + 1
+    reopen_output_folder(folder, cfg, attempt, identity)
+    note = _noted(f"resumed from {checkpoint} (attempt {attempt})", lock)
+    return Beginning(attempt, checkpoint, note, folder, state, identity, lock)
+
+
+def _branch(
+    cfg: DictConfig, folder: Path, checkpoint: Path, ledger: Stateful, prompts: Stateful
+) -> Beginning:
+    """Another attempt in a folder of its own, from a checkpoint of another."""
+    state, run = _load(checkpoint, ledger, prompts), run_of(checkpoint)
+    identity = new_identity(state.get("identity", {}).get("run") or last_start(run).get("run"))
+    lock, moved_to = prepare_output_folder(folder, cfg, identity)
+    _copy_history(run, folder)
+    attempt = last_attempt(folder) + 1
+    note = f"resumed from {checkpoint} (attempt {attempt})"
+    if moved_to:
+        note += f"; {cfg.output_dir} was in use: the earlier run is now {moved_to}"
+    return Beginning(attempt, checkpoint, _noted(note, lock), folder, state, identity, lock)
+
+
+def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, Any]:
     state = read_state(checkpoint / "state", "driver")
     ledger.load_state_dict(copy.deepcopy(state["ledger"]))
     prompts.load_state_dict(copy.deepcopy(state["prompts"]))
-    run = checkpoint.parent.parent
-    if run == folder:
-        point_latest(checkpoint)  # what later steps left is superseded
-        attempt = last_attempt(folder) + 1
-        reopen_output_folder(folder, cfg, attempt)
-    else:
-        prepare_output_folder(cfg.output_dir, cfg)
-        _copy_history(run, folder)
-        attempt = last_attempt(folder) + 1
-    note = f"resumed from {checkpoint} (attempt {attempt})"
-    return Beginning(attempt, checkpoint, note, folder, state)
+    return state
+
+
+def _noted(note: str, lock: FolderLock) -> str:
+    if lock.atomic:
+        return note
+    missing = f"{lock.folder} has no file locks: start no two runs in it at the same moment"
+    return f"{note}; {missing}" if note else missing
 
 
 def roll_back(beginning: Beginning, ledger: Stateful, prompts: Stateful) -> Beginning:
@@ -155,15 +214,25 @@ def roll_back(beginning: Beginning, ledger: Stateful, prompts: Stateful) -> Begi
     return replace(beginning, attempt=beginning.attempt + 1, checkpoint=checkpoint, driver=state)
 
 
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint lies in, at checkpoints/step_<n>."""
+    return checkpoint.parent.parent
+
+
 def last_attempt(output_dir: Path) -> int:
     """The last attempt that the receipts of a run know of; -1 where there is none."""
-    path, attempt = output_dir / "receipts.jsonl", -1
+    return last_start(output_dir).get("attempt", -1)
+
+
+def last_start(output_dir: Path) -> dict[str, Any]:
+    """The start record of the last attempt in a run's receipts; empty where there is none."""
+    path, start = output_dir / "receipts.jsonl", {}
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if line.startswith('{"record": "start"') and line.endswith("\n"):
-                    attempt = json.loads(line)["attempt"]
-    return attempt
+                    start = json.loads(line)
+    return start
 
 
 def _copy_history(run: Path, folder: Path) -> None:

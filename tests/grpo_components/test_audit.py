@@ -186,6 +186,20 @@ def the_end_is_missing(r):
     del r[7]
 
 
+def another_run_goes_on(r):
+    """Its two records are as they should be, but for the id."""
+    r[0] |= {"run": "a" * 32, "incarnation": "b" * 32}
+    start = r[0] | {"attempt": 1, "steps_done": 6, "run": "c" * 32}
+    start["policy_version"] = r[7]["policy_version"]
+    nothing = {"count": 0, "response_tokens_mean": None}
+    groups = {"issued": 0, "dropped": {}} | dict.fromkeys(
+        ("generated", "filtered", "trained"), nothing
+    )
+    generators = {name: {"version": 0, "checksum": None} for name in r[7]["generators"]}
+    empty = {"events": [], "acknowledged": [], "groups": groups, "generators": generators}
+    r += [start, r[7] | empty | {"attempt": 1}]
+
+
 CORRUPTIONS = {
     "header": [the_file_begins_without_start, a_record_after_the_end],
     "steps": [a_step_is_missing, a_step_is_there_twice],
@@ -210,6 +224,7 @@ CORRUPTIONS = {
         a_buffered_group_was_never_generated,
     ],
     "complete": [the_end_is_missing],
+    "one_run": [another_run_goes_on],
 }
 # One value is another: rule, where, value.
 EDITS = [

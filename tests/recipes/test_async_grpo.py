@@ -615,11 +615,16 @@ def wait_for_step(process, step=2):
 
 @pytest.mark.slow
 def test_an_interrupted_run_ends_and_leaves_nothing(tune):
-    process, output_dir = tune()
+    process, output_dir = tune("num_steps=1000")
     wait_for_step(process)
+    (output_dir.parent / "link").symlink_to(output_dir)
+    refused = finish(tune("output_dir=link/")[0])  # while the first run goes on
+    in_use = f"output_dir: {output_dir} is in use by pid {process.pid} on "
+    assert refused[0] == 2 and refused[1].startswith(f"config error: {in_use}"), refused
     process.send_signal(signal.SIGINT)
     returncode, output = finish(process, timeout_s=60)
     assert returncode == 130, output
+    assert not (output_dir / "run.lock").exists() and not output_dir.with_name("run0-1").exists()
     assert "Traceback" not in output
     assert f"report: {output_dir / 'report.html'}" in output
 

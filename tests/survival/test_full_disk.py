@@ -21,6 +21,7 @@ from grpo_components.running.checkpoint_folder import latest
 from grpo_components.running.checkpoints import Checkpoints
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.receipts import Receipts
+from grpo_components.running.run_identity import new_identity
 
 MIB = 2**20
 
@@ -151,6 +152,8 @@ def make_checkpoints(folder, failure, account):
         timeout_s=10,
         saved=lambda step, path: saved.append(step),
         note=notes.append,
+        identity=new_identity(),
+        verify=lambda: None,
     )
     return checkpoints, notes, saved
 

@@ -24,6 +24,8 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.state_files import read_state
 from grpo_components.running.checkpoint_folder import latest, point_latest, rate
 from grpo_components.running.checkpoints import Checkpoints
+from grpo_components.running.folder_lock import lock_folder
+from grpo_components.running.run_identity import new_identity
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.trajectory import Trajectory, pack, summarize
 
@@ -193,6 +195,7 @@ class Run:
             (base / name).write_text(name)
         self.folder = tmp_path / "run" / "checkpoints"
         self.ledger, self.policy, self.told = Account(), Policy(base), []
+        self.identity = new_identity()
         contract = StalenessContract(9, 1)
         self.buffer = ReplayBuffer(capacity=9, contract=contract, timeout_s=5.0)
         self.checkpoints = Checkpoints(
@@ -206,11 +209,13 @@ class Run:
                 "keep_best": None,
                 "failure": "error",
                 "in_background": False,
+                "verify": lambda: None,
                 **options,
             },
             timeout_s=60.0,
             saved=lambda step, folder: self.told.append((step, folder)),
             note=self.told.append,
+            identity=self.identity,
         )
 
     async def step(self):
@@ -286,6 +291,44 @@ def test_a_checkpoint_has_every_part_of_one_moment_and_latest_points_at_it(tmp_p
     assert latest(folder) == folder / "step_1"
     assert state_of(folder / "latest", tmp_path) == 1
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1"]
+
+
+def test_a_checkpoint_names_its_run_and_process(tmp_path):
+    async def main():
+        run = Run(tmp_path)
+        await run.step()
+        await run.save()
+        state = read_state(run.folder / "step_1" / "state", "driver")
+        assert state["identity"] == {
+            "run": run.identity.run,
+            "incarnation": run.identity.incarnation,
+        }
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failure", ["error", "warn"])
+def test_nothing_is_written_to_a_folder_that_is_another_runs_now(tmp_path, failure):
+    async def main():
+        lock = lock_folder(tmp_path / "run")
+        run = Run(tmp_path, failure=failure, verify=lock.verify)
+        await run.step()
+        await run.save()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        others = run.folder / ".step_2.unfinished" / "model.safetensors"
+        others.parent.mkdir(parents=True)
+        others.write_text("half of it")
+        await run.step()
+        if failure == "error":
+            with pytest.raises(OSError, match="no longer the folder of this run"):
+                await run.save()
+        else:
+            await run.save()
+            assert "no longer the folder of this run" in run.told[-1]
+        assert [path for path in run.folder.rglob("*") if path.is_file()] == [others]
+        lock.release()
+
+    asyncio.run(main())
 
 
 def test_written_in_the_background_it_is_still_that_of_its_moment(tmp_path):

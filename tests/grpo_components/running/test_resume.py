@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -62,13 +63,14 @@ def run(tmp_path):
         OmegaConf.save(OmegaConf.create(VALUES), checkpoint / "state" / "config.yaml")
     point_latest(checkpoint)
     receipts(folder, parts()[0], 0).close()
-    OmegaConf.save(OmegaConf.create(VALUES), folder / "config.yaml")
+    (folder / "logs").mkdir()
+    OmegaConf.save(OmegaConf.create({"output_dir": "/before", **VALUES}), folder / "config.yaml")
     return folder
 
 
-def receipts(folder, ledger, attempt):
+def receipts(folder, ledger, attempt, identity=None):
     sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
-    return Receipts(folder / "receipts.jsonl", ledger, attempt, **sizes)
+    return Receipts(folder / "receipts.jsonl", ledger, attempt, **sizes, identity=identity)
 
 
 def config(output_dir, resume_from, **changes):
@@ -110,6 +112,7 @@ def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
         # What the run resumes from next time is what it goes on from now.
         assert latest(run / "checkpoints") == beginning.checkpoint
         receipts(run, ledger, beginning.attempt)  # killed: it never closes them
+        beginning.close()
     assert OmegaConf.load(run / "config.yaml").num_steps == 30
     assert OmegaConf.load(run / "config_attempt_0.yaml").num_steps == 20
     starts = [json.loads(line) for line in (run / "receipts.jsonl").open() if "format" in line]
@@ -155,6 +158,61 @@ def test_a_cut_tail_is_still_noticed_after_the_run_went_on(run, tmp_path, elsewh
         receipts(folder, ledger, beginning.attempt).close()
         report, _ = audit(folder / "receipts.jsonl")
         assert ("chain" in report.broken) == cut, report.broken
+
+
+def started(folder):
+    """Run and incarnation of every attempt in the receipts."""
+    records = [json.loads(line) for line in (folder / "receipts.jsonl").open()]
+    starts = [r for r in records if r["record"] == "start"]
+    return [(r.get("run"), r.get("incarnation")) for r in starts]
+
+
+def begun(cfg):
+    """An attempt that begins, saves a checkpoint and ends."""
+    beginning, ledger, prompts = begin(cfg)
+    folder = beginning.output_dir
+    receipts(folder, ledger, beginning.attempt, beginning.identity).close()
+    checkpoint = folder / "checkpoints" / "step_9"
+    state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+    write_state(checkpoint / "state", "driver", state | {"identity": beginning.identity.as_dict()})
+    point_latest(checkpoint)
+    beginning.close()
+    return beginning.identity
+
+
+def test_a_run_keeps_its_id_and_every_process_has_its_own(run, tmp_path):
+    """Also where the run is older than ids are, and where another folder goes on with it."""
+    first, second = (begun(config(run, True)) for _ in range(2))
+    other = begun(config(tmp_path / "other", str(run / "checkpoints/step_9")))
+    assert first.run == second.run == other.run
+    assert len({first.incarnation, second.incarnation, other.incarnation}) == 3
+    ids = [(i.run, i.incarnation) for i in (first, second, other)]
+    assert started(run) == [(None, None), *ids[:2]]
+    assert started(tmp_path / "other") == [(None, None), *ids]
+    assert begun(config(tmp_path / "new", False)).run != first.run
+    assert begun(config(run, str(run / "checkpoints/step_4"))).run == first.run, "an older one"
+
+
+def test_a_checkpoint_of_another_run_is_not_gone_on_with_here(run, tmp_path):
+    begun(config(run, True))
+    begun(config(tmp_path / "other", False))
+    shutil.copytree(tmp_path / "other/checkpoints/step_9", run / "checkpoints/step_7")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"^resume_from_checkpoint: .*; allowed: "):
+        begin(config(run, str(run / "checkpoints/step_7")))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("resume_from", [False, True, "checkpoints/step_4"])
+def test_no_attempt_begins_in_the_folder_of_a_living_one(run, resume_from):
+    resume_from = str(run / resume_from) if isinstance(resume_from, str) else resume_from
+    living, *_ = begin(config(run, True))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"^output_dir: .* in use by pid {os.getpid()} on "):
+        begin(config(run, resume_from))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    living.lock.verify()
+    living.close()
 
 
 def test_a_torn_start_record_is_no_attempt(run):
