@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_components.audit_folder import check_one_run
 from grpo_components.auditing.attempts import Attempts
 from grpo_components.auditing.beside import rules_beside
 from grpo_components.auditing.chain import Chain
 from grpo_components.auditing.findings import RULES, Broken, Report
 from grpo_components.auditing.lines import UnreadableError, lines_of, parse
+from grpo_components.auditing.one_run import check_one_run
 from grpo_components.running.plain_text import one_line
 
 

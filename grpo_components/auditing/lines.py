@@ -97,8 +97,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(said: str) -> int:
-    if len(said) > _MAX_DIGITS:
-        raise UnreadableError(f"an integer of {len(said)} digits")
+    digits = len(said.lstrip("-"))
+    if digits > _MAX_DIGITS:
+        raise UnreadableError(f"an integer of {digits} digits")
     return int(said)
 
 

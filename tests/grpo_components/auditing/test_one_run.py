@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from grpo_components.audit_folder import check_one_run
+from grpo_components.auditing.one_run import check_one_run
 from grpo_components.exchange.state_files import write_state
 from grpo_components.running.run_identity import RunIdentity
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from grpo_components.auditing.lines import UnreadableError, parse, records_of
 
 Check = Callable[[str, bool, str], Any]
 RULE = "one_run"
@@ -29,8 +30,8 @@ class _Lives:
         for record in records:
             if record.get("record") == "start":
                 self._start(record)
-            elif record.get("record") == "step":
-                self.steps[record.get("step")] = (record.get("policy_version"), self._now)
+            elif record.get("record") == "step" and isinstance(step := record.get("step"), int):
+                self.steps[step] = (record.get("policy_version"), self._now)
 
     def _start(self, record: dict[str, Any]) -> None:
         done, self._now = record.get("steps_done"), record.get("incarnation")
@@ -55,7 +56,7 @@ def check_one_run(receipts: Path, check: Check) -> None:
     latest = folder / "checkpoints" / "latest"
     target = os.readlink(latest) if latest.is_symlink() else None
     saved = {path.name: _saved(path) for path in sorted(folder.glob("checkpoints/step_*"))}
-    lives = _Lives(_records(receipts))
+    lives = _Lives(records_of(receipts))
     run = lives.runs[0] if lives.runs else None
     other = next((each for each in lives.runs if each != run), None)
     check(RULE, other is None, f"receipts of run {_shown(other)} among those of {_shown(run)}")
@@ -105,15 +106,6 @@ def _check_latest(
     check(RULE, process == recorded[1], problem)
 
 
-def _records(path: Path) -> Iterable[dict[str, Any]]:
-    """The records that can be read; what cannot is another rule's business."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            record = _json(line)
-            if isinstance(record, dict):
-                yield record
-
-
 def _saved(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Identity and ledger in a checkpoint's state, empty where there are none."""
     try:
@@ -138,8 +130,8 @@ def _is_at_most(step: Any, last: int) -> bool:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse(text.encode())
+    except UnreadableError:
         return None
 
 
