@@ -11,6 +11,8 @@ from grpo_components.running.config_schema import fail, shown
 
 PATH_KEYS = ("path", "dir", "file", "folder", "source", "eval_only", "train_from", "replay_events")
 """How the keys of paths end, also among a component's arguments."""
+_SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
 _ROOM_IN_OUTPUT_DIR = 512
 """Bytes that the paths of a run's own files need, and its name when it is moved aside."""
 
@@ -43,7 +45,8 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
         folder: that has the file.
 
     Raises:
-        ValueError: naming the key, if it cannot be read or is no JSON object.
+        ValueError: naming the key, if it cannot be read, is no JSON object, or has no size where
+            it should have one.
     """
     path, allowed = folder / "config.json", "a folder with the config.json of its model"
     try:
@@ -54,6 +57,10 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
         fail(key, f"{path} is damaged, {type(error).__name__}: {error}", allowed)
     if not isinstance(hf_config, dict):
         fail(key, f"{path} holds no JSON object", allowed)
+    for name in _SIZES:
+        size = hf_config.get(name)
+        if size is not None and (type(size) is not int or not 0 < size < 2**31):
+            fail(key, f"{path} has {name}: {shown(size)}", allowed)
     return hf_config
 
 

@@ -243,7 +243,7 @@ def _check_files(v: dict[str, Any]) -> None:
     _check_reward_model(v["reward_model"]["path"])
     hf_config = read_hf_config("base_model_path", base)
     check_against_model(v, hf_config)
-    kind = {"gemma2": "GEMMA2"}.get(hf_config.get("model_type"))
+    kind = {"gemma2": "GEMMA2"}.get(str(hf_config.get("model_type")))
     if "vision_config" in hf_config or "audio_config" in hf_config:
         kind = "LLAMA3_VISION"  # or another multimodal one, for the same reason
     if kind is not None:

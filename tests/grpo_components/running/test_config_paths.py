@@ -69,7 +69,9 @@ def test_the_files_of_a_run_must_fit_below_its_folder(tmp_path):
     expand_paths({"output_dir": str(tmp_path / ("x" * (name - 8)))})
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "[" * 100_000, "\udcff", '{"vocab_size": "x"}', '{"hidden_size": 1e9}']
+)
 def test_a_damaged_config_of_a_model_is_named_with_its_key(tmp_path, text):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=r"^base_model_path: .*config\.json.*; allowed: "):
