@@ -33,9 +33,15 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 HF_CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 50,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_size": 32,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
     "tie_word_embeddings": True,
 }
 GRPO = "grpo_components.objective.losses.GRPOLoss"
@@ -270,6 +276,9 @@ LIMITS = {
     "max_position_embeddings": lambda cfg, most: Path(
         cfg.base_model_path, "config.json"
     ).write_text(json.dumps({"max_position_embeddings": most})),
+    "sliding_window": lambda cfg, most: Path(cfg.base_model_path, "config.json").write_text(
+        json.dumps({"max_position_embeddings": 100, "sliding_window": most})
+    ),
     "model.max_seq_len": lambda cfg, most: cfg.model.update(max_seq_len=most),
     "generator.max_model_len": lambda cfg, most: cfg.generator.update(max_model_len=most),
     "tokens_per_micro_batch": lambda cfg, most: cfg.update(tokens_per_micro_batch=most),
