@@ -31,6 +31,7 @@ from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
+from grpo_components.running.agreement import GeneratorAgreement
 from grpo_components.running.building import build, build_data, check_components
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import build_cluster
@@ -159,6 +160,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 await self.evaluation.begin(step, self.generators, beside)
             metrics |= await self.evaluation.finished(step)
             await self.log(step, metrics, entries, advantages)
+            self.agreement.check(step, metrics)
             self.skips.stepped(step, trained=version > start_version or self.rollout_only)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
                 await self.checkpoints.save(step, self.trainers, self.buffer)
@@ -325,20 +327,18 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
         self.run_log = build_run_log(cfg, attempt, self.beginning.note, dataset, held_out)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
+        self.agreement = GeneratorAgreement(cfg.max_generator_kl)
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log)
-        scored, turns = self.failures.in_evaluation, self.turns
+        parts = (self.temperature, self.pull, self.failures.in_evaluation, self.turns)
         told = (self.run_log.evaluation, self.checkpoints.evaluated)
-        self.evaluation = build_evaluation(
-            cfg, held_out, self.temperature, self.pull, scored, turns, told
-        )
+        self.evaluation = build_evaluation(cfg, held_out, *parts, told)
         self.receipts = build_receipts(cfg, self.ledger, attempt)
         self.run_log.phase("starting Ray and the roles")
         self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)
         self.cluster.start()
-        compared = (loss, self.reward_shaping)
-        needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
-        num_references = cfg.num_references if needs_reference else 0
+        needs = [getattr(part, "needs_reference", False) for part in (loss, self.reward_shaping)]
+        num_references = cfg.num_references if any(needs) else 0
         objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
         arguments = role_arguments(
             cfg,

@@ -22,6 +22,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.training import FormattedCheckpointFiles
 
 from grpo_components.objective.schedules import as_schedule
+from grpo_components.running.agreement import default_bound
 from grpo_components.running.building import (
     SHIPPED_ENVIRONMENT,
     build,
@@ -34,6 +35,7 @@ from grpo_components.running.config_schema import (
     REWARD_KEYS,
     SCHEMA,
     TRUNCATION,
+    bending,
     fail,
     nearest,
     read_section,
@@ -82,6 +84,8 @@ def check(cfg: DictConfig) -> DictConfig:
     values = read_section(SCHEMA, given, "")
     if values["generator"]["enforce_eager"] is None:
         values["generator"]["enforce_eager"] = values["device"] == "cpu"
+    if values["max_generator_kl"] is None:
+        values["max_generator_kl"] = default_bound(values)
     if values["profiler"]["enabled"]:
         own = {"output_dir": f"{values['output_dir']}/profile", "xpu": False}
         own["cuda"] = values["device"] == "cuda"
@@ -170,13 +174,12 @@ def _check_values_together(v: dict[str, Any]) -> None:
 
 
 def _check_sampler(generator: dict[str, Any]) -> None:
-    for name, unbent in TRUNCATION.items():
+    for name in bending(generator):
         given = generator[name]
-        bends = given != unbent and not (name == "top_k" and given == -1)
-        if bends and not generator["allow_biased_sampling"]:
+        if not generator["allow_biased_sampling"]:
             problem = f"{given:g} given: tokens would come from another distribution than the one "
             problem += "the trainer computes, so that every ratio would be wrong"
-            allowed = f"{unbent:g}, or generator.allow_biased_sampling: true"
+            allowed = f"{TRUNCATION[name]:g}, or generator.allow_biased_sampling: true"
             fail(f"generator.{name}", problem, allowed)
 
 

@@ -18,12 +18,13 @@ from yaml import YAMLError
 
 from grpo_components.exchange.turns import ReplayError
 from grpo_components.objective.dynamic_sampling import StarvedError
+from grpo_components.running.agreement import DisagreementError
 from grpo_components.running.failed_samples import FailedSamplesError
 from grpo_components.running.plain_text import one_line, plain
 from grpo_components.training.skipped_steps import SkippedStepsError
 
 _TOLD_WITHOUT_TRACEBACK = (
-    *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError),
+    *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
     *(TimeoutError, OSError),
 )
 """Ends of a run that are no bug, besides a role's failure."""

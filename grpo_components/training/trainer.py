@@ -340,7 +340,8 @@ class Trainer:
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
         if with_mismatch:
-            measured.add_mismatch(start - generator_logprobs, correction)
+            fresh = [float(s.trajectory.oldest_version == self.policy_version) for s in members]
+            measured.add_mismatch(start - generator_logprobs, correction, per_token(fresh) > 0)
             keep_logprobs(members, start)
         return losses * per_token([sample.loss_weight for sample in members])
 
