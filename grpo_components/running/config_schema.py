@@ -166,6 +166,7 @@ SCHEMA: Schema = {
     "eval": {
         "samples_per_prompt": Rule(int, low=1, default=1),
         "temperature": Rule(float, low=0, null=True, default=None),  # null: generator.temperature
+        "allow_other_prompts": Rule(bool, default=False),
     },
     "eval_only": Rule(bool, or_path=True, default=False),
     "rollout_only": Rule(bool, default=False),

@@ -43,6 +43,7 @@ from grpo_components.running.config_schema import (
 )
 from grpo_components.running.evaluation_metrics import check_keep_best
 from grpo_components.running.partial_runs import check_partial_run
+from grpo_components.running.prompt_match import check_same_prompts
 from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import check_resume
 from grpo_components.running.training_checks import check_heads, check_training
@@ -99,6 +100,7 @@ def check(cfg: DictConfig) -> DictConfig:
     check_replay(values)
     check_partial_run(values)
     _check_components(values)
+    check_same_prompts(values)
     return OmegaConf.create(values)
 
 

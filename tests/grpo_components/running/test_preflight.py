@@ -747,3 +747,15 @@ def test_the_bound_on_their_disagreement_is_the_dtypes_or_the_users(cfg):
         message = refusal(cfg, f"max_generator_kl={wrong}")
         assert message.startswith("max_generator_kl: ")
         assert wrong in message
+
+
+def test_held_out_prompts_follow_those_trained_on_or_are_refused(cfg):
+    chat = ("dataset.chat_template=torchtune", "dataset.system_prompt=Briefly.")
+    checked = preflight.check(changed(cfg, *chat))
+    assert checked.eval_dataset.chat_template == "torchtune"
+    assert checked.eval_dataset.system_prompt == "Briefly."
+    message = refusal(cfg, *chat, "eval_dataset.chat_template=null")
+    assert message.startswith("eval_dataset.chat_template: null, and dataset.chat_template is ")
+    preflight.check(
+        changed(cfg, *chat, "eval_dataset.chat_template=null", "eval.allow_other_prompts=true")
+    )
