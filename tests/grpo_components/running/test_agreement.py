@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import runpy
+from pathlib import Path
+from unittest.mock import AsyncMock, MagicMock
 
+import numpy as np
 import pytest
 
 from grpo_components.running.agreement import (
@@ -15,6 +20,7 @@ from grpo_components.running.agreement import (
 from grpo_components.running.config_schema import SCHEMA, TRUNCATION, read_section
 from grpo_components.running.supervision import exit_code
 
+RECIPE = Path(__file__).parents[3] / "recipes/async_grpo_full_finetune_distributed.py"
 SAMPLER = {"max_response_tokens": 4, "temperature": 1.0}
 
 
@@ -76,3 +82,27 @@ def test_the_end_is_a_failed_run_in_one_line(capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: step 1: ")
     assert "mismatch/fresh_kl is 4.6" in line and "max_generator_kl is 0.1" in line
+
+
+def test_the_training_loop_ends_at_the_first_such_step_before_its_checkpoint():
+    """The recipe's own loop, with roles that answer at once."""
+    recipe = runpy.run_path(str(RECIPE))["AsyncGRPOFullFinetuneRecipeDistributed"]()
+    for name in ("ledger", "evaluation", "receipts", "checkpoints", "skips", "run_log"):
+        setattr(recipe, name, MagicMock())
+    recipe.ledger.finished, recipe.ledger.steps_done = False, 0
+    recipe.ledger.policy_version = recipe.ledger.published_version = 0
+    recipe.ledger.stepped = AsyncMock()
+    recipe.evaluation.begin, recipe.evaluation.finished = AsyncMock(), AsyncMock(return_value={})
+    recipe.checkpoints.save, recipe.push, recipe.log = AsyncMock(), AsyncMock(), AsyncMock()
+    recipe.trainers, recipe.generators, recipe.buffer = [], [], MagicMock()
+    recipe.push_every_n_steps = recipe.save_every_n_steps = 1
+    recipe.rollout_only = False
+    recipe.advantages = recipe.shaped_rewards = MagicMock(return_value=np.zeros((1, 2)))
+    recipe.take_batch = AsyncMock(return_value=(None, MagicMock(groups=[]), [], {}))
+    trained = {"token_versions": {0: 64}, "policy_version": 1, "off_policy/correction_mass": 1.0}
+    recipe.on_trainers = AsyncMock(return_value=[trained | measured(4.6)])
+    recipe.agreement = GeneratorAgreement(1e-4)
+    with pytest.raises(DisagreementError, match="step 1: "):
+        asyncio.run(recipe.training_loop(MagicMock()))
+    recipe.log.assert_awaited_once()  # the step's metrics are written down
+    recipe.checkpoints.save.assert_not_awaited()

@@ -1,5 +1,6 @@
 """A component that cannot be built, or is not the checkpoint's, is named by its config key."""
 
+import copy
 import json
 import sys
 from functools import partial
@@ -151,6 +152,15 @@ def test_a_model_of_another_shape_than_the_checkpoint_is_refused_by_its_tensor(
     message = wrong(cfg)
     assert message.startswith(f"model: {problem}")
     assert message.endswith(f"; allowed: the builder of {cfg.base_model_path}")
+
+
+def test_a_model_of_the_checkpoints_shapes_and_another_function_is_refused_by_its_key(cfg):
+    for key, value in (("norm_eps", 2.0), ("attn_dropout", 0.9), ("rope_base", 10.0)):
+        changed = copy.deepcopy(cfg)
+        changed.model[key] = value
+        assert wrong(changed).startswith(f"model.{key}: {value} given, and ")
+    cfg.model.update(num_heads=2, num_kv_heads=1)
+    assert wrong(cfg).startswith("model.num_heads: 2 given, and ")
 
 
 def test_a_model_of_another_family_is_refused(cfg):
