@@ -100,16 +100,11 @@ FAMILIES = {
 """By a name that says which layout; every family that `hf_converter` knows."""
 
 
-def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
-    """Save a model of random weights as Hugging Face's own class writes it.
+def hf_config_of(family: Family) -> Any:
+    """The Hugging Face config of a family's small model.
 
     Args:
-        family: decides the class and its config.
-        folder: empty.
-        seed: decides the weights.
-
-    Returns:
-        The folder.
+        family: decides the class and its values.
     """
     options: dict[str, Any] = {
         "vocab_size": _SIZES["vocab_size"],
@@ -123,10 +118,23 @@ def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    hf_config = AutoConfig.for_model(family.hf_model_type, **options | family.hf_options)
+    return AutoConfig.for_model(family.hf_model_type, **options | family.hf_options)
+
+
+def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
+    """Save a model of random weights as Hugging Face's own class writes it.
+
+    Args:
+        family: decides the class and its config.
+        folder: empty.
+        seed: decides the weights.
+
+    Returns:
+        The folder.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = AutoModelForCausalLM.from_config(hf_config_of(family))
         for parameter in model.parameters():  # norms and biases, too: else two could be swapped
             nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)

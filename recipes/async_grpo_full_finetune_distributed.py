@@ -5,8 +5,7 @@
     tune run my_grpo.py --config my_config.yaml max_staleness=1
 
 The whole algorithm is in this file: `rollout_loop` (one per rollout in flight) and `training_loop`
-run side by side and meet in the replay buffer. Loss and advantages are named in `setup` at EDIT ME:
-put your own there, or into this file, and run the copy.
+run side by side and meet in the replay buffer. Put your loss or advantages in `setup` at EDIT ME.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
+from grpo_components.running.agreement import GeneratorAgreement
 from grpo_components.running.building import build, build_data, check_components
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import build_cluster
@@ -159,6 +159,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 await self.evaluation.begin(step, self.generators, beside)
             metrics |= await self.evaluation.finished(step)
             await self.log(step, metrics, entries, advantages)
+            self.agreement.check(step, metrics)
             self.skips.stepped(step, trained=version > start_version or self.rollout_only)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
                 await self.checkpoints.save(step, self.trainers, self.buffer)
@@ -306,8 +307,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         # EDIT ME: rewards [groups, group_size] -> advantages of the same shape.
         self.advantages = build("advantages", cfg.advantages)
         self.reward_shaping = RewardShaping(**shaping_settings(cfg))
-        limit = cfg.dynamic_sampling.max_discarded
-        self.dynamic_sampling = DynamicSampling(limit) if cfg.dynamic_sampling.enabled else None
+        dynamic = cfg.dynamic_sampling
+        self.dynamic_sampling = DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
 
         self.timeouts, self.rollout_only = cfg.timeouts, cfg.rollout_only
@@ -325,13 +326,12 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.turns = self.ledger.turns = open_turns(cfg, attempt)
         self.run_log = build_run_log(cfg, attempt, begun.note, dataset, held_out)
         self.failures = build_failed_samples(cfg, attempt, self.run_log.note)
+        self.agreement = GeneratorAgreement(cfg.max_generator_kl)
         self.skips = SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, self.run_log.note)
         self.checkpoints = build_checkpoints(cfg, self.ledger, self.prompts, self.run_log, begun)
-        scored, turns = self.failures.in_evaluation, self.turns
-        told = (self.run_log.evaluation, self.checkpoints.evaluated)
-        self.evaluation = build_evaluation(
-            cfg, held_out, self.temperature, self.pull, scored, turns, told
-        )
+        parts = (self.temperature, self.pull, self.failures.in_evaluation, self.turns)
+        parts = (*parts, (self.run_log.evaluation, self.checkpoints.evaluated))
+        self.evaluation = build_evaluation(cfg, held_out, *parts)
         self.receipts = build_receipts(cfg, self.ledger, attempt, begun.identity)
         self.run_log.phase("starting Ray and the roles")
         self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)

@@ -21,9 +21,11 @@ from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.rollout.prompt_mix import PromptMix
 from grpo_components.running.config_schema import MAX_MESSAGE, fail
+from grpo_components.running.model_checks import check_model
 from grpo_components.running.partial_runs import RecordedPrompts
 from grpo_components.running.plain_text import one_line, shortened
 from grpo_components.training.hf_weights import hf_converter
+from grpo_components.training.model_match import sliding_window
 
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
@@ -79,6 +81,8 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     trained = {
         "model.max_seq_len": cfg.model.get("max_seq_len"),
         "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
+        # The trainer's attention has no window: longer sequences would be two policies.
+        "the model's sliding_window": sliding_window(hf_config),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
     name, most = _lowest(trained)
@@ -218,7 +222,8 @@ def check_components(cfg: DictConfig) -> None:
 
     Raises:
         ValueError: naming the key of an optimizer or scheduler that cannot be built, or of a model
-            that is not the checkpoint's, or of a logger without a login.
+            that is not the checkpoint's or computes another function, or of a logger without a
+            login.
     """
     _check_wandb_login(cfg.metric_logger)
     node, _ = split_learning_rate(cfg.optimizer)
@@ -248,6 +253,7 @@ def check_components(cfg: DictConfig) -> None:
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
+    check_model(cfg.model, model, kind, base)
 
 
 def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:

@@ -170,6 +170,7 @@ SCHEMA: Schema = {
     "eval": {
         "samples_per_prompt": Rule(int, low=1, default=1),
         "temperature": Rule(float, low=0, null=True, default=None),  # null: generator.temperature
+        "allow_other_prompts": Rule(bool, default=False),
     },
     "eval_only": Rule(bool, or_path=True, default=False),
     "rollout_only": Rule(bool, default=False),
@@ -188,6 +189,7 @@ SCHEMA: Schema = {
     "max_failed_samples": Rule(int, low=1, default=64),  # between two training steps
     "object_store_memory": Rule(int, low=75 * 2**20, null=True, default=None),  # bytes, of Ray
     "max_skipped_steps": Rule(int, low=1, default=10),  # in a row
+    "max_generator_kl": Rule(float, above=0, null=True, default=None),  # null: by dtype
     "packing": Rule(bool, default=False),
     "keep_last_n": Rule(int, low=1, null=True, default=None),
     "keep_best": Rule(str, null=True, default=None),  # eval/success_rate, eval/pass_at_4, ...
@@ -228,6 +230,18 @@ def fail(key: str, problem: str, allowed: str) -> NoReturn:
     rest = MAX_MESSAGE - len(f"{key}: ; allowed: ")
     allowed = shortened(allowed, max(120, rest - len(problem)))
     raise ValueError(f"{key}: {shortened(problem, rest - len(allowed))}; allowed: {allowed}")
+
+
+def bending(generator: Mapping[str, Any]) -> list[str]:
+    """Sampler settings by which tokens come from another distribution than the trainer's.
+
+    Args:
+        generator: that section, with its defaults.
+    """
+    off = {"top_k": (0, -1)}  # vLLM has two words for it
+    return [
+        name for name, plain in TRUNCATION.items() if generator[name] not in off.get(name, (plain,))
+    ]
 
 
 def read_section(schema: Schema, given: Any, key: str) -> Any:

@@ -20,6 +20,7 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.objective.schedules import as_schedule
+from grpo_components.running.agreement import default_bound
 from grpo_components.running.argument_types import check_types
 from grpo_components.running.building import (
     SHIPPED_ENVIRONMENT,
@@ -36,6 +37,7 @@ from grpo_components.running.config_schema import (
     REWARD_KEYS,
     SCHEMA,
     TRUNCATION,
+    bending,
     fail,
     nearest,
     read_section,
@@ -45,6 +47,7 @@ from grpo_components.running.config_text import MAX_DEPTH, check_values
 from grpo_components.running.evaluation_metrics import check_keep_best
 from grpo_components.running.output_checks import check_folder, check_inputs
 from grpo_components.running.partial_runs import check_partial_run
+from grpo_components.running.prompt_match import check_same_prompts
 from grpo_components.running.replay import check_replay
 from grpo_components.running.resume import KL_SECTIONS, check_resume
 from grpo_components.running.training_checks import check_heads, check_training
@@ -89,6 +92,8 @@ def check(cfg: DictConfig) -> DictConfig:
     check_bounds(values)
     if values["generator"]["enforce_eager"] is None:
         values["generator"]["enforce_eager"] = values["device"] == "cpu"
+    if values["max_generator_kl"] is None:
+        values["max_generator_kl"] = default_bound(values)
     if values["profiler"]["enabled"]:
         own = {"output_dir": f"{values['output_dir']}/profile", "xpu": False}
         own["cuda"] = values["device"] == "cuda"
@@ -103,6 +108,7 @@ def check(cfg: DictConfig) -> DictConfig:
     check_replay(values)
     check_partial_run(values)
     _check_components(values)
+    check_same_prompts(values)
     return OmegaConf.create(values)
 
 
@@ -169,13 +175,12 @@ def _check_values_together(v: dict[str, Any]) -> None:
 
 
 def _check_sampler(generator: dict[str, Any]) -> None:
-    for name, unbent in TRUNCATION.items():
+    for name in bending(generator):
         given = generator[name]
-        bends = given != unbent and not (name == "top_k" and given == -1)
-        if bends and not generator["allow_biased_sampling"]:
+        if not generator["allow_biased_sampling"]:
             problem = f"{given:g} given: tokens would come from another distribution than the one "
             problem += "the trainer computes, so that every ratio would be wrong"
-            allowed = f"{unbent:g}, or generator.allow_biased_sampling: true"
+            allowed = f"{TRUNCATION[name]:g}, or generator.allow_biased_sampling: true"
             fail(f"generator.{name}", problem, allowed)
 
 

@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from grpo_components.exchange.turns import ReplayError
 from grpo_components.objective.dynamic_sampling import StarvedError
+from grpo_components.running.agreement import DisagreementError
 from grpo_components.running.config_schema import MAX_MESSAGE
 from grpo_components.running.config_text import check_command
 from grpo_components.running.failed_samples import FailedSamplesError
@@ -25,7 +26,7 @@ from grpo_components.running.plain_text import one_line, plain, shortened
 from grpo_components.training.skipped_steps import SkippedStepsError
 
 _TOLD_WITHOUT_TRACEBACK = (
-    *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError),
+    *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
     *(TimeoutError, OSError),
 )
 """Ends of a run that are no bug, besides a role's failure."""

@@ -28,6 +28,7 @@ ALWAYS_LOGGED = (
     "lr",
     *(f"mismatch/{name}" for name in ("generator_kl", "ratio_p01", "ratio_p50", "ratio_p99")),
     *(f"mismatch/{name}" for name in ("ratio_max", "effective_sample_size")),
+    *(f"mismatch/{name}" for name in ("fresh_kl", "fresh_tokens")),
     "off_policy/masked_fraction",
     "off_policy/correction_mass",
 )
@@ -41,6 +42,7 @@ class TokenMetrics:
         self._maxima: dict[str, Tensor] = {}
         self._log_ratios: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
+        self._fresh: list[np.ndarray] = []
 
     def add(self, token_metrics: Mapping[str, Tensor]) -> None:
         """Add per-token values [N]; keys that end in `max` keep the largest, others the sum."""
@@ -52,9 +54,16 @@ class TokenMetrics:
             else:
                 self._sums[key] = self._sums.get(key, values.new_zeros(())) + values.sum()
 
-    def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None) -> None:
-        """Keep the log ratios [N] of trainer to generator, and the correction's weights [N]."""
+    def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
+        """Keep what a micro-batch shows of the distance between trainer and generator.
+
+        Args:
+            log_ratios: [N] of trainer to generator, in nats.
+            weights: [N] of the off-policy correction; None is 1.
+            fresh: [N] bool, tokens of responses that the trainer's own version sampled throughout.
+        """
         self._log_ratios.append(log_ratios.detach().cpu().numpy())
+        self._fresh.append(fresh.cpu().numpy())
         ones = torch.ones_like(log_ratios) if weights is None else weights
         self._weights.append(ones.cpu().numpy())
 
@@ -70,28 +79,47 @@ class TokenMetrics:
         empty = [np.empty(0, np.float32)]
         log_ratios = np.concatenate(self._log_ratios or empty)
         weights = np.concatenate(self._weights or empty)
+        fresh = log_ratios[np.concatenate(self._fresh or [np.empty(0, bool)])]
         sums = {key: value.item() for key, value in self._sums.items()}
         largest = {key: value.item() for key, value in self._maxima.items()}
-        dist.all_gather_object(gathered, (sums, largest, log_ratios, weights))
+        dist.all_gather_object(gathered, (sums, largest, log_ratios, weights, fresh))
         gathered = gathered[::ranks_per_sample]
         means: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        for rank_sums, rank_maxima, _, _ in gathered:
+        for rank_sums, rank_maxima, *_ in gathered:
             for key, value in rank_sums.items():
                 means[key] = means.get(key, 0.0) + value / total_tokens
             for key, value in rank_maxima.items():
                 maxima[key] = max(maxima.get(key, -math.inf), value)
-        all_ratios, all_weights = (np.concatenate([g[i] for g in gathered]) for i in (2, 3))
-        mismatch = mismatch_summary(all_ratios, all_weights) if len(all_ratios) else {}
-        return {**means, **maxima, **mismatch}
+        ratios, weights, fresh = (np.concatenate([g[i] for g in gathered]) for i in (2, 3, 4))
+        mismatch = mismatch_summary(ratios, weights) if len(ratios) else {}
+        return {**means, **maxima, **mismatch, **_fresh_mismatch(fresh)}
+
+
+def _fresh_mismatch(log_ratios: np.ndarray) -> dict[str, float]:
+    """The disagreement on fresh tokens [M], which no training explains."""
+    if not len(log_ratios):
+        return {}
+    summary = mismatch_summary(log_ratios, np.ones_like(log_ratios))
+    kl, tokens = summary["mismatch/generator_kl"], float(len(log_ratios))
+    return {"mismatch/fresh_kl": kl, "mismatch/fresh_tokens": tokens}
 
 
 def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over a step's optimizer updates, maxima where a key ends in `max`."""
+    """Means over a step's optimizer updates, maxima where a key ends in `max`.
+
+    `mismatch/fresh_kl` is the mean over all fresh tokens, and `mismatch/fresh_tokens` their number.
+    """
     metrics: dict[str, float] = dict.fromkeys(ALWAYS_LOGGED, math.nan)
     for key in dict.fromkeys(key for update in measured for key in update):
         values = [update[key] for update in measured if key in update]
         metrics[key] = max(values) if key.endswith("max") else sum(values) / len(values)
+    found = [update for update in measured if "mismatch/fresh_kl" in update]
+    pairs = [(update["mismatch/fresh_kl"], update["mismatch/fresh_tokens"]) for update in found]
+    if pairs:  # over all tokens that were measured, in whichever update
+        tokens = sum(count for _, count in pairs)
+        metrics["mismatch/fresh_kl"] = sum(kl * count for kl, count in pairs) / tokens
+        metrics["mismatch/fresh_tokens"] = tokens
     return metrics
 
 

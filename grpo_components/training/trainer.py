@@ -339,7 +339,9 @@ class Trainer:
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
         if with_mismatch:
-            measured.add_mismatch(start - generator_logprobs, correction)
+            new = [sample.trajectory.oldest_version == self.policy_version for sample in members]
+            fresh = torch.tensor(new).repeat_interleave(counts).to(self._device)
+            measured.add_mismatch(start - generator_logprobs, correction, fresh)
             keep_logprobs(members, start)
         weights = torch.tensor([sample.loss_weight for sample in members], dtype=torch.float32)
         return losses * weights.repeat_interleave(counts).to(self._device)

@@ -150,6 +150,8 @@ KEYS = {
     "ratio/clip_fraction_high",
     "entropy",
     "mismatch/generator_kl",
+    "mismatch/fresh_kl",
+    "mismatch/fresh_tokens",
     "mismatch/ratio_p01",
     "mismatch/ratio_p50",
     "mismatch/ratio_p99",

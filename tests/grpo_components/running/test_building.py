@@ -1,5 +1,6 @@
 """A component that cannot be built, or is not the checkpoint's, is named by its config key."""
 
+import copy
 import json
 import sys
 import types
@@ -34,9 +35,15 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 HF_CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 50,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_size": 32,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
     "tie_word_embeddings": True,
 }
 GRPO = "grpo_components.objective.losses.GRPOLoss"
@@ -166,6 +173,15 @@ def test_a_model_of_another_shape_than_the_checkpoint_is_refused_by_its_tensor(
     assert message.endswith(f"; allowed: the builder of {cfg.base_model_path}")
 
 
+def test_a_model_of_the_checkpoints_shapes_and_another_function_is_refused_by_its_key(cfg):
+    for key, value in (("norm_eps", 2.0), ("attn_dropout", 0.9), ("rope_base", 10.0)):
+        changed = copy.deepcopy(cfg)
+        changed.model[key] = value
+        assert wrong(changed).startswith(f"model.{key}: {value} given, and ")
+    cfg.model.update(num_heads=2, num_kv_heads=1)
+    assert wrong(cfg).startswith("model.num_heads: 2 given, and ")
+
+
 def test_a_model_of_another_family_is_refused(cfg):
     cfg.model = {
         "_component_": "torchtune.models.llama3.llama3",
@@ -289,6 +305,9 @@ LIMITS = {
     "max_position_embeddings": lambda cfg, most: Path(
         cfg.base_model_path, "config.json"
     ).write_text(json.dumps({"max_position_embeddings": most})),
+    "sliding_window": lambda cfg, most: Path(cfg.base_model_path, "config.json").write_text(
+        json.dumps({"max_position_embeddings": 100, "sliding_window": most})
+    ),
     "model.max_seq_len": lambda cfg, most: cfg.model.update(max_seq_len=most),
     "generator.max_model_len": lambda cfg, most: cfg.generator.update(max_model_len=most),
     "tokens_per_micro_batch": lambda cfg, most: cfg.update(tokens_per_micro_batch=most),

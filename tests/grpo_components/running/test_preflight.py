@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.running import preflight
+from grpo_components.running.agreement import MAX_GENERATOR_KL
 
 CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 FILES = ("model.safetensors", "vocab.json", "merges.txt", "tokenizer.json")
@@ -730,3 +731,32 @@ def test_a_learned_reward_is_a_classifier_under_a_name_of_its_own(cfg, tmp_path)
     cfg.rewards.reward_model = {"_component_": "grpo_components.rollout.rewards.BoxedFormat"}
     preflight.check(cfg)
     assert refusal(cfg, given).startswith("rewards.reward_model: given beside reward_model.path")
+
+
+# ---- trainer against generator ------------------------------------------------------------------
+
+
+def test_the_bound_on_their_disagreement_is_the_dtypes_or_the_users(cfg):
+    def bound(*overrides):
+        return preflight.check(changed(cfg, *overrides)).max_generator_kl
+
+    bent = ("generator.top_p=0.9", "generator.allow_biased_sampling=true")
+    assert bound() == MAX_GENERATOR_KL["fp32"]
+    assert bound("max_generator_kl=0.5") == bound("max_generator_kl=0.5", *bent) == 0.5
+    assert bound(*bent) is None
+    for wrong in ("0", "-1", "much"):
+        message = refusal(cfg, f"max_generator_kl={wrong}")
+        assert message.startswith("max_generator_kl: ")
+        assert wrong in message
+
+
+def test_held_out_prompts_follow_those_trained_on_or_are_refused(cfg):
+    chat = ("dataset.chat_template=torchtune", "dataset.system_prompt=Briefly.")
+    checked = preflight.check(changed(cfg, *chat))
+    assert checked.eval_dataset.chat_template == "torchtune"
+    assert checked.eval_dataset.system_prompt == "Briefly."
+    message = refusal(cfg, *chat, "eval_dataset.chat_template=null")
+    assert message.startswith("eval_dataset.chat_template: null, and dataset.chat_template is ")
+    preflight.check(
+        changed(cfg, *chat, "eval_dataset.chat_template=null", "eval.allow_other_prompts=true")
+    )

@@ -310,6 +310,8 @@ def expected_update(
         for key, values in measured.items()
     }
     metrics |= mismatch_summary((start - generator).numpy(), correction.numpy())
+    metrics["mismatch/fresh_kl"] = metrics["mismatch/generator_kl"]  # all are of version 0
+    metrics["mismatch/fresh_tokens"] = len(losses)
     metrics |= {
         "loss/total": total.item(),
         "entropy": entropy.mean().item(),
@@ -762,6 +764,34 @@ def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base, 
     plain = ranks.run(base, num_ranks, [step(fresh, advantages), *export(1)], loss=loss)
     assert_weights_close(exported(results, 5), exported(plain, 2))
     assert results[0][3]["token_versions"] == {1: int(sum(t.response_mask.sum() for t in kept))}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fresh_tokens_are_those_of_responses_that_the_trainers_version_sampled(
+    ranks, base, num_ranks
+):
+    """After a swap within a response, its tokens may rest on the KV of the older weights."""
+    batch = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    long = [trajectory for trajectory in batch if len(trajectory.response_ids) > 1]
+    long[0].token_versions[:] = long[1].token_versions[:] = 1
+    long[2].token_versions[1:] = 1
+    zeros = np.zeros(len(RAGGED))
+    calls = [step(RAGGED, zeros), step(batch, ADVANTAGES, 1), step(RAGGED, zeros, 2)]
+    results = ranks.run(base, num_ranks, calls, logged_responses=99, max_staleness=9)
+    metrics, after = results[0][1:]
+    told = [row for rows in metrics["token_logprobs"].values() for row in rows]
+    gaps = [
+        np.array(row["trainer_logprobs"]) - trajectory.generator_logprobs
+        for row, trajectory in zip(told, batch, strict=True)
+        if len(trajectory.response_ids) and (trajectory.token_versions == 1).all()
+    ]
+    assert len(gaps) == 2
+    gap = np.concatenate(gaps)
+    assert metrics["mismatch/fresh_tokens"] == len(gap)
+    kl = np.mean(np.expm1(gap) - gap)
+    assert metrics["mismatch/fresh_kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
+    assert metrics["mismatch/generator_kl"] != pytest.approx(kl, rel=1e-2)
+    assert math.isnan(after["mismatch/fresh_kl"])  # at version 2 nothing of RAGGED is fresh
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

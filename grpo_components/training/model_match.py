@@ -1,0 +1,284 @@
+"""Finds where a torchtune decoder computes another function than its base model's config.json."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtune.modules import TransformerDecoder
+
+HF_MODEL_TYPES = {
+    **dict.fromkeys(("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"), ("llama", "mistral")),
+    "GEMMA": ("gemma",),
+    **dict.fromkeys(("PHI3_MINI", "PHI4"), ("phi3",)),
+    "QWEN2": ("qwen2",),
+}
+"""torchtune's family: `model_type` of the config.json files whose models have its layers."""
+_IN_HALVES = ("PHI3_MINI", "PHI4", "QWEN2")  # RoPE turns dimension i with i + dim / 2
+_POSITIONS = 1024
+_ROPE_TOLERANCE = 5e-3  # float32 angles of up to 1024 radians
+_BY_LENGTH = ("dynamic", "longrope")  # frequencies that depend on the length of a sequence
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value of the built model that is not the base model's."""
+
+    argument: str
+    """What torchtune's builders call it."""
+    found: Any
+    key: str
+    """What config.json calls it."""
+    expected: Any
+    can_match: bool = True
+    """Whether torchtune has the expected value at all."""
+
+
+def read_hf_config(base: Path) -> Any:
+    """The config of a Hugging Face folder, with the family's defaults where it lacks a key.
+
+    Args:
+        base: folder with config.json.
+
+    Raises:
+        ValueError: transformers cannot read it.
+    """
+    from transformers import AutoConfig  # here, because the import takes seconds
+
+    try:
+        return AutoConfig.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the file's values lead to
+        cause = " ".join(str(error).split())[:120]
+        raise ValueError(
+            f"base_model_path: transformers cannot read {base / 'config.json'}: {cause}; allowed: "
+            "the folder of a Hugging Face model"
+        ) from error
+
+
+def sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """Tokens that generators attend to at most; None for all. torchtune's models have no window.
+
+    Args:
+        raw: config.json as it is; where it lacks a key, transformers' default of the family holds.
+    """
+    if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
+        return None
+    window = raw.get("sliding_window", 4096 if raw.get("model_type") == "mistral" else None)
+    return window or None  # vLLM reads 0 as none
+
+
+def differences(model: nn.Module, model_type: str, hf_config: Any) -> Iterator[Difference]:
+    """Compare what a decoder computes with a base model's config, beyond the weights' shapes.
+
+    Values are read from the built modules, so that it makes no difference whether they come from
+    the config, a named builder or a default. RoPE, norms, activation and embedding are also tried
+    on random input, so that another module of the same shape is noticed.
+
+    Args:
+        model: torchtune's, on any device, the meta device included. Of another class than
+            torchtune's decoder, nothing is known and nothing found.
+        model_type: torchtune's name of the family.
+        hf_config: what `read_hf_config` returns.
+    """
+    if not isinstance(model, TransformerDecoder):
+        return
+    yield from _sizes(model, hf_config)
+    yield from _dropout(model)
+    yield from _norms(model, hf_config, model_type)
+    yield from _positions(model, hf_config, model_type)
+    yield from _activations(model, hf_config, model_type)
+    factor = hf_config.hidden_size**0.5 if model_type == "GEMMA" else 1.0
+    found = _embedding_factor(model.tok_embeddings)
+    if found is not None and not math.isclose(found, factor, rel_tol=1e-4):
+        kind = type(model.tok_embeddings).__name__
+        yield Difference("tok_embeddings", kind, "model_type", hf_config.model_type)
+
+
+def _sizes(model: TransformerDecoder, hf_config: Any) -> Iterator[Difference]:
+    heads, width = hf_config.num_attention_heads, hf_config.hidden_size
+    tied = "output.weight" not in model.state_dict()
+    yield from _unequal("num_layers", len(model.layers), "num_hidden_layers", hf_config)
+    embedding = model.tok_embeddings
+    yield from _unequal("vocab_size", embedding.num_embeddings, "vocab_size", hf_config)
+    yield from _unequal("embed_dim", embedding.embedding_dim, "hidden_size", hf_config)
+    for layer in model.layers:
+        attention, mlp = _part(layer, "attn"), _part(layer, "mlp")
+        yield from _unequal("num_heads", attention.num_heads, "num_attention_heads", hf_config)
+        kv_heads = attention.num_kv_heads
+        yield from _unequal("num_kv_heads", kv_heads, "num_key_value_heads", hf_config)
+        head_dim = getattr(hf_config, "head_dim", None) or width // heads
+        if attention.head_dim != head_dim:
+            yield Difference("head_dim", attention.head_dim, "head_dim", head_dim)
+        if not attention.is_causal:
+            yield Difference("is_causal", False, "is_causal", True)
+        middle = getattr(getattr(mlp, "w1", None), "out_features", hf_config.intermediate_size)
+        yield from _unequal("intermediate_dim", middle, "intermediate_size", hf_config)
+    yield from _unequal("tie_word_embeddings", tied, "tie_word_embeddings", hf_config)
+
+
+def _part(layer: nn.Module, name: str) -> Any:
+    return getattr(layer, name)
+
+
+def _unequal(argument: str, found: Any, key: str, hf_config: Any) -> Iterator[Difference]:
+    expected = getattr(hf_config, key)
+    if found != expected:
+        yield Difference(argument, found, key, expected)
+
+
+def _dropout(model: nn.Module) -> Iterator[Difference]:
+    for module in model.modules():
+        for name in ("attn_dropout", "p"):
+            share = getattr(module, name, 0.0)
+            if (name == "attn_dropout" or isinstance(module, nn.Dropout)) and share:
+                yield Difference("attn_dropout", share, "dropout", 0.0)
+
+
+def _norms(model: nn.Module, hf_config: Any, model_type: str) -> Iterator[Difference]:
+    eps = float(hf_config.rms_norm_eps)
+    tried: set[type] = set()
+    for module in model.modules():
+        if not (hasattr(module, "eps") and len(list(module.parameters())) == 1):
+            continue
+        found: Any = module.eps
+        if not math.isclose(found, eps, rel_tol=1e-6):
+            yield Difference("norm_eps", found, "rms_norm_eps", eps)
+        elif type(module) not in tried:
+            tried.add(type(module))
+            if not _is_norm(module, eps, offset=1.0 if model_type == "GEMMA" else 0.0):
+                kind = type(module).__name__
+                yield Difference("norm", kind, "model_type", hf_config.model_type)
+
+
+def _is_norm(module: nn.Module, eps: float, offset: float) -> bool:
+    """Whether a module is RMSNorm(x) * (weight + offset), on input as small as eps can be seen."""
+    norm = copy.deepcopy(module).to_empty(device="cpu").float()
+    (weight,) = norm.parameters()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=draw))
+        x = torch.randn(4, weight.numel(), generator=draw) * eps**0.5
+        expected = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + offset)
+        return torch.allclose(norm(x), expected, rtol=1e-3, atol=1e-4)
+
+
+def _positions(model: TransformerDecoder, hf_config: Any, model_type: str) -> Iterator[Difference]:
+    rope = hf_config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    attentions = [_part(layer, "attn") for layer in model.layers]
+    modules = {id(a.pos_embeddings): (a.pos_embeddings, a.head_dim) for a in attentions}
+    for module, head_dim in modules.values():
+        theta = float(rope["rope_theta"])
+        base = getattr(module, "base", theta)
+        if not math.isclose(base, theta, rel_tol=1e-9):
+            yield Difference("rope_base", base, "rope_theta", theta)
+            continue
+        if kind in _BY_LENGTH:
+            name = type(module).__name__
+            yield Difference("rope", name, "rope_scaling", kind, can_match=False)
+            continue
+        yield from _scaling(module, rope)
+        turned = _turned(module, head_dim)
+        halves = model_type in _IN_HALVES
+        if turned is not None and not torch.allclose(
+            turned, _expected_turned(hf_config, kind, head_dim, halves), atol=_ROPE_TOLERANCE
+        ):
+            scale = getattr(module, "scale_factor", None)
+            argument, found = ("rope", type(module).__name__)
+            if kind == "default" and scale not in (None, 1):
+                argument, found = ("scale_factor", scale)
+            yield Difference(argument, found, "rope_scaling", "none" if kind == "default" else kind)
+
+
+_SCALING = {
+    "scale_factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "old_context_len": "original_max_position_embeddings",
+}
+"""torchtune's names of Llama 3.1's scaling, and config.json's."""
+
+
+def _scaling(module: nn.Module, rope: Mapping[str, Any]) -> Iterator[Difference]:
+    for name, key in _SCALING.items() if rope.get("rope_type") == "llama3" else ():
+        found, expected = getattr(module, name, rope[key]), rope[key]
+        if not math.isclose(found, expected):
+            yield Difference(name, found, f"rope_scaling.{key}", expected)
+
+
+def _turned(module: nn.Module | None, head_dim: int) -> Tensor | None:
+    """Random vectors [1, T, 1, head_dim], turned; None where the module cannot be tried out."""
+    x = _vectors(head_dim)
+    if module is None:
+        return x
+    if not (hasattr(module, "rope_init") and hasattr(module, "max_seq_len")):
+        return None
+    rope: Any = copy.deepcopy(module)
+    rope.max_seq_len = _POSITIONS
+    with torch.device("cpu"):
+        rope.rope_init()
+    return rope(x)
+
+
+def _expected_turned(hf_config: Any, kind: str, head_dim: int, halves: bool) -> Tensor:
+    """The same vectors, turned as the base model does, in torchtune's order of dimensions."""
+    factor = 1.0
+    if kind == "default":
+        share = hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
+        dim = int(head_dim * share)
+        places = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        frequencies = 1.0 / (float(hf_config.rope_parameters["rope_theta"]) ** places)
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+        dim = 2 * len(frequencies)
+    x = _vectors(head_dim)
+    turning, rest = x[..., :dim], x[..., dim:]
+    a, b = turning.chunk(2, dim=-1) if halves else (turning[..., 0::2], turning[..., 1::2])
+    angles = (torch.arange(_POSITIONS).float()[:, None] * frequencies)[None, :, None]
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    pair = (a * cos - b * sin, b * cos + a * sin)
+    turned = torch.cat(pair, dim=-1) if halves else torch.stack(pair, dim=-1).flatten(-2)
+    return torch.cat([turned, rest], dim=-1)
+
+
+def _vectors(head_dim: int) -> Tensor:
+    return torch.randn(1, _POSITIONS, 1, head_dim, generator=torch.Generator().manual_seed(0))
+
+
+def _activations(
+    model: TransformerDecoder, hf_config: Any, model_type: str
+) -> Iterator[Difference]:
+    from transformers.activations import ACT2FN
+
+    key, name = "hidden_act", hf_config.hidden_act
+    if model_type == "GEMMA":  # what vLLM reads; `hidden_act` was wrong in the first files
+        key = "hidden_activation"
+        name = getattr(hf_config, key, None) or "gelu_pytorch_tanh"
+    x = torch.linspace(-4, 4, 161)
+    activations = {
+        id(f): f for f in (getattr(layer.mlp, "activation", None) for layer in model.layers)
+    }
+    for activation in activations.values():
+        if activation is None:
+            continue
+        if name not in ACT2FN or not torch.allclose(activation(x), ACT2FN[name](x), atol=1e-5):
+            yield Difference("activation", type(activation).__name__, key, name)
+
+
+def _embedding_factor(embedding: nn.Module) -> float | None:
+    """By what an embedding multiplies its weights; None where it cannot be tried out."""
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    row = copy.copy(embedding)
+    row._parameters = {"weight": nn.Parameter(torch.ones(1, embedding.embedding_dim))}
+    row.num_embeddings = 1
+    with torch.no_grad():
+        return float(row(torch.tensor([0]))[0, 0])
