@@ -151,11 +151,12 @@ def test_of_several_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_p
     number, results = 5, FORK.Queue()
     gate, done = FORK.Barrier(number), FORK.Event()
     processes = [
-        FORK.Process(target=race, args=(tmp_path / "a", gate, results, done)) for _ in range(number)
+        FORK.Process(target=race, args=(tmp_path / "a", gate, results, done), daemon=True)
+        for _ in range(number)
     ]
     for process in processes:
         process.start()
-    told = [results.get(timeout=120) for _ in processes]
+    told = [results.get(timeout=60) for _ in processes]
     winners = [pid for pid, outcome in told if not isinstance(outcome, str)]
     holder = read_holder(tmp_path / "a")
     done.set()
