@@ -285,10 +285,10 @@ def _load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         parameters = {name for name, _ in model.named_parameters()}
         initialize_layerwise_reload(model)
         loaded = model.load_weights(iter(tensors.items()))
-        if missing := sorted(parameters - loaded):
-            raise RuntimeError(f"vLLM did not load its parameters {', '.join(missing):.200}")
         finalize_layerwise_reload(model, runner.model_config)
         _repack_tied_head(model)
+    if missing := sorted(parameters - loaded):
+        raise RuntimeError(f"vLLM did not load its parameters {', '.join(missing):.200}")
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
