@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_components.rollout.assert_names import Asserts, read_asserts
 from grpo_components.rollout.code_sandbox import CodeSandbox, Limits
+from grpo_components.rollout.rewards import RESPONSE_CPU_S
 from grpo_components.rollout.sandboxed.asserts import ASSERTS, NAMES, PROGRAM, UNFIT
 
 _RUN_ASSERTS = Path(__file__).parent / "sandboxed" / "asserts.py"
@@ -40,6 +41,7 @@ class CodeTests:
     """
 
     max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, cpu_s: int = 2, wall_s: float = 8.0, memory_mib: int = 512) -> None:
         limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)
@@ -145,8 +147,6 @@ def _read_tests(answer: str) -> Asserts | list[dict[str, str]]:
             f"answer: {answer[:60]!r} given; allowed: JSON with a list, not empty, of asserts, or "
             'of {"input", "output"} under stdin_stdout'
         )
-    return (
-        read_asserts("\n".join(filter(None, [*imports, set_up, *cases])))
-        if kind == "asserts"
-        else cases
-    )
+    if kind != "asserts":
+        return cases
+    return read_asserts("\n".join(filter(None, [*imports, set_up, *cases])))
