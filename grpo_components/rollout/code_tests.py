@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
+from grpo_components.rollout.assert_names import Asserts, read_asserts
 from grpo_components.rollout.code_sandbox import CodeSandbox, Limits
-from grpo_components.rollout.sandboxed.asserts import ASSERTS, PROGRAM, UNFIT
+from grpo_components.rollout.rewards import RESPONSE_CPU_S
+from grpo_components.rollout.sandboxed.asserts import ASSERTS, NAMES, PROGRAM, UNFIT
 
 _RUN_ASSERTS = Path(__file__).parent / "sandboxed" / "asserts.py"
 # A fence closes with as many of its own sign or more, and not farther to the right than it opened.
-_OPENING = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
+# Possessive: a fence of 40,000 signs that turns out to be none is not tried again at each of them.
+_OPENING = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)([^`]*+)")
 _PYTHON = re.compile(r"\W*py(?:thon)?\d*(?!\w)", re.IGNORECASE)
 
 
@@ -28,7 +28,8 @@ class CodeTests:
     `{"stdin_stdout": [{"input": "3\\n", "output": "9\\n"}]}` runs the program once for each input
     and compares what it prints, line by line, without the blanks at the ends of lines;
     `{"asserts": ["assert square(3) == 9"]}` runs Python statements that call the program's
-    functions and classes. The program never sees what is expected of it.
+    functions and classes; `test_imports`, a list of statements, and `test_setup_code` beside them
+    run first, as in MBPP. The program never sees what is expected of it.
 
     Args:
         cpu_s: seconds of CPU time for each run of the program.
@@ -40,6 +41,7 @@ class CodeTests:
     """
 
     max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, cpu_s: int = 2, wall_s: float = 8.0, memory_mib: int = 512) -> None:
         limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)
@@ -66,14 +68,14 @@ class CodeTests:
         program = _last_program(response_text)
         if program is None:
             return 0.0
-        if "asserts" in tests:
-            return float(self._holds(program, tests["asserts"]))
-        return float(self._prints(program, tests["stdin_stdout"]))
+        if isinstance(tests, Asserts):
+            return float(self._holds(program, tests))
+        return float(self._prints(program, tests))
 
-    def _holds(self, program: str, asserts: list[str]) -> bool:
+    def _holds(self, program: str, asserts: Asserts) -> bool:
         outcome = self._sandbox.run_connected(
             self._run_asserts,
-            {ASSERTS: "\n".join(asserts)},
+            {ASSERTS: asserts.source, NAMES: json.dumps(asserts.program_names)},
             self._run_asserts,
             {PROGRAM: program},
         )
@@ -103,10 +105,9 @@ def _last_program(response: str) -> str | None:
         if opening is None:
             continue
         indent, fence, language = opening.groups()
-        closing = re.compile(rf"[ \t]{{0,{len(indent)}}}{fence[0]}{{{len(fence)},}}\s*")
         block: list[str] = []
         for inside in lines:
-            if closing.fullmatch(inside):
+            if _closes(inside, indent, fence):
                 says_python = bool(_PYTHON.match(language))
                 if says_python or not language.strip():
                     programs[says_python] = "\n".join(block)
@@ -115,41 +116,37 @@ def _last_program(response: str) -> str | None:
     return programs.get(True, programs.get(False))
 
 
+def _closes(line: str, indent: str, fence: str) -> bool:
+    signs = line.rstrip()
+    bare = signs.lstrip(" \t")
+    is_fence = len(bare) >= len(fence) and bare == fence[0] * len(bare)
+    return is_fence and len(signs) - len(bare) <= len(indent)
+
+
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _read_tests(answer: str) -> dict[str, Any]:
+def _read_tests(answer: str) -> Asserts | list[dict[str, str]]:
+    """Statements, or cases with input and output."""
     try:
         tests = json.loads(answer)
+        before = imports, set_up = tests.pop("test_imports", []), tests.pop("test_setup_code", "")
         (kind, cases), *more = tests.items()
         fits = {
             "asserts": lambda case: isinstance(case, str),
             "stdin_stdout": lambda case: all(isinstance(case[k], str) for k in ("input", "output")),
         }[kind]
         known = not more and isinstance(cases, list) and cases and all(map(fits, cases))
-    except (ValueError, TypeError, AttributeError, KeyError):
+        known = known and isinstance(imports, list) and all(isinstance(i, str) for i in imports)
+        known = known and isinstance(set_up, str) and (kind == "asserts" or before == ([], ""))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         known = False
     if not known:
         raise ValueError(
             f"answer: {answer[:60]!r} given; allowed: JSON with a list, not empty, of asserts, or "
             'of {"input", "output"} under stdin_stdout'
         )
-    if kind == "asserts":
-        _check_asserts("\n".join(cases))
-    return tests
-
-
-def _check_asserts(source: str) -> None:
-    """Refuse tests that no program can pass: they are the data's fault."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"answer: asserts with {error}; allowed: Python statements") from error
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
-        for name in names:
-            if name.partition(".")[0] not in sys.stdlib_module_names:
-                allowed = "the standard library; the program's names need no import"
-                raise ValueError(f"answer: asserts that import {name}; allowed: {allowed}")
+    if kind != "asserts":
+        return cases
+    return read_asserts("\n".join(filter(None, [*imports, set_up, *cases])))

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
+from grpo_components.rollout.rewards import RESPONSE_CPU_S
+
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _LONGEST = 500  # characters of an expression
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # noqa: RUF001
@@ -25,6 +27,7 @@ class CountdownCorrectness:
     """
 
     max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, answer_format: str = "tag") -> None:
         if answer_format not in ("tag", "last_line"):

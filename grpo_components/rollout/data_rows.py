@@ -44,6 +44,12 @@ class Row:
             raise ValueError(f"{self._where}: has no field {column}; it has {has}")
         return self._values[column]
 
+    def has(self, field: str) -> bool:
+        """Whether there is a column for a field, or one was named for it."""
+        self.asked.add(field)
+        is_there = isinstance(self._values, dict) and field in self._values
+        return is_there or field in self._columns
+
     def text(self, field: str) -> str:
         """A field that holds a text.
 

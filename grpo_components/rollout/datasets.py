@@ -231,6 +231,7 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
         tests = {"asserts": tests}
     if isinstance(tests, dict):  # a table has every key in every row, those of other rows as null
         tests = {kind: cases for kind, cases in tests.items() if cases is not None}
+    before = _before_asserts(row, tests)
     if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
         columns = [tests["inputs"], tests["outputs"]]
         if all(isinstance(texts, list) for texts in columns) and len({*map(len, columns)}) == 1:
@@ -242,7 +243,31 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
             'must be {"stdin_stdout": [{"input": text, "output": text}, ...]} or '
             '{"asserts": [text, ...]}, with at least one test',
         )
-    return prompt, json.dumps(tests)
+    if before and "asserts" not in tests:
+        row.refuse(min(before), "goes with asserts, and the tests are others")
+    return prompt, json.dumps({**tests, **before})
+
+
+def _before_asserts(row: Row, tests: Any) -> dict[str, Any]:
+    """What MBPP has beside the asserts, of the row or its tests; what is empty is left out."""
+    before: dict[str, Any] = {}
+    for field, allowed in (("test_imports", "a list of texts"), ("test_setup_code", "a text")):
+        value = tests.pop(field, None) if isinstance(tests, dict) else None
+        if not value and row.has(field):
+            value = row.value(field)
+        if field == "test_imports" and isinstance(value, str) and value.strip():
+            is_list = value.lstrip().startswith("[")  # as JSON, of a CSV file
+            value = row.parsed(field) if is_list else [value]
+        if not value:
+            continue
+        if not (_are_texts(value) if field == "test_imports" else isinstance(value, str)):
+            row.refuse(field, f"must be {allowed}")
+        before[field] = value
+    return before
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _are_tests(tests: Any) -> bool:
@@ -269,4 +294,5 @@ code_dataset = partial(
 """Programs: `prompt`, and `tests` as JSON or as a mapping, which travel in `answer` as JSON text.
 
 The tests are `{"stdin_stdout": [{"input": text, "output": text}, ...]}`, or `{"asserts": [text,
-...]}`; a list of asserts, and `{"inputs": [...], "outputs": [...]}`, are understood, too."""
+...]}`; a list of asserts, and `{"inputs": [...], "outputs": [...]}`, are understood, too. Where a
+row has `test_imports`, a list of statements, or `test_setup_code`, they run before its asserts."""

@@ -13,17 +13,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 _START_TIMEOUT_S = 120.0
+_END_S = 10.0
+"""From when a process has closed its connection until it has ended."""
 _PR_SET_PDEATHSIG = 1
 
 _SHOWN = 1000
 """Characters of a failure's message that are kept: it may quote the whole response."""
+
+_QUOTED = 80
+"""Of a response's end, in the log."""
 
 Sample = dict[str, str]
 """What a reward sees: prompt_text, response_text, answer, finish_reason."""
@@ -79,6 +84,11 @@ def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec
 class RewardPool:
     """Scores samples of many threads in a few processes.
 
+    A reward that says what a response may cost, as `response_cpu_s`, has its process ended by the
+    kernel where a response costs more; the response is worth 0 there, and the other rewards score
+    it in a new process. At most half of the deadline is CPU time for one reward. Whatever else
+    does not end in time is a failed sample.
+
     Args:
         rewards: by name.
         num_workers: processes, each driven by one thread of this process.
@@ -89,6 +99,7 @@ class RewardPool:
         self, rewards: dict[str, RewardSpec], *, num_workers: int, timeout_s: float
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
+        self._log = logging.getLogger(__name__)
         self._own = threading.local()
         self._workers: set[_Worker] = set()
         self._lock, self._closed = threading.Lock(), False
@@ -127,19 +138,33 @@ class RewardPool:
                 if self._closed:
                     raise RewardPoolError("the reward pool is closed")
                 try:
-                    worker = self._own.worker = _Worker(self._rewards)
+                    worker = self._own.worker = _Worker(self._rewards, self._timeout_s / 2)
                 except OSError as error:
                     raise RewardPoolError(f"rewards: no process: {error}") from error
                 self._workers.add(worker)
         return worker
 
     def _score_one(self, sample: Sample) -> Score:
-        worker = self._started_worker()
+        too_costly: list[str] = []
+        while True:
+            worker = self._started_worker()
+            score = self._scored_by(worker, sample, too_costly)
+            if score is not None:
+                return score
+            too_costly.append(worker.running)
+            shown = sample["response_text"][-_QUOTED:]
+            self._log.warning("reward %s: 0 for a response too costly: %r", worker.running, shown)
+
+    def _scored_by(self, worker: _Worker, sample: Sample, too_costly: list[str]) -> Score | None:
+        """The score by one process; None where the response cost the reward at work too much."""
         try:
-            return worker.score(sample, self._timeout_s)
+            return worker.score(sample, too_costly, self._timeout_s)
         except TimeoutError:
             problem = f"TimeoutError after {self._timeout_s:g} s"
         except (EOFError, ConnectionError):
+            if worker.cost_too_much():
+                self._drop(worker)
+                return None
             problem = "its process died"
         except RewardPoolError:
             if not self._closed:
@@ -158,7 +183,7 @@ class RewardPool:
 class _Worker:
     """One reward process, seen from its owner's thread."""
 
-    def __init__(self, rewards: dict[str, RewardSpec]) -> None:
+    def __init__(self, rewards: dict[str, RewardSpec], most_cpu_s: float) -> None:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "grpo_components.rollout.reward_pool", str(theirs.fileno())],
@@ -169,13 +194,13 @@ class _Worker:
             start_new_session=True,  # a group of its own, to end with all that a reward has started
         )
         theirs.close()
-        self._connection.send(rewards)
+        self._connection.send((rewards, most_cpu_s))
         self._ready, self._names = False, tuple(rewards)
         self.running = next(iter(rewards), "")
         """Name of the reward at work."""
 
-    def score(self, sample: Sample, timeout_s: float) -> Score:
-        """Score one sample.
+    def score(self, sample: Sample, too_costly: list[str], timeout_s: float) -> Score:
+        """Score one sample; rewards that it is too costly for give 0.
 
         Raises:
             TimeoutError: after `timeout_s`.
@@ -185,7 +210,7 @@ class _Worker:
         """
         if not self._ready:
             self._wait_until_ready()
-        self._connection.send(sample)
+        self._connection.send((sample, too_costly))
         deadline = time.monotonic() + timeout_s
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
             message = self._connection.recv()
@@ -193,6 +218,12 @@ class _Worker:
                 return message
             self.running = message
         raise TimeoutError
+
+    def cost_too_much(self) -> bool:
+        """Whether a sample ended the process by its CPU time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_END_S) == -signal.SIGPROF
+        return False
 
     def kill(self) -> None:
         """End the process and those of its group, whatever they do; from any thread."""
@@ -217,6 +248,8 @@ def score_sample(
     rewards: Mapping[str, tuple[RewardSpec, Callable[..., float]]],
     sample: Sample,
     announce: Callable[[str], None],
+    too_costly: Sequence[str] = (),
+    most_cpu_s: float = _START_TIMEOUT_S,
 ) -> Score:
     """Apply all rewards to one sample.
 
@@ -224,13 +257,20 @@ def score_sample(
         rewards: by name, each with its instance.
         sample: see `Sample`.
         announce: told the name of each reward before it starts.
+        too_costly: rewards that give 0, because the sample costs them too much.
+        most_cpu_s: seconds of CPU time for a reward that bounds what a response may cost it. What
+            costs more ends the process.
     """
     terms: dict[str, float] = {}
     success = False
     for name, (spec, reward) in rewards.items():
         announce(name)
+        if name in too_costly:
+            terms[name] = 0.0
+            continue
         try:
-            value = float(reward(**sample))
+            with _bounded(getattr(reward, "response_cpu_s", None), most_cpu_s):
+                value = float(reward(**sample))
             at_maximum = value >= getattr(reward, "max_reward", 1.0)
         except (Exception, SystemExit) as error:  # a user's code: this sample's failure, reported
             problem = f"reward {name}: {type(error).__name__}: {error}"
@@ -244,6 +284,18 @@ def score_sample(
     if not math.isfinite(total):
         return Score(math.nan, {}, False, f"rewards: their weighted sum is {total}")
     return Score(total, terms, success, None)
+
+
+@contextlib.contextmanager
+def _bounded(cpu_s: float | None, most_cpu_s: float) -> Iterator[None]:
+    """Let the kernel end this process at so much CPU time, whatever it is in the middle of."""
+    if cpu_s is not None:  # no handler: one of Python's would wait for a huge power to end
+        signal.setitimer(signal.ITIMER_PROF, min(cpu_s, most_cpu_s))
+    try:
+        yield
+    finally:
+        if cpu_s is not None:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable[..., float]]]:
@@ -261,17 +313,19 @@ def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     try:
-        rewards = _build(connection.recv())
+        specs, most_cpu_s = connection.recv()
+        rewards = _build(specs)
     except Exception as error:  # reported to the owner, who fails with it
         connection.send(f"rewards cannot be built: {type(error).__name__}: {error}")
         return
     connection.send(None)
     while True:
         try:
-            sample = connection.recv()
+            sample, too_costly = connection.recv()
         except EOFError:
             return
-        connection.send(score_sample(rewards, sample, announce=connection.send))
+        bounds = {"too_costly": too_costly, "most_cpu_s": most_cpu_s}
+        connection.send(score_sample(rewards, sample, announce=connection.send, **bounds))
 
 
 if __name__ == "__main__":

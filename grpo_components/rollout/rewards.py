@@ -7,6 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from grpo_components.rollout.math_bounds import is_costly, is_deep
+
+RESPONSE_CPU_S = 4.0
+"""Of CPU time that a response may cost one of our rewards; one that costs more is worth 0 there."""
+
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"\d[\s()]+\d+(?!\s*/|\d)")
 _CURRENCY = re.compile(r"^(?:(?:USD?|EUR|GBP)\b\s*(?:\\\$)?|[€£¥])\s*|\s*[€£¥¢]$")
 # What may follow a number: a degree sign, `m^2`, `m/s`, `dollars`, `square units`; what is no unit
@@ -103,6 +108,7 @@ class MathCorrectness:
     """
 
     max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, answer_format: str = "tag") -> None:
         if answer_format not in tuple(_FIND):
@@ -127,7 +133,7 @@ class MathCorrectness:
             ValueError: if the known answer is no mathematics.
         """
         given, answer = self._find(response_text).strip(), answer.strip()
-        if not given or len(given) > len(answer) + _MORE:
+        if not given or len(given) > len(answer) + _MORE or is_deep(given):
             return 0.0
         if given == answer:
             return 1.0
@@ -145,6 +151,8 @@ class MathCorrectness:
             raise ValueError(f"the known answer {known!r} cannot be read as mathematics")
         is_number = getattr(gold[0], "is_Number", False)
         read = self._parse(_without_unit(given) if is_number else given)
+        if any(map(is_costly, [*gold, *read])):  # 9^{9^9}: compared as it is written
+            return known == given or gold[0] in read[:1]
         if is_number and any(map(_leaves_work, read)):
             return False
         is_constant = getattr(gold[0], "is_number", False)  # as is a root
@@ -205,6 +213,7 @@ class ThinkAnswerFormat:
     """
 
     max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
     _tags = ("<think>", "</think>", "<answer>", "</answer>")
     _whole = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 
@@ -231,6 +240,7 @@ class BoxedFormat:
     """1 if the response has exactly one whole `\\boxed{...}`, and something in it, else 0."""
 
     max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
 
     def __call__(
         self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
@@ -262,6 +272,7 @@ class ResponseLength:
     """
 
     max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
 
     def __init__(self, max_words: int, min_words: int = 0) -> None:
         whole = type(max_words) is int and type(min_words) is int

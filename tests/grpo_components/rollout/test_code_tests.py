@@ -167,6 +167,147 @@ def test_a_program_cannot_end_a_loop_of_the_asserts(reward, test):
     assert scored(reward, fenced(program), asserts=[test]) == 0.0
 
 
+AREA = ["assert math.isclose(area(1), 3.14159, rel_tol=1e-3)"]
+COUNTS = ["assert Counter(letters('aba')) == Counter({'a': 2, 'b': 1})"]
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("import math\ndef area(r): return math.pi * r * r", AREA),
+        ("def area(r): return 3.141592 * r * r", AREA),
+        ("def letters(text): return list(text)", COUNTS),
+        ("def gcd(a, b): return gcd(b, a % b) if b else a", ["assert gcd(12, 18) == 6"]),
+        ("def sum(a, b): return a - b", ["assert sum(5, 3) == 2"]),
+        (
+            "class Counter:\n  def __init__(self): self.total = 0\n"
+            "  def add(self, n): self.total += n",
+            ["c = Counter()", "c.add(2)", "assert c.total == 2"],
+        ),
+        (
+            "class datetime:\n  pass\ndef year(): return 2024",
+            ["assert datetime.now().year > year()"],
+        ),
+        ("def half(): return 0.5", ["assert half() == Fraction(1, 2) == Decimal('0.5')"]),
+        (
+            "from decimal import Decimal\nfrom collections import deque\n"
+            "def price(): return Decimal('1.10')\ndef line(): return deque([1, 2])",
+            ["assert price() == Decimal('1.1')", "assert line() == deque([1, 2])"],
+        ),
+        ("LIMIT = 3\ndef under(x): return x < LIMIT", ["assert under(LIMIT - 1)"]),
+        (
+            "class Node:\n  def __init__(self, n): self.n, self.left = n, None\n"
+            "def depth(node): return 1 + depth(node.left) if node else 0",
+            ["root = Node(1)", "root.left = Node(2)", "assert depth(root) == 2"],
+        ),
+        (
+            "def up_to(n):\n  'Counts.'\n  yield from range(n)",
+            [
+                "assert isinstance(up_to(2), Iterator) and isinstance(up_to(2), Generator)",
+                "assert isinstance(up_to, Callable) and callable(up_to)",
+                "assert not isinstance(up_to, Iterable) and not callable(up_to(2))",
+                "assert up_to.__doc__ == 'Counts.' and up_to.__name__ == 'up_to'",
+            ],
+        ),
+        ("def isqrt_of(n): return int(n ** 0.5)", ["from math import *", "assert isqrt_of(9) == 3",
+         "assert cbrt(8) > 1"]),
+    ],
+)  # fmt: skip
+def test_names_that_asserts_do_not_import_are_pythons_or_what_is_tested(reward, program, asserts):
+    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+
+
+LIAR = """
+class Liar:
+    __class__ = property(lambda self: int)
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    def __len__(self): return 1
+    def __iter__(self): return iter([Liar()])
+    def __getattr__(self, name): return lambda *a, **k: True
+    def __contains__(self, other): return True
+    def __float__(self): return 3.14159
+    __hash__ = object.__hash__
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("import math; math.isclose = lambda *a, **k: True\ndef area(r): return 0", AREA),
+        ("class math:\n  isclose = staticmethod(lambda *a, **k: True)\narea = lambda r: 0", AREA),
+        (
+            "def isclose(*a, **k): return True\ndef area(r): return 0",
+            ["assert isclose(area(1), 3.14, rel_tol=1e-3)"],
+        ),
+        ("def Counter(*a): return 1\ndef letters(text): return []", COUNTS),
+        (
+            "import collections\ncollections.Counter = lambda *a: 1\nfrom collections import *\n"
+            "def letters(text): return []",
+            ["import collections", *COUNTS],
+        ),
+        (
+            "sorted = lambda x: [9]\nlen = lambda x: 3\nisinstance = lambda *a: True\n"
+            "abs = lambda x: 0\nall = any = lambda x: True\ndef f(): return [1]",
+            ["assert sorted(f()) == [9] or len(f()) == 3 or isinstance(f(), dict)"
+             " or abs(f()[0]) == 0 or all(n > 3 for n in f())"],
+        ),
+        *(
+            (LIAR + "def f(): return Liar()", [f"assert {claim}"])
+            for claim in (
+                "f() == 3", "3 == f()", "[3] == [f()]", "f() in [3]", "3 in f()", "not f() != 3",
+                "{'a': 3} == {'a': f()}", "isinstance(f(), int)", "f() < 4", "4 > f()", "f()",
+                "f().__eq__(3)", "f().__bool__()", "f().__contains__(3)", "sorted(f()) == [3]",
+                "list(f()) == [3]", "math.isclose(f(), 3.14159)", "sum(f()) == 3",
+                "Counter(f()) == Counter([3])", "operator.eq(f(), 3)", "f() + 1 == 4",
+                "max(f(), 3) == 3", "isinstance(f(), Iterator)", "isinstance(f(), Callable)",
+                "isinstance(f(), Container)", "isinstance(f(), Hashable)", "callable(f())",
+                "f().__doc__ and f().__doc__.startswith('What')", "any(f())", "type(f()) is int",
+            )
+        ),
+        *(
+            (f"class Lie({base}):\n  __eq__ = lambda *a: True\n  __ne__ = lambda *a: False\n"
+             f"  __hash__ = lambda s: 0\n  __lt__ = __gt__ = __eq__\n  __len__ = lambda s: 3\n"
+             f"def f(): return Lie({value})",
+             [f"assert f() == {right!r}"])
+            for base, value, right in (
+                ("list", "[5]", [3]), ("int", "5", 3), ("float", "5", 3.5), ("str", "'5'", "3"),
+                ("dict", "a=5", {"a": 3}), ("tuple", "[5]", (3,)), ("set", "[5]", {3}),
+                ("bytes", "1", b"3"), ("complex", "5", 3j), ("frozenset", "[5]", frozenset([3])),
+            )
+        ),
+        (
+            "from fractions import Fraction\nclass Fraction(Fraction):\n"
+            "  numerator = denominator = 3\n  __eq__ = lambda *a: True\n"
+            "def f(): return Fraction(1, 7)",
+            ["assert f() == Fraction(1, 3)"],
+        ),
+        ("def f(): return object()", ["assert isinstance(f(), (Iterator, Sized, Callable))"]),
+        ("def f(): return object()", ["from collections.abc import *",
+                                      "assert isinstance(f(), Iterable)"]),
+        ("def f(): pass", ["assert f.__doc__"]),
+        ("class Own:\n  def __getitem__(self, k): return 3\n  def sort(self, **k): pass\n"
+         "def f(): return Own()", ["x = f()", "x.sort(key=lambda n: n)", "assert x[0] == 3"]),
+    ],
+)  # fmt: skip
+def test_no_name_type_or_object_of_the_programs_makes_an_assert_hold(reward, program, asserts):
+    assert scored(reward, fenced(program), asserts=asserts) == 0.0
+
+
+@pytest.mark.parametrize(("right", "worth"), [("x * x", 1.0), ("x", 0.0)])
+def test_what_stands_before_the_asserts_runs_before_them(reward, right, worth):
+    """As MBPP's columns have it; both may use the program's names."""
+    tests = {
+        "test_imports": ["from math import isclose", "import math as m"],
+        "test_setup_code": "limit = m.floor(1e-3)\nnine = square(3)",
+        "asserts": ["assert isclose(nine, 9, abs_tol=limit)"],
+    }
+    program = f"def isclose(*a, **k): return True\ndef square(x): return {right}"
+    assert scored(reward, fenced(program), **tests) == worth
+
+
 def test_an_argument_that_cannot_cross_is_an_error_and_no_reward(reward):
     with pytest.raises(ValueError, match="answer: asserts that hand the program a function; allow"):
         scored(
@@ -257,6 +398,10 @@ def test_the_last_whole_block_of_python_is_the_program(reward, response, worth):
         '{"stdin_stdout": [{"input": "1"}]}',
         '{"asserts": ["assert True"], "stdin_stdout": []}',
         '{"doctests": ["x"]}',
+        '{"asserts": ["assert f()"], "test_imports": "import math"}',
+        '{"asserts": ["assert f()"], "test_imports": [1]}',
+        '{"asserts": ["assert f()"], "test_setup_code": ["x = 1"]}',
+        '{"stdin_stdout": [{"input": "1", "output": "1"}], "test_setup_code": "x = 1"}',
     ],
 )
 def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
@@ -270,6 +415,9 @@ def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
         ("assert square(3) = 9", "asserts with .* line 1"),
         ("import math, numpy.linalg", "asserts that import numpy.linalg; .* standard library"),
         ("from solution import square", "asserts that import solution; .* need no import"),
+        ("assert np.allclose(square(3), 9)", r"asserts that use np \(numpy\); .* standard library"),
+        ("assert len([1]) == sum([1])", "asserts that use no name of the program's"),
+        ("import math; assert math.sqrt(4) == 2", "asserts that use no name of the program's"),
     ],
 )
 def test_asserts_that_no_program_can_pass_are_an_error_and_no_reward(reward, asserts, problem):
@@ -327,8 +475,8 @@ plain = st.recursive(
 @settings(max_examples=50, deadline=None)
 @given(plain)
 def test_plain_data_arrives_as_it_was(value):
-    def keep(_):
-        raise AssertionError("this was plain data")
+    def keep(told):
+        raise AssertionError(f"this was plain data: {told}")
 
     arrived = decode(json.loads(json.dumps(encode(value, keep))), keep)
     assert arrived == value and type(arrived) is type(value)

@@ -346,6 +346,32 @@ def test_the_tests_of_a_program_travel_in_the_answer(tmp_path, tests, answer):
     assert json.loads(prompt["answer"]) == answer
 
 
+BEFORE = {"test_imports": ["import math"], "test_setup_code": "root = Node(1)"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tests": ASSERTS["asserts"], **BEFORE},
+        {"tests": {**ASSERTS, **BEFORE}},
+        {"tests": json.dumps({**ASSERTS, **BEFORE})},
+        {"tests": ASSERTS, **BEFORE, "test_imports": '["import math"]'},
+        {"tests": ASSERTS, **BEFORE, "test_imports": "import math"},
+    ],
+)
+def test_what_mbpp_has_beside_the_asserts_travels_with_them(tmp_path, row):
+    prompt = read_one(code_dataset, tmp_path, prompt="Write f.", **row)
+    assert json.loads(prompt["answer"]) == {**ASSERTS, **BEFORE}
+
+
+@pytest.mark.parametrize("tests", [STDIN, ASSERTS])
+def test_what_is_empty_beside_the_tests_is_left_out(tmp_path, tests):
+    for imports, set_up in (([], ""), (None, None), ("", "")):
+        more = {"test_imports": imports, "test_setup_code": set_up}
+        prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests, **more)
+        assert json.loads(prompt["answer"]) == tests
+
+
 @pytest.mark.parametrize(
     ("builder", "row", "problem"),
     [
@@ -366,6 +392,14 @@ def test_the_tests_of_a_program_travel_in_the_answer(tmp_path, tests, answer):
                 {"stdin_stdout": [{"input": 1, "output": "2"}]},
                 {"inputs": ["1"], "outputs": []},
                 {"inputs": 1, "outputs": 2},
+            )
+        ),
+        *(
+            (code_dataset, {"prompt": "f?", "tests": tests, **more}, f"field {min(more)}: ")
+            for tests, more in (
+                (ASSERTS, {"test_imports": [1]}),
+                (ASSERTS, {"test_setup_code": ["x = 1"]}),
+                (STDIN, {"test_imports": ["import math"]}),
             )
         ),
     ],

@@ -69,6 +69,21 @@ class Moody:
         return 1.0
 
 
+class Thrifty:
+    '''Says what a response may cost; a response `sleep` waits, any other works on.'''
+
+    response_cpu_s = 0.2
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        if response_text == "sleep":
+            ctypes.PyDLL(None).pause()
+        if response_text == "power":
+            return float(9 ** 9 ** 9 > 1)  # holds the interpreter lock
+        while response_text == "endless":
+            pass
+        return 1.0
+
+
 class Unsure(Number):
     max_reward = "3"
 
@@ -230,13 +245,34 @@ def test_no_process_to_be_had_is_an_error_of_the_pool(make_pool, monkeypatch):
         make_pool(size=reward("Number")).score(samples("1"))
 
 
-def test_a_runaway_power_is_ended_and_the_samples_after_it_are_scored(make_pool):
-    pool = make_pool(timeout_s=3, correctness=maths())
-    before, runaway, after = pool.score(samples(r"\boxed{7}", RUNAWAY, r"\boxed{8}", answer="7"))
-    assert before == Score(1.0, {"correctness": 1.0}, True, None)
-    assert runaway.error == "reward correctness: TimeoutError after 3 s"
-    assert math.isnan(runaway.reward) and not runaway.success
-    assert after == Score(0.0, {"correctness": 0.0}, False, None)
+@pytest.mark.parametrize("costly", ["endless", "power"])
+def test_a_response_that_costs_a_reward_too_much_is_worth_0_there(make_pool, costly):
+    pool = make_pool(
+        thrift=reward("Thrifty", weight=2.0, is_success=True),
+        process=reward("Process", weight=0.0),
+        more=reward("Thrifty"),
+    )
+    before, runaway, after = pool.score(samples("fine", costly, "fine"))
+    assert (before.reward, before.success) == (after.reward, after.success) == (3.0, True)
+    assert (runaway.reward, runaway.success, runaway.error) == (0.0, False, None)
+    assert runaway.terms == {**runaway.terms, "thrift": 0.0, "more": 0.0}
+    assert before.terms["process"] != runaway.terms["process"] != 0.0
+
+
+def test_a_reward_that_waits_has_no_response_to_blame(make_pool):
+    """What a busy machine does to a sample is a failure, which is told."""
+    (score,) = make_pool(timeout_s=1, thrift=reward("Thrifty")).score(samples("sleep"))
+    assert math.isnan(score.reward) and score.error == "reward thrift: TimeoutError after 1 s"
+
+
+@pytest.mark.parametrize("runaway", [RUNAWAY, r"\boxed{99999999!}", r"\boxed{\sin(10^{9999999})}"])
+def test_a_runaway_number_is_wrong_and_the_samples_after_it_are_scored(make_pool, runaway):
+    pool = make_pool(correctness=maths())
+    assert pool.score(samples(r"\boxed{7}", runaway, r"\boxed{8}", answer="7")) == [
+        Score(1.0, {"correctness": 1.0}, True, None),
+        Score(0.0, {"correctness": 0.0}, False, None),
+        Score(0.0, {"correctness": 0.0}, False, None),
+    ]
 
 
 def test_the_reward_that_takes_too_long_is_named_and_its_process_ended(make_pool):
