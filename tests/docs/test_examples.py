@@ -97,7 +97,10 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     for name in ("claims.jsonl", "more_claims.jsonl"):
         (here / name).touch()
     cfg = cast(DictConfig, OmegaConf.load(CONFIGS / "tiny_async_grpo.yaml"))
-    snippet = yaml.safe_load(yaml.safe_dump(snippet).replace(SAMPLES, str(here / "data")))
+    snippet = OmegaConf.to_container(
+        OmegaConf.create(yaml.safe_dump(snippet).replace(SAMPLES, str(here / "data")))
+    )
+    assert isinstance(snippet, dict)
     for key, value in snippet.items():
         replaced = {"_component_", "code"} & set(value) if isinstance(value, dict) else True
         cfg[key] = value if replaced or key not in cfg else OmegaConf.merge(cfg[key], value)
