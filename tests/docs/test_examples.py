@@ -43,8 +43,8 @@ RUNS = [
 
 
 def as_a_run_reads(text):
-    """Values of a part of a config; to plain YAML, 1e-4 would be text."""
-    return OmegaConf.to_container(OmegaConf.create(text))
+    """Values of a part of a config; 1e-4 is a number to OmegaConf, and text to plain YAML."""
+    return yaml.safe_load(re.sub(r"\b(\d+)(e-?\d+)\b", r"\1.0\2", text))
 
 
 SNIPPETS = [
