@@ -149,6 +149,12 @@ class MathCorrectness:
         gold = self._parse(_without_unit(known))
         if not gold:
             raise ValueError(f"the known answer {known!r} cannot be read as mathematics")
+        try:
+            return self._equals(gold, known, given)
+        except (ArithmeticError, RecursionError, MemoryError):  # of what the response says
+            return False
+
+    def _equals(self, gold: list[Any], known: str, given: str) -> bool:
         is_number = getattr(gold[0], "is_Number", False)
         read = self._parse(_without_unit(given) if is_number else given)
         if any(map(is_costly, [*gold, *read])):  # 9^{9^9}: compared as it is written
