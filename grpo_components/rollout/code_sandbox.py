@@ -10,12 +10,13 @@ import re
 import select
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
+from grpo_components.rollout.fair_places import FairPlaces
 from grpo_components.rollout.sandboxed.contain import TIMED_OUT
 
 _CONTAIN = Path(__file__).parent / "sandboxed" / "contain.py"
@@ -73,6 +74,8 @@ class Outcome:
     stderr: str
     timed_out: bool
     """Whether the wall clock or the limit on CPU time ended it."""
+    wall_s: float = field(default=0.0, compare=False)
+    """Seconds that it took, without the wait for its turn."""
 
 
 class CodeSandbox:
@@ -85,7 +88,7 @@ class CodeSandbox:
 
     Args:
         limits: of each program.
-        max_programs: that run at a time; further callers wait.
+        max_programs: that run at a time; further callers wait, see `FairPlaces`.
 
     Raises:
         ValueError: if `max_programs` is below 1, or this machine cannot contain a program; there is
@@ -97,7 +100,7 @@ class CodeSandbox:
             raise ValueError(f"max_programs: {max_programs!r} given; allowed: a whole number >= 1")
         self._limits = limits or Limits()
         self._max_programs = max_programs
-        self._free = threading.BoundedSemaphore(max_programs)
+        self._places = FairPlaces(max_programs)
         release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if (sys.platform, platform.machine()) != ("linux", "x86_64") or release < _OLDEST_KERNEL:
             here = f"{platform.system()} {platform.release()} on {platform.machine()}"
@@ -109,26 +112,31 @@ class CodeSandbox:
         if outcome.stdout != "contained":
             _refuse(f"a trial program ended with {outcome}")
 
-    def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
+    def run(
+        self, program: str, stdin: str = "", wall_s: float | None = None, used_s: float = 0.0
+    ) -> Outcome:
         """Run one program to its end, from any thread; it ends with that thread.
 
         Args:
             program: source text.
             stdin: what it can read.
             wall_s: seconds until it is ended, where there are fewer than the limit.
+            used_s: seconds that the caller's programs have run before; others go first by as much.
 
         Raises:
             SandboxError: if the program could not be started.
         """
         with (
-            self._place(),
+            self._place(used_s),
             _memory_file(stdin) as given,
             _memory_file() as out,
             _memory_file() as err,
         ):
             files = (given.fileno(), out.fileno(), err.fileno())
+            started = time.monotonic()
             running = self._start(program, {}, *files, wall_s=wall_s)
-            return self._outcome(running, out, err)
+            outcome = self._outcome(running, out, err)
+            return replace(outcome, wall_s=time.monotonic() - started)
 
     def run_connected(
         self, program: str, files: Mapping[str, str], other: str, other_files: Mapping[str, str]
@@ -165,14 +173,15 @@ class CodeSandbox:
                     raise SandboxError(f"a program cannot be contained: {report}")
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        if not self._free.acquire(timeout=_LONGEST_QUEUE_S):
-            waited = f"no sandbox was free for a program within {_LONGEST_QUEUE_S:g} s"
-            raise SandboxError(f"{waited}; others run {self._max_programs} at a time")
-        try:
+    def _place(self, used_s: float = 0.0) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._places.place(used_s, _LONGEST_QUEUE_S))
+            except TimeoutError:
+                waited = f"no sandbox was free for a program within {_LONGEST_QUEUE_S:g} s"
+                others = f"others run {self._max_programs} at a time"
+                raise SandboxError(f"{waited}; {others}") from None
             yield
-        finally:
-            self._free.release()
 
     def _start(
         self,

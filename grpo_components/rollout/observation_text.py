@@ -6,7 +6,13 @@ import inspect
 import re
 from typing import Any
 
-_CONTROL = re.compile(r"<(?=[|\uff5c]|/?tool_(?:call|response)>|(?:start|end)_of_turn>)")
+# Those of the families' vocabularies, whether or not the policy's own has them.
+_CONTROL = re.compile(
+    r"<(?=[|\uff5c]|/?(?:tool_\w+|tools|think|thinking|reasoning|s|unk|mask)>"
+    r"|(?:bos|eos|pad|(?:start|end)_of_\w+|begin_of_\w+|fim_\w+|image\w*|unused\d+|reserved\w*"
+    r"|(?:im|file|repo)_\w+|0x[0-9A-Fa-f]{2})>|<SYS>>|</SYS>>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_\w+|IMG\w*|THINK)\])"
+)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -48,4 +54,4 @@ def quoted(text: str) -> str:
     Args:
         text: such as a tool's result, which the policy may have written itself.
     """
-    return _CONTROL.sub("< ", text.encode("utf-8", "replace").decode("utf-8"))
+    return _CONTROL.sub(r"\g<0> ", text.encode("utf-8", "replace").decode("utf-8"))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from grpo_components.rollout.math_bounds import is_costly, is_deep
+from grpo_components.rollout.math_bounds import is_costly, is_slow_to_read
 
 RESPONSE_CPU_S = 4.0
 """Of CPU time that a response may cost one of our rewards; one that costs more is worth 0 there."""
@@ -133,7 +133,7 @@ class MathCorrectness:
             ValueError: if the known answer is no mathematics.
         """
         given, answer = self._find(response_text).strip(), answer.strip()
-        if not given or len(given) > len(answer) + _MORE or is_deep(given):
+        if not given or len(given) > len(answer) + _MORE or is_slow_to_read(given):
             return 0.0
         if given == answer:
             return 1.0
@@ -149,6 +149,12 @@ class MathCorrectness:
         gold = self._parse(_without_unit(known))
         if not gold:
             raise ValueError(f"the known answer {known!r} cannot be read as mathematics")
+        try:
+            return self._equals(gold, known, given)
+        except (ArithmeticError, RecursionError, MemoryError):  # of what the response says
+            return False
+
+    def _equals(self, gold: list[Any], known: str, given: str) -> bool:
         is_number = getattr(gold[0], "is_Number", False)
         read = self._parse(_without_unit(given) if is_number else given)
         if any(map(is_costly, [*gold, *read])):  # 9^{9^9}: compared as it is written

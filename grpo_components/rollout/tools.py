@@ -11,6 +11,8 @@ import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +28,10 @@ _SHOWN = 500
 """Last characters of a program's errors that are told."""
 _MOST_CALLS = 8
 """Of a turn, that are run: a turn of many slow ones would take its rollout's time."""
+_TURN_S = 10.0
+"""That the programs of a turn may take together, however many calls it has."""
+_PROGRAMS_PER_CORE = 2
+"""At a time, because some of them wait; CPU time is bounded for each."""
 _KINDS: dict[type, str] = {
     str: "a text",
     int: "a whole number",
@@ -109,15 +115,36 @@ def python_tool(run: Callable[[str], str]) -> Tool:
     return python
 
 
+@dataclass
+class _Programs:
+    """What the programs of one conversation have taken."""
+
+    used_s: float = 0.0
+    left_s: float = _TURN_S
+    """Of the turn's."""
+
+
+_PROGRAMS: ContextVar[_Programs | None] = ContextVar("programs", default=None)
+"""Of the conversation that calls a tool; a tool's own arguments are the policy's."""
+
+
 @cache  # one for all environments of a process: it bounds the programs that run at a time
 def _sandbox() -> Any:
     # Imported with the tool and not with the module: building it tries it out.
     sandbox = importlib.import_module("grpo_components.rollout.code_sandbox")
-    return sandbox.CodeSandbox(max_programs=os.cpu_count() or 1)
+    return sandbox.CodeSandbox(max_programs=_PROGRAMS_PER_CORE * (os.cpu_count() or 1))
 
 
 def _run_contained(sandbox: Any, program: str) -> str:
-    outcome = sandbox.run(program)
+    programs = _PROGRAMS.get()
+    if programs is None:
+        outcome = sandbox.run(program)
+    elif programs.left_s > 0:
+        outcome = sandbox.run(program, wall_s=programs.left_s, used_s=programs.used_s)
+        programs.used_s += outcome.wall_s
+        programs.left_s -= outcome.wall_s
+    else:
+        raise ValueError(f"not run: the programs of a turn have {_TURN_S:g} s together")
     if outcome.status == 0 and not outcome.timed_out:
         return outcome.stdout
     told = outcome.stderr[-_SHOWN:] or f"(ended with status {outcome.status})"
@@ -169,13 +196,18 @@ class ToolUse:
             prompt: not used.
             seed: not used.
         """
-        return self._respond
+        return partial(self._respond, _Programs())
 
-    def _respond(self, text: str) -> Reply:
+    def _respond(self, programs: _Programs, text: str) -> Reply:
         calls = self._find_calls(text)
         if not calls:
             return Reply(done=True)
-        results = [self._result(call) for call in calls[:_MOST_CALLS]]
+        programs.left_s = _TURN_S
+        before = _PROGRAMS.set(programs)
+        try:
+            results = [self._result(call) for call in calls[:_MOST_CALLS]]
+        finally:
+            _PROGRAMS.reset(before)
         if len(calls) > _MOST_CALLS:
             results.append(f"error: only the first {_MOST_CALLS} calls of a turn are run")
         return Reply(self._frame(results))

@@ -385,6 +385,25 @@ def test_the_last_whole_block_of_python_is_the_program(reward, response, worth):
     assert scored(reward, response, asserts=SQUARE) == worth
 
 
+@pytest.mark.parametrize("end", ["", "`", "\n", "\n```", "x"])
+@pytest.mark.parametrize(
+    "piece",
+    ["~", "`", " ", "\t", "```\n", "~~~\n", "```py ", " ```py\n", "~`", "py", "1", "~~~py\n~~\n"],
+)
+def test_a_long_response_is_searched_once(reward, piece, end):
+    response = (piece * 200_000)[:200_000] + end
+    assert scored(reward, f"```py{response}", asserts=SQUARE) == 0.0
+    assert scored(reward, response, asserts=["assert no_such_name()"]) == 0.0
+
+
+def test_a_block_with_a_fence_of_any_length_is_found(reward):
+    for fence, closing in (("~" * 9999, "~" * 10_000), ("`" * 9999, "`" * 9999)):
+        response = f"{fence}python\ndef square(x): return x * x\n{fence[1:]}"
+        assert scored(reward, response, asserts=SQUARE) == 0.0
+        response = response.removesuffix(f"\n{fence[1:]}") + f"\n{closing}"
+        assert scored(reward, response, asserts=SQUARE) == 1.0
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -23,7 +23,17 @@ class Tokenizer:
 
 
 NAMES = ["<|eot_id|>", "<|im_end|>", "<|im_end|>|", "<tool_call>", "</tool_response>"]
-NAMES += ["<end_of_turn>", "<start_of_turn>", "<\uff5cUser\uff5c>"]
+NAMES += ["<think>", "</think>", "<s>", "</s>", "<bos>", "<eos>", "<tools>", "</tools>", "[INST]"]
+NAMES += [
+    "[/INST]",
+    "<<SYS>>",
+    "[TOOL_CALLS]",
+    "<start_of_image>",
+    "<unk>",
+    "<end_of_turn>",
+    "<start_of_turn>",
+    "<\uff5cUser\uff5c>",
+]
 NUMBERS = {name: -1 - number for number, name in enumerate(NAMES)}
 PARTS = st.lists(st.one_of(st.sampled_from(NAMES[:2]), st.text(alphabet="ab \n", min_size=1)))
 
@@ -91,4 +101,9 @@ def test_nothing_quoted_is_a_control_token(parts):
 
 @given(st.text(alphabet="abc123+-=() \n"))
 def test_other_text_is_quoted_as_it_is(text):
+    assert quoted(text) == text
+
+
+@pytest.mark.parametrize("text", ["1 < 2", "[1, 2]", "<class 'int'>", "list[int]", "a << 2", "<b>"])
+def test_signs_that_are_no_control_tokens_are_quoted_as_they_are(text):
     assert quoted(text) == text

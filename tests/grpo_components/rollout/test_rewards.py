@@ -18,6 +18,11 @@ MARKED = {
 }
 
 
+# Each would take minutes, or all memory, to work out.
+HUGE = ["99999999!", "((9!)!)!", "9^{9^9}", "10**10**10", r"(\frac{1}{3})^{999999999}"]
+HUGE += [r"\binom{1000000000}{500000000}", r"\prod_{k=1}^{100000000} k", r"\sin(10^{9999999})"]
+
+
 @pytest.fixture(scope="module", params=MARKED)
 def marked(request):
     """A function that scores an answer inside a response of one format, and the format."""
@@ -205,10 +210,54 @@ def test_an_equal_answer_is_worth_one(marked, given, known):
         ("x + 5 - x", "5"),
         ("many words " * 500, "5"),
         ("(" * 3000 + "5" + ")" * 3000, "5"),
+        ("(" * 400 + "5" + ")" * 400, "5"),
+        *((huge, "5") for huge in HUGE),
+        *((huge, "x+1") for huge in HUGE),
+        *((huge, "9^{9^{9^9}}") for huge in HUGE),
     ],
 )
 def test_any_other_answer_is_worth_nothing(marked, given, known):
     assert marked(given, known) == 0.0
+
+
+@pytest.mark.parametrize("known", [r"9^{9^9}", r"2^{99999999} - 1", "(10^9)!"])
+def test_a_known_answer_too_large_to_work_out_is_compared_as_it_is_written(marked, known):
+    assert marked(known, known) == 1.0
+    assert marked(known.replace("{9^9}", "{ 9^{9} }"), known) == 1.0
+    assert marked("5", known) == marked(f"{known} + 1", known) == 0.0
+
+
+LONG = ["~", "`", "<answer>", "</answer>", "<think>", r"\boxed{", r"\boxed ", "{", "#### 5 ", "\n"]
+LONG += [
+    " ",
+    "1 ",
+    "1,",
+    "(",
+    "<tool_call>",
+    "```python\n",
+    "~~~\n",
+    "a ",
+    "=",
+    "\\",
+    "####",
+    "1 1/",
+]
+
+
+@pytest.mark.parametrize("piece", LONG)
+@pytest.mark.parametrize(
+    "reward",
+    [
+        *(MathCorrectness(answer_format) for answer_format in MARKED),
+        *(ThinkAnswerFormat(), BoxedFormat(), ResponseLength(10**6)),
+    ],
+    ids=lambda reward: type(reward).__name__,
+)
+def test_a_long_response_is_read_once(reward, piece):
+    """Tried again at each of its characters, one of them would take minutes."""
+    response = (piece * 40_000)[:200_000]
+    for end in ("", "`", "</answer>", "x"):
+        assert 0.0 <= judged(reward, f"{response}{end}", answer="5") <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -343,8 +392,8 @@ def test_any_other_format_is_worth_nothing(prompt, response):
     assert in_format(prompt, response) == 0.0
 
 
-def judged(reward, response: str) -> float:
-    return reward(prompt_text="", response_text=response, answer="", finish_reason="stop")
+def judged(reward, response: str, answer: str = "") -> float:
+    return reward(prompt_text="", response_text=response, answer=answer, finish_reason="stop")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,41 @@ def test_calls_without_end_are_run_as_far_as_a_turn_may():
     )
     assert ran == [f"{i}" for i in range(8)]
     assert text.text.count("noted") == 8 and text.text.count("error: only the first 8 calls") == 1
+
+
+class Clockwork:
+    """A sandbox whose programs take as many seconds as they say, or as they may."""
+
+    def __init__(self):
+        self.ran = []
+
+    def run(self, program, wall_s, used_s):
+        took = min(float(program), wall_s)
+        self.ran.append((took, used_s))
+        return SimpleNamespace(status=0, stdout="ran", stderr="", timed_out=False, wall_s=took)
+
+
+def test_the_programs_of_a_turn_have_their_time_together():
+    """8 calls that sleep would keep other conversations' programs waiting for 8 times as long."""
+    clock = Clockwork()
+    world = ToolUse({"python": python_tool(partial(tools._run_contained, clock))})
+    respond = world({}, 0)
+    slow = "".join(hermes(name="python", arguments={"code": s}) for s in ("4", "1", "60", "1", "0"))
+    text = respond(slow).text
+    assert text.count("\nran\n") == 3 and text.count("error: not run: the programs of a turn") == 2
+    assert clock.ran == [(4.0, 0.0), (1.0, 4.0), (tools._TURN_S - 5, 5.0)]
+    # The next turn has its own time, but others go first by what this conversation has used.
+    assert "ran" in respond(hermes(name="python", arguments={"code": "2"})).text
+    assert clock.ran[-1] == (2.0, tools._TURN_S)
+    world({}, 0)(hermes(name="python", arguments={"code": "3"}))
+    assert clock.ran[-1] == (3.0, 0.0)
+
+
+def test_a_sleeping_turn_ends_in_its_time(monkeypatch):
+    monkeypatch.setattr(tools, "_TURN_S", 1.0)
+    calls = hermes(name="python", arguments={"code": "import time; time.sleep(60)"}) * 8
+    text = said_to(calls, shipped_tools(["python"])).text
+    assert text.count("it took too long") == 1 and text.count("error: not run") == 7
 
 
 def test_a_llama_call_is_answered_as_its_template_has_it():
