@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.objective.contracts import ComponentError
 from grpo_components.trajectory import Trajectory
 
 
@@ -17,6 +21,8 @@ class Sample:
     trajectory: Trajectory
     mask: NDArray[np.bool_]
     """[R] the tokens that are trained."""
+    number: int = 0
+    """Of the response in its group, from 0."""
     logged: bool = False
     """Whether its logprobs are for the log of rollouts."""
     loss_weight: float = 0.0
@@ -35,3 +41,33 @@ class Sample:
     def num_all_tokens(self) -> int:
         """Prompt and response."""
         return len(self.trajectory.prompt_ids) + len(self.trajectory.response_ids)
+
+
+def make_samples(
+    trajectories: Sequence[Trajectory],
+    advantages: NDArray[Any],
+    trained_tokens: Callable[[Trajectory], NDArray[np.bool_]],
+    num_logged: int,
+) -> list[Sample]:
+    """The samples of a batch.
+
+    Args:
+        trajectories: S of them, group by group.
+        advantages: [S] one for each.
+        trained_tokens: of a trajectory, [R] which of its tokens are trained.
+        num_logged: so many of the first are logged.
+
+    Raises:
+        ComponentError: there is not one advantage for each.
+    """
+    if np.shape(advantages) != (len(trajectories),):
+        problem = f"shape {np.shape(advantages)} given for {len(trajectories)} responses"
+        raise ComponentError(f"advantages: {problem}; allowed: one number for each")
+    samples: list[Sample] = []
+    in_group: Counter[int] = Counter()
+    for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
+        trajectory.advantage = advantage
+        number, logged = in_group[trajectory.group_id], len(samples) < num_logged
+        samples.append(Sample(trajectory, trained_tokens(trajectory), number, logged))
+        in_group[trajectory.group_id] += 1
+    return samples

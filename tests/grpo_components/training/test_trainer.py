@@ -274,20 +274,23 @@ def expected_update(
     sequence_ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     start = trainer.detach()
     correction = off_policy(start - generator, sequence_ids)
-    losses, measured = loss(
-        LossInputs(
-            trainer_logprobs=trainer,
-            generator_logprobs=generator,
-            advantages=advantage,
-            sequence_ids=sequence_ids,
-            staleness=torch.zeros_like(sequence_ids),
-            step=0,
-            reference_logprobs=reference,
-            proximal_logprobs=start if off_policy.anchors_at_proximal else None,
-            entropy=entropy,
-            correction_weights=correction,
-        )
+    # A masked token is one that is on-policy everywhere and has no advantage.
+    kept = correction != 0
+    inputs = LossInputs(
+        trainer_logprobs=torch.where(kept, trainer, 0.0),
+        generator_logprobs=torch.where(kept, generator, 0.0),
+        advantages=torch.where(kept, advantage, 0.0),
+        sequence_ids=sequence_ids,
+        staleness=torch.zeros_like(sequence_ids),
+        step=0,
+        reference_logprobs=torch.where(kept, reference, 0.0),
+        proximal_logprobs=torch.where(kept, start, 0.0) if off_policy.anchors_at_proximal else None,
+        entropy=entropy,
     )
+    losses, measured = loss(inputs)
+    penalty = measured.get("loss/penalty", 0.0)
+    losses = correction * (losses - penalty) + penalty
+    measured["loss/policy"] = (losses - penalty).detach()
     weights = (aggregation or TokenMean())(np.array(counts))
     total = (losses * torch.tensor(np.repeat(weights, counts))).sum()
     total.backward()
@@ -304,6 +307,7 @@ def expected_update(
         "grad_norm": grad_norm.item(),
         "token_versions": {0: len(losses)},
         "token_logprobs": {},
+        "skipped_because": "",
         "lr": LEARNING_RATE,
         "policy_version": 1,
         "skipped_steps": 0,
@@ -786,7 +790,6 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
     assert plain.keys() == full.keys()
     missing = {k for k, value in plain.items() if not isinstance(value, dict) and math.isnan(value)}
     assert missing == {
-        "loss/policy",
         "loss/kl_reference",
         "ratio/clip_fraction",
         "ratio/clip_fraction_low",
