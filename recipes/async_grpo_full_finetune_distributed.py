@@ -26,14 +26,16 @@ from torchtune import config
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import snapshot_checksum
+from grpo_components.objective.contracts import advantages_of
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
-from grpo_components.running.building import build, build_data, check_components
+from grpo_components.running.building import build, build_data
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import build_cluster
+from grpo_components.running.component_trial import try_components
 from grpo_components.running.evaluation import build_evaluation
 from grpo_components.running.event_log import open_turns
 from grpo_components.running.failed_samples import build_failed_samples
@@ -84,7 +86,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.cluster.ready(self.timeouts.startup_s)
         await self.cluster.supervise(self.loops, self.begin_again)
         await self.cluster.close_roles(self.timeouts.shutdown_s)
-        self.run_log.summary(self.ledger.dropped_groups, self.turns.outcome())
+        self.run_log.summary(self.ledger.dropped_groups, self.turns.outcome(), self.skips.told())
+        self.skips.check_trained()
 
     async def loops(self) -> None:
         """All loops side by side, from the beginning of an attempt to the end of the run."""
@@ -141,9 +144,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             started = time.perf_counter()
             batch, taken, entries, metrics = await self.take_batch()
             done, start_version = self.ledger.steps_done, self.ledger.policy_version
-            advantages = self.advantages(self.shaped_rewards(taken.groups, entries))
+            advantages = advantages_of(self.advantages, self.shaped_rewards(taken.groups, entries))
             trained = (await self.on_trainers("train_step", batch, advantages.ravel(), done))[0]
-            token_versions = trained.pop("token_versions")
+            token_versions, why = trained.pop("token_versions"), trained.pop("skipped_because", "")
             metrics |= rollout_metrics(taken.groups, start_version, token_versions) | trained
             step, version = done + 1, trained["policy_version"]
             evaluating = self.evaluation.due(step)
@@ -159,7 +162,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 await self.evaluation.begin(step, self.generators, beside)
             metrics |= await self.evaluation.finished(step)
             await self.log(step, metrics, entries, advantages)
-            self.skips.stepped(step, trained=version > start_version or self.rollout_only)
+            self.skips.stepped(step, version > start_version or self.rollout_only, why)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
                 await self.checkpoints.save(step, self.trainers, self.buffer)
         await self.checkpoints.finish()
@@ -246,8 +249,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         Returns:
             The packed batch, its `BatchSummary`, the ledger's entries, and what was measured.
         """
-        started, timeout_s, dropped = time.perf_counter(), self.timeouts.batch_s, 0
-        taken = None
+        started, timeout_s, dropped, taken = time.perf_counter(), self.timeouts.batch_s, 0, None
         while not (taken and taken.groups):  # a take that only found stale groups has no batch
             if self.wait_for_stale_groups:
                 await self.ledger.until_none_is_doomed(timeout_s)
@@ -294,7 +296,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             ValueError: for a config that cannot run, before Ray starts.
         """
         cfg = preflight.check(cfg)
-        check_components(cfg)
         quiet_libraries(cfg.log_level)
         tokenizer, dataset, held_out = build_data(cfg)
         # EDIT ME: the objective per token, the weight of each token's loss in the batch's, and the
@@ -309,13 +310,14 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         limit = cfg.dynamic_sampling.max_discarded
         self.dynamic_sampling = DynamicSampling(limit) if cfg.dynamic_sampling.enabled else None
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
-
+        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy, "ptx": ptx}
+        try_components(cfg, tokenizer, dataset, self.advantages, self.reward_shaping, objective)
         self.timeouts, self.rollout_only = cfg.timeouts, cfg.rollout_only
         self.groups_per_step, self.rollouts_in_flight = cfg.groups_per_step, cfg.rollouts_in_flight
         self.push_every_n_steps = cfg.push_every_n_steps
+        self.save_every_n_steps = cfg.save_every_n_steps
         self.pull_every_m_rollouts = cfg.pull_every_m_rollouts
         self.wait_for_stale_groups = cfg.stale_groups == "wait"
-        self.save_every_n_steps = cfg.save_every_n_steps
         self.rollouts_logged = cfg.rollouts_logged_per_step
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         self.prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
@@ -336,14 +338,12 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run_log.phase("starting Ray and the roles")
         self.cluster = build_cluster(cfg, attempt, self.run_log.note, self.turns)
         self.cluster.start()
-        compared = (loss, self.reward_shaping)
-        needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
-        num_references = cfg.num_references if needs_reference else 0
-        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
+        needed = any(getattr(p, "needs_reference", False) for p in (loss, self.reward_shaping))
+        num_references = cfg.num_references if needed else 0
         arguments = role_arguments(
             cfg,
             contract=contract,
-            objective=objective | {"ptx": ptx},
+            objective=objective,
             num_references=num_references,
             stop_tokens=tokenizer.stop_tokens,
             longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sysconfig
-import traceback
-from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -15,64 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
 from grpo_components.objective.losses import LossInputs, TokenMetrics
-
-_LIBRARIES = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
-_INSTALLED = {"site-packages", "dist-packages"}
-_SHOWN = 150
-"""Characters of a message that are kept: it may hold a whole tensor."""
-
-
-class ComponentError(ValueError):
-    """A component of the config does not do what one of its kind has to; no restart changes that.
-
-    The message is one line, "key: what is wrong; allowed: ...".
-    """
-
-
-def name_of(component: Any) -> str:
-    """The dotted path of a component's class, or of a function.
-
-    Args:
-        component: an object that a config's `_component_` has made.
-    """
-    named = cast(Any, component if hasattr(component, "__qualname__") else type(component))
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-@contextlib.contextmanager
-def named_failure(
-    key: str, name: str, kinds: tuple[type[BaseException], ...] = (SystemExit,)
-) -> Generator[None]:
-    """Turn what a component raises into a `ComponentError` with its key, name, file and line.
-
-    Args:
-        key: of the component in the config.
-        name: of the component.
-        kinds: what is turned; by itself, only what would end the process without a word.
-    """
-    try:
-        yield
-    except ComponentError:
-        raise
-    except kinds as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        what = what if len(what) <= _SHOWN else f"{what[: _SHOWN - 3]}..."
-        raise ComponentError(f"{key}: {name} raised {what}{place_of(error)}") from error
-
-
-def place_of(error: BaseException) -> str:
-    """Where an error was raised, as " (file:line)": the innermost line of the user's own.
-
-    Args:
-        error: with its traceback; empty where no line of it is the user's.
-    """
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        ours = _INSTALLED.intersection(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
-        if path.is_absolute() and not ours:
-            return f" ({path}:{frame.lineno})"
-    return ""
 
 
 def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
@@ -213,7 +153,7 @@ def checked_aggregation(
     return weights
 
 
-def checked_advantages(
+def advantages_of(
     advantages: Callable[[NDArray[np.float64]], Any], rewards: NDArray[np.float64]
 ) -> NDArray[np.floating]:
     """Call the advantages, and check that each response has got a number.
@@ -236,8 +176,9 @@ def checked_advantages(
     values = _as_floats(returned, exactly=True)
     if values is None or values.shape != rewards.shape:
         raise _refused("advantages", name, f"{_shown(returned)} for {given}", allowed)
-    wrong = np.argwhere(np.isfinite(rewards) & ~np.isfinite(values))
-    if len(wrong):
+    wrong = np.argwhere(~np.isfinite(values))
+    # Of a failed sample, whose reward is no number, a step that is skipped will tell.
+    if len(wrong) and np.isfinite(rewards).all():
         row, column = wrong[0].tolist()
         group = ", ".join(f"{reward:.4g}" for reward in rewards[row, :8])
         group += ", ..." if rewards.shape[1] > 8 else ""

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_components.objective.contracts import checked_losses, named_failure
+from grpo_components.objective.component_errors import named_failure
+from grpo_components.objective.contracts import checked_losses
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 
 Loss = Callable[[LossInputs], tuple[Tensor, TokenMetrics]]

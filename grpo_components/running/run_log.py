@@ -132,12 +132,15 @@ class RunLog:
         self._checkpoint = folder
         self.note(f"step {step}: saved {folder}")
 
-    def summary(self, dropped_groups: Mapping[str, int], replay: str = "") -> None:
+    def summary(
+        self, dropped_groups: Mapping[str, int], replay: str = "", skipped_steps: str = ""
+    ) -> None:
         """Show the closing summary.
 
         Args:
             dropped_groups: how many were never trained, by reason.
             replay: what a replay has shown; empty for a new run.
+            skipped_steps: how many there were, in words; empty for none.
         """
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
@@ -153,6 +156,7 @@ class RunLog:
             generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
             tokens = f"{generated:,.0f} generated, {trained:,.0f} trained"
             rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
+            rows += [("steps skipped", skipped_steps)] if skipped_steps else []
             rows += [("replay", replay)] if replay else []
             rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
         rows.append(("metrics", str(logs / "metrics.jsonl")))

@@ -7,12 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_components.objective.contracts import (
-    check_first_weights,
-    checked_weights,
-    name_of,
-    named_failure,
-)
+from grpo_components.objective.component_errors import name_of, named_failure
+from grpo_components.objective.contracts import check_first_weights, checked_weights
 from grpo_components.objective.correction import Loss, corrected_losses
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.objective.off_policy import NoCorrection

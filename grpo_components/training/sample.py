@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_components.objective.contracts import ComponentError
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.trajectory import Trajectory
 
 

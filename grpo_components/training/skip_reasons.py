@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_components.objective.contracts import ComponentError
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.losses import LossInputs
 from grpo_components.training.sample import Sample
 from grpo_components.trajectory import Trajectory

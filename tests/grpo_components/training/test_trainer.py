@@ -790,6 +790,7 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
     assert plain.keys() == full.keys()
     missing = {k for k, value in plain.items() if not isinstance(value, dict) and math.isnan(value)}
     assert missing == {
+        "loss/penalty",
         "loss/kl_reference",
         "ratio/clip_fraction",
         "ratio/clip_fraction_low",
