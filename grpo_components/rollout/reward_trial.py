@@ -86,9 +86,9 @@ class RewardTrial:
 
 def _problem_of(reward: Any, sample: Sample) -> str:
     if not callable(reward):
-        return f"makes {'nothing' if reward is None else f'a {type(reward).__name__}'} to be called"
+        return f"makes a {type(reward).__name__}, which cannot be called"
     try:
-        value = reward(**sample)
+        value: Any = reward(**sample)
         number = float(value)
         _ = number >= getattr(reward, "max_reward", 1.0)
     except (Exception, SystemExit) as error:  # whatever a user's code raises

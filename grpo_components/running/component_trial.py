@@ -74,7 +74,10 @@ def try_components(
         if not (cfg.eval_only or cfg.rollout_only):
             _try_objective(cfg, reward_shaping, objective)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
-        advantages_of(_own(advantages), _shaped(reward_shaping, rewards, cfg.num_steps))
+        shaped = _shaped(reward_shaping, rewards, cfg.num_steps)
+        allowed = "rewards [B, G] -> advantages [B, G]"
+        with named_failure("advantages", name_of(advantages), _RAISES, allowed):
+            advantages_of(_own(advantages), shaped)
         if not (cfg.train_from or cfg.environment == SHIPPED_ENVIRONMENT):
             prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
             try_environment(cfg, tokenizer, prompts)
@@ -121,9 +124,9 @@ def _try_objective(cfg: DictConfig, reward_shaping: Any, objective: Mapping[str,
         _try_loss(ours["loss"], ours["off_policy"], has_reference, cfg.max_staleness, step)
     counts = np.array([*LENGTHS, 0])
     allowed = "token counts [S] -> weights [S]"
-    with named_failure("aggregation", name_of(ours["aggregation"]), _RAISES, allowed):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            checked_aggregation(ours["aggregation"], counts)
+    guarded = named_failure("aggregation", name_of(ours["aggregation"]), _RAISES, allowed)
+    with guarded, np.errstate(divide="ignore", invalid="ignore"):
+        checked_aggregation(ours["aggregation"], counts)
     if "ptx" in ours:
         _try_ptx(ours["ptx"])
 
@@ -145,7 +148,7 @@ def _try_loss(
             returned = off_policy(log_ratios, inputs.sequence_ids)
         weights = checked_weights(correction_name, returned, log_ratios)
         check_first_weights(correction_name, weights, log_ratios)
-    for applied in dict.fromkeys((None, weights)):
+    for applied in (None,) if weights is None else (None, weights):
         with named_failure("loss", name, _RAISES, allowed):
             losses, _ = corrected_losses(loss, inputs, applied, name)
             check_numbers(name, losses, inputs)
@@ -182,23 +185,23 @@ def made_inputs(has_reference: bool, max_staleness: int, step: int) -> LossInput
 def _made_rewards(group_size: int) -> NDArray[np.float64]:
     """Three groups: of both kinds of reward, of one alone, and of several values."""
     numbers = np.arange(group_size)
-    return np.stack([numbers % 2.0, np.zeros(group_size), numbers / group_size])
+    groups = [numbers % 2, np.zeros(group_size), numbers / group_size]
+    return np.array(groups, np.float64)
 
 
 def _shaped(
     reward_shaping: Any, rewards: NDArray[np.float64], num_steps: int
 ) -> NDArray[np.float64]:
+    """Rewards as the advantages will get them."""
     lengths = np.full(rewards.shape, 1)
     shaping, name = _own(reward_shaping), name_of(reward_shaping)
     kl = np.zeros(rewards.shape) if getattr(shaping, "needs_reference", False) else None
     shaped = rewards
     for step in (0, num_steps - 1):
         with named_failure("reward_shaping", name, _RAISES, "rewards [B, G] -> rewards [B, G]"):
-            shaped = np.asarray(shaping(rewards, lengths, kl, step))
+            shaped = cast("NDArray[np.float64]", np.asarray(shaping(rewards, lengths, kl, step)))
         if shaped.shape != rewards.shape or shaped.dtype.kind != "f":
-            problem = (
-                f"shape {list(shaped.shape)}, {shaped.dtype} for {list(rewards.shape)} rewards"
-            )
+            problem = f"shape {list(shaped.shape)} for {list(rewards.shape)} rewards"
             raise ComponentError(f"reward_shaping: {name} returned {problem}; allowed: the same")
     return shaped
 

@@ -18,6 +18,7 @@ from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.report.page import NoStepsError, write_report
 from grpo_components.report.run_files import FAILURES, first_and_last
 from grpo_components.running.building import build, shared_prompts
+from grpo_components.running.component_trial import check_logger
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.output_folder import append_line
 from grpo_components.running.progress import Progress
@@ -225,6 +226,7 @@ def build_run_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_o
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
+    check_logger(cfg.metric_logger._component_, logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     run_log = RunLog(folder, logger, every, cfg.num_steps, attempt)
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)

@@ -135,9 +135,8 @@ def dump_batch(
     # Python's JSON has NaN and Infinity, which are what one looks for here.
     (target / "trajectories.json").write_text(json.dumps(others, default=float))
     (target / "metrics.json").write_text(json.dumps(dict(metrics), indent=1, default=float))
-    (target / "README").write_text(
-        _README.format(step=step, why=metrics["skipped_because"], folder=target)
-    )
+    why = metrics["skipped_because"]
+    (target / "README").write_text(_README.format(step=step, why=why, folder=target))
 
 
 def load_batch(
