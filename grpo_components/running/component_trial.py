@@ -264,6 +264,6 @@ def _begin_rewards(cfg: DictConfig, dataset: Any) -> RewardTrial | None:
     for row in range(min(len(dataset), _ROWS)):
         prompt = dataset[row]
         said = {"prompt_text": prompt["prompt_text"], "answer": prompt["answer"]}
-        samples.append({**said, "response_text": prompt["answer"], "finish_reason": "stop"})
+        samples.append({**said, "response_text": str(prompt["answer"]), "finish_reason": "stop"})
     limit_s = cfg.timeouts.reward_s
     return RewardTrial(reward_specs(cast(Any, theirs)), samples, limit_s)

@@ -99,7 +99,7 @@ def _roll_out(
     slots = call(env.reset).unbind(0)
     said = []
     for slot, prompt in zip(slots, prompts, strict=True):
-        if slot.get("tokens", torch.empty(0)).tolist() != list(prompt["prompt_ids"]):
+        if not np.array_equal(slot.get("tokens", torch.empty(0)), prompt["prompt_ids"]):
             problem = f"{name} does not begin with `tokens`, those of the prompt"
             raise ComponentError(f"environment: {problem}; allowed: {_ALLOWED}")
         said.append(slot["tokens"].tolist() + response)
@@ -119,12 +119,12 @@ def _roll_out(
 
 
 def _check_turn(name: str, after: Any, known: list[int]) -> None:
-    problem = ""
-    if missing := [key for key in ("tokens", "done", "reward") if key not in after.keys()]:  # noqa: SIM118
+    problem, given = "", set(after.keys())
+    if missing := [key for key in ("tokens", "done", "reward") if key not in given]:
         problem = f"sets no {missing[0]} in its step"
     elif not np.array_equal(after["tokens"].numpy()[: len(known)], known):
         problem = "changes tokens that had been said before"
-    elif bool(after["done"]) and not isinstance(after.get("score", None), Score):
+    elif bool(after["done"]) and not ("score" in given and isinstance(after["score"], Score)):
         problem = "ends a slot without a Score as its score"
     if problem:
         raise ComponentError(f"environment: {name} {problem}; allowed: {_ALLOWED}")
