@@ -25,15 +25,17 @@ from torchtune import config
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import snapshot_checksum
+from grpo_components.objective.contracts import advantages_of
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.rollout.prompt_stream import PromptStream
 from grpo_components.running import preflight
 from grpo_components.running.agreement import GeneratorAgreement
-from grpo_components.running.building import build, build_data, check_components
+from grpo_components.running.building import build, build_data
 from grpo_components.running.checkpoints import build_checkpoints
 from grpo_components.running.cluster import build_cluster
+from grpo_components.running.component_trial import try_components
 from grpo_components.running.evaluation import build_evaluation
 from grpo_components.running.event_log import open_turns
 from grpo_components.running.failed_samples import build_failed_samples
@@ -84,7 +86,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.cluster.ready(self.timeouts.startup_s)
         await self.cluster.supervise(self.loops, self.begin_again)
         await self.cluster.close_roles(self.timeouts.shutdown_s)
-        self.run_log.summary(self.ledger.dropped_groups, self.turns.outcome())
+        self.run_log.summary(self.ledger.dropped_groups, self.turns.outcome(), self.skips.told())
+        self.skips.check_trained()
 
     async def loops(self) -> None:
         """All loops side by side, from the beginning of an attempt to the end of the run."""
@@ -141,9 +144,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             started = time.perf_counter()
             batch, taken, entries, metrics = await self.take_batch()
             done, start_version = self.ledger.steps_done, self.ledger.policy_version
-            advantages = self.advantages(self.shaped_rewards(taken.groups, entries))
+            advantages = advantages_of(self.advantages, self.shaped_rewards(taken.groups, entries))
             trained = (await self.on_trainers("train_step", batch, advantages.ravel(), done))[0]
-            token_versions = trained.pop("token_versions")
+            token_versions, why = trained.pop("token_versions"), trained.pop("skipped_because", "")
             metrics |= rollout_metrics(taken.groups, start_version, token_versions) | trained
             step, version = done + 1, trained["policy_version"]
             evaluating = self.evaluation.due(step)
@@ -160,7 +163,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             metrics |= await self.evaluation.finished(step)
             await self.log(step, metrics, entries, advantages)
             self.agreement.check(step, metrics)
-            self.skips.stepped(step, trained=version > start_version or self.rollout_only)
+            self.skips.stepped(step, version > start_version or self.rollout_only, why)
             if step % self.save_every_n_steps == 0 or self.ledger.finished:
                 await self.checkpoints.save(step, self.trainers, self.buffer)
         await self.checkpoints.finish()
@@ -247,8 +250,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         Returns:
             The packed batch, its `BatchSummary`, the ledger's entries, and what was measured.
         """
-        started, timeout_s, dropped = time.perf_counter(), self.timeouts.batch_s, 0
-        taken = None
+        started, timeout_s, dropped, taken = time.perf_counter(), self.timeouts.batch_s, 0, None
         while not (taken and taken.groups):  # a take that only found stale groups has no batch
             if self.wait_for_stale_groups:
                 await self.ledger.until_none_is_doomed(timeout_s)
@@ -295,7 +297,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             ValueError: for a config that cannot run, before Ray starts.
         """
         cfg = preflight.check(cfg)
-        check_components(cfg)
         quiet_libraries(cfg.log_level)
         tokenizer, dataset, held_out = build_data(cfg)
         # EDIT ME: the objective per token, the weight of each token's loss in the batch's, and the
@@ -304,19 +305,19 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         aggregation = build("aggregation", cfg.aggregation)
         off_policy = build("off_policy", cfg.off_policy)
         ptx = build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None  # a supervised loss beside it
-        # EDIT ME: rewards [groups, group_size] -> advantages of the same shape.
-        self.advantages = build("advantages", cfg.advantages)
+        self.advantages = build("advantages", cfg.advantages)  # EDIT ME: rewards [B, G] -> [B, G]
         self.reward_shaping = RewardShaping(**shaping_settings(cfg))
         dynamic = cfg.dynamic_sampling
         self.dynamic_sampling = DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None
         self.temperature = as_schedule("generator.temperature", cfg.generator.temperature)
-
+        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy, "ptx": ptx}
+        try_components(cfg, tokenizer, dataset, self.advantages, self.reward_shaping, objective)
         self.timeouts, self.rollout_only = cfg.timeouts, cfg.rollout_only
         self.groups_per_step, self.rollouts_in_flight = cfg.groups_per_step, cfg.rollouts_in_flight
         self.push_every_n_steps = cfg.push_every_n_steps
+        self.save_every_n_steps = cfg.save_every_n_steps
         self.pull_every_m_rollouts = cfg.pull_every_m_rollouts
         self.wait_for_stale_groups = cfg.stale_groups == "wait"
-        self.save_every_n_steps = cfg.save_every_n_steps
         self.rollouts_logged = cfg.rollouts_logged_per_step
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         self.prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
@@ -339,7 +340,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         compared = (loss, self.reward_shaping, self.advantages)
         needs_reference = any(getattr(part, "needs_reference", False) for part in compared)
         num_references = cfg.num_references if needs_reference else 0
-        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy, "ptx": ptx}
         arguments = role_arguments(
             cfg,
             contract=contract,

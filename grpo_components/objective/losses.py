@@ -2,13 +2,13 @@
 
 Every loss is
 
-    weight policy_loss + kl_coeff k(trainer, reference) - entropy_coeff entropy
+    policy_loss + kl_coeff k(trainer, reference) - entropy_coeff entropy
 
-where policy_loss is what the classes below define, weight is the off-policy correction (1 without
-one) and k an estimator of `kl.py`. The ratio is rho = exp(log pi_trainer - log pi_anchor); the
-anchor is the proximal policy where its logprobs are given, else the generator. A is the advantage,
-sg() stops the gradient. A token with weight 0 is masked wholly: whatever its logprobs, its loss and
-gradient are 0, and in the metrics it counts with loss 0 and ratio 1 (GSPO: its response's ratio).
+where policy_loss is what the classes below define and k an estimator of `kl.py`. The ratio is
+rho = exp(log pi_trainer - log pi_anchor); the anchor is the proximal policy where its logprobs are
+given, else the generator. A is the advantage, sg() stops the gradient. No loss knows of the
+off-policy correction: `correction.py` weighs what any of them returns. The last two terms are the
+metric `loss/penalty`, with its gradient, because the correction does not weigh them.
 
 Each loss has `needs_reference` and `needs_proximal` (which logprobs it asks for) and
 `entropy_coeff` (0: the entropy may come without a gradient, or not at all).
@@ -17,7 +17,7 @@ Each loss has `needs_reference` and `needs_proximal` (which logprobs it asks for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -60,8 +60,9 @@ class LossInputs:
     """[N] float32, of the policy at the start of the step; no gradient."""
     entropy: Tensor | None = None
     """[N] float32, nats."""
-    correction_weights: Tensor | None = None
-    """[N] float32, no gradient; multiplies the policy loss; 0 masks the token wholly."""
+    kept: Tensor | None = None
+    """[N] bool, False where the off-policy correction masks the token: its numbers are all 0, and
+    so will be its loss. Of use where a token's loss depends on others; None masks none."""
 
 
 class GRPOLoss:
@@ -96,9 +97,8 @@ class GRPOLoss:
         self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
         self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
 
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached."""
-        tokens = _with_masked_tokens_neutral(inputs)
+    def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         log_ratio = tokens.trainer_logprobs - _anchor(tokens)
         policy_loss, metrics = clipped_objective(
@@ -140,9 +140,8 @@ class GSPOLoss:
         self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
         self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
 
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached."""
-        tokens = _with_masked_tokens_neutral(inputs)
+    def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         log_ratio = tokens.trainer_logprobs - _anchor(tokens)
         sums = torch.zeros_like(log_ratio).index_add(0, tokens.sequence_ids, log_ratio)
@@ -183,9 +182,8 @@ class CISPOLoss:
         self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
         self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
 
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached."""
-        tokens = _with_masked_tokens_neutral(inputs)
+    def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         ratio = (tokens.trainer_logprobs.detach() - _anchor(tokens)).exp()
         policy_loss = -ratio.clamp(low, high) * tokens.advantages * tokens.trainer_logprobs
@@ -219,9 +217,8 @@ class REINFORCELoss:
         self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
         self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
 
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached."""
-        tokens = _with_masked_tokens_neutral(inputs)
+    def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
         log_ratio = tokens.trainer_logprobs.detach() - _anchor(tokens)
         weight = importance_weight(log_ratio, self.max_ratio)
         policy_loss = -weight * tokens.advantages * tokens.trainer_logprobs
@@ -280,9 +277,8 @@ class DecoupledPPOLoss:
         self.needs_reference = self._extras.needs_reference
         self.needs_proximal = proximal == "recomputed"
 
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached."""
-        tokens = _with_masked_tokens_neutral(inputs)
+    def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
         if self.needs_proximal:
             assert tokens.proximal_logprobs is not None, "proximal: recomputed, but none given"
             proximal_logprobs = tokens.proximal_logprobs
@@ -306,7 +302,7 @@ def _loglinear_proximal(tokens: LossInputs) -> Tensor:
 
 
 class _Extras:
-    """What every loss adds to its policy loss: correction, penalty to the reference, entropy."""
+    """What every loss adds to its policy loss: penalty to the reference, entropy bonus."""
 
     def __init__(self, kl_coeff: Scheduled, kl_estimator: str, entropy_coeff: float) -> None:
         self.kl_coeff = as_schedule("loss.kl_coeff", kl_coeff)
@@ -326,9 +322,8 @@ class _Extras:
     def complete(
         self, tokens: LossInputs, policy_loss: Tensor, metrics: TokenMetrics
     ) -> tuple[Tensor, TokenMetrics]:
-        if tokens.correction_weights is not None:
-            policy_loss = tokens.correction_weights * policy_loss
-        losses, metrics = policy_loss, {"loss/policy": policy_loss.detach(), **metrics}
+        metrics = {"loss/policy": policy_loss.detach(), **metrics}
+        penalties: list[Tensor] = []
         if tokens.reference_logprobs is None:
             assert not self.needs_reference, "kl_coeff > 0 without reference logprobs"
         else:
@@ -336,38 +331,22 @@ class _Extras:
             metrics["loss/kl_reference"] = kl.detach()
             coefficient = self.kl_coeff(tokens.step)
             if coefficient > 0:  # 0 times the gradient of an overflow would be NaN
-                losses = losses + coefficient * kl
+                penalties.append(coefficient * kl)
         if self.entropy_coeff > 0:
             assert tokens.entropy is not None, "entropy_coeff > 0 without entropy"
-            losses = losses - self.entropy_coeff * tokens.entropy
+            penalties.append(-self.entropy_coeff * tokens.entropy)
+        losses = policy_loss
+        for penalty in penalties:
+            losses = losses + penalty
+        if penalties:
+            metrics["loss/penalty"] = sum(penalties[1:], penalties[0])
         return losses, metrics
 
 
 def _kept(tokens: LossInputs) -> Tensor:
-    if tokens.correction_weights is None:
+    if tokens.kept is None:
         return torch.ones_like(tokens.sequence_ids, dtype=torch.bool)
-    return tokens.correction_weights != 0
-
-
-def _with_masked_tokens_neutral(inputs: LossInputs) -> LossInputs:
-    """The same tokens, with 0 for every number of those masked: their loss comes out as 0."""
-    if inputs.correction_weights is None:
-        return inputs
-    kept = _kept(inputs)
-
-    # Before any arithmetic: an infinity that only a later product masks leaves 0 * inf = NaN.
-    def neutral(values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.where(kept, values, 0.0)
-
-    return replace(
-        inputs,
-        trainer_logprobs=neutral(inputs.trainer_logprobs),
-        generator_logprobs=neutral(inputs.generator_logprobs),
-        advantages=neutral(inputs.advantages),
-        reference_logprobs=neutral(inputs.reference_logprobs),
-        proximal_logprobs=neutral(inputs.proximal_logprobs),
-        entropy=neutral(inputs.entropy),
-    )
+    return tokens.kept
 
 
 def _anchor(tokens: LossInputs) -> Tensor:

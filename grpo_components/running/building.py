@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import netrc
 import os
 import sys
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
@@ -29,6 +32,9 @@ from grpo_components.training.model_match import sliding_window
 
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
+
+_STEPS_TRIED = 1000
+"""Of a learning rate's schedule."""
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +82,7 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
     for key, dataset in data.items():
         _check_rows(key, cfg[key]._component_, dataset)
+        _check_types(key, cfg[key]._component_, dataset)
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     vocab_size = hf_config.get("vocab_size")
     trained = {
@@ -118,6 +125,22 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
         problem = "gives two rows with one prompt_index" if rows else "gives no rows"
     allowed = f"rows by index, each with {', '.join(fields)}, and a max_prompt_length"
     raise ValueError(f"{key}: {component} {problem}; allowed: {allowed}")
+
+
+def _check_types(key: str, component: str, dataset: Any) -> None:
+    """Whether the first row can be shown and generated from; the others are made alike."""
+    row = dataset[0]
+    ids = np.asarray(row["prompt_ids"])
+    right = {
+        "prompt_index": isinstance(row["prompt_index"], Integral),
+        "prompt_ids": ids.ndim == 1 and ids.dtype.kind in "iu",
+        "prompt_text": isinstance(row["prompt_text"], str),
+    }
+    for field, fits in right.items():
+        if not fits:
+            problem = f"{component} gives a {type(row[field]).__name__} as {field}"
+            kinds = "prompt_index a whole number, prompt_ids a list of such, prompt_text a text"
+            raise ValueError(f"{key}: {problem}; allowed: {kinds}")
 
 
 def _check_prompts(
@@ -173,7 +196,10 @@ def parameters_of(component: Any) -> list[inspect.Parameter]:
     own_call = isinstance(component, type) and type(component).__call__ is not type.__call__
     if own_call and component.__init__ is not object.__init__:
         return list(inspect.signature(component.__init__).parameters.values())[1:]
-    return list(inspect.signature(component).parameters.values())
+    try:
+        return list(inspect.signature(component).parameters.values())
+    except ValueError:  # of some built-in ones nobody knows; being called will tell
+        return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
 
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:
@@ -232,7 +258,10 @@ def check_components(cfg: DictConfig) -> None:
     if not node._component_.startswith("torchao."):  # their step would be compiled here
         _check_step(node._component_, optimizer, parameter)
     if cfg.lr_scheduler:
-        build("lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=cfg.num_steps)
+        scheduler = build(
+            "lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=cfg.num_steps
+        )
+        _check_schedule(cfg.lr_scheduler._component_, scheduler, optimizer, cfg.num_steps)
     with torch.device("meta"):
         model = build("model", cfg.model)
     base = Path(cfg.base_model_path)
@@ -259,11 +288,27 @@ def check_components(cfg: DictConfig) -> None:
 def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:
     parameter.grad = torch.zeros_like(parameter)
     try:
+        optimizer.zero_grad(set_to_none=False)
         optimizer.step()
-    except Exception as error:  # whatever an optimizer raises
+        _ = optimizer.param_groups[0]["lr"], optimizer.state_dict()
+    except (Exception, SystemExit) as error:  # whatever an optimizer raises
         what = f"{name} cannot make the trainer's step, {type(error).__name__}: {error}"
         allowed = "one that takes dense gradients and no closure"
         raise ValueError(f"optimizer: {what}; allowed: {allowed}") from error
+
+
+def _check_schedule(name: str, scheduler: Any, optimizer: Any, num_steps: int) -> None:
+    allowed = "a scheduler of torch.optim, whose rates are finite numbers >= 0"
+    try:
+        for _ in range(min(num_steps, _STEPS_TRIED)):
+            scheduler.step()
+            rate = float(optimizer.param_groups[0]["lr"])
+            if not 0 <= rate < math.inf:
+                raise ValueError(f"it sets the rate {rate}")
+        scheduler.state_dict()
+    except (Exception, SystemExit) as error:  # whatever a scheduler raises
+        problem = f"{name} cannot be stepped, {type(error).__name__}: {error}"
+        raise ValueError(f"lr_scheduler: {problem}; allowed: {allowed}") from error
 
 
 def _check_wandb_login(node: DictConfig) -> None:

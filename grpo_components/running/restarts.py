@@ -38,14 +38,14 @@ class RestartBudget:
             Seconds to wait before it: 1, 2, 4, ... to 30 with its restarts in the window.
 
         Raises:
-            RoleFailedError: if the role waited in vain for others, if its code raised the same
-                again, or if the budget is spent.
+            RoleFailedError: if the role waited in vain for others, or got a component that is none;
+                if its code raised the same again, or if the budget is spent.
         """
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
             self._restarts.popleft()
         of_role = sum(restarted == role for _, restarted in self._restarts)
-        if failure.kind == "waited":
+        if failure.kind in ("waited", "refused"):
             raise failure
         if failure.kind == "raised" and repeated:
             raise failure.with_history("and the same again after a restart")

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.running.plain_text import PlainFormatter
 from grpo_components.running.quiet import quiet_libraries
 from grpo_components.running.supervision import RoleFailedError
@@ -78,10 +79,13 @@ class RoleHost:
         """Ray does not say whose code failed where the error travels through another role."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # what a role raises becomes its named failure
+        # Whatever a role raises becomes its named failure; `sys.exit` would end it without a word.
+        except (Exception, SystemExit) as error:
             logging.getLogger(self._name).exception("%s failed", method)
             what = f"failed: {type(error).__name__}: {error}"
             kind = "waited" if isinstance(error, TimeoutError) else "raised"
+            if isinstance(error, ComponentError):
+                what, kind = str(error), "refused"
             raise RoleFailedError(self._name, what, self._log_file, kind) from error
 
     def _build(self, role_class: str, kwargs: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.report.page import NoStepsError, write_report
 from grpo_components.report.run_files import FAILURES, first_and_last
 from grpo_components.running.building import build, shared_prompts
+from grpo_components.running.component_trial import check_logger
 from grpo_components.running.metrics import MetricLog
 from grpo_components.running.output_folder import append_line
 from grpo_components.running.progress import Progress
@@ -132,12 +133,15 @@ class RunLog:
         self._checkpoint = folder
         self.note(f"step {step}: saved {folder}")
 
-    def summary(self, dropped_groups: Mapping[str, int], replay: str = "") -> None:
+    def summary(
+        self, dropped_groups: Mapping[str, int], replay: str = "", skipped_steps: str = ""
+    ) -> None:
         """Show the closing summary.
 
         Args:
             dropped_groups: how many were never trained, by reason.
             replay: what a replay has shown; empty for a new run.
+            skipped_steps: how many there were, in words; empty for none.
         """
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
@@ -153,6 +157,7 @@ class RunLog:
             generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
             tokens = f"{generated:,.0f} generated, {trained:,.0f} trained"
             rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
+            rows += [("steps skipped", skipped_steps)] if skipped_steps else []
             rows += [("replay", replay)] if replay else []
             rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
         rows.append(("metrics", str(logs / "metrics.jsonl")))
@@ -221,6 +226,7 @@ def build_run_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_o
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
+    check_logger(cfg.metric_logger._component_, logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     run_log = RunLog(folder, logger, every, cfg.num_steps, attempt)
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)

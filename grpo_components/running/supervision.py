@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grpo_components.exchange.turns import ReplayError
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.dynamic_sampling import StarvedError
 from grpo_components.running.agreement import DisagreementError
 from grpo_components.running.config_schema import MAX_MESSAGE
@@ -27,14 +28,14 @@ from grpo_components.training.skipped_steps import SkippedStepsError
 
 _TOLD_WITHOUT_TRACEBACK = (
     *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
-    *(TimeoutError, OSError),
+    *(ComponentError, TimeoutError, OSError),
 )
 """Ends of a run that are no bug, besides a role's failure."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
 """Only `setup` lets these out; what a loop raises comes in a group."""
 
 
-FailureKind = Literal["died", "silent", "raised", "waited"]
+FailureKind = Literal["died", "silent", "raised", "waited", "refused"]
 
 
 class RoleFailedError(RuntimeError):
@@ -44,7 +45,8 @@ class RoleFailedError(RuntimeError):
         role: its name, e.g. generator_0.
         what: what happened, in a few words.
         log: path of its log file.
-        kind: its process died; it gave no answer; its code raised; or it waited in vain for others.
+        kind: its process died; it gave no answer; its code raised; it waited in vain for others; or
+            it refused a component of the config, in words that need nobody's name.
     """
 
     def __init__(self, role: str, what: str, log: str, kind: FailureKind) -> None:
@@ -53,6 +55,8 @@ class RoleFailedError(RuntimeError):
         self.kind: FailureKind = kind
 
     def __str__(self) -> str:
+        if self.kind == "refused":
+            return f"{self.what} (found by {self.role})"
         return f"{self.role} {self.what}\n  its log: {self.log}"
 
     def with_history(self, history: str) -> RoleFailedError:

@@ -22,7 +22,8 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         max_norm: of all gradients together; infinity only measures.
 
     Returns:
-        The norm before clipping, a scalar, the same on every rank.
+        The norm before clipping, a scalar, the same on every rank. Where it is not finite, the
+        gradients stay as they are: scaling by it would hide which of them is at fault.
     """
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -34,6 +35,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         norm = get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    for group in by_mesh.values():
-        clip_grads_with_norm_(group, max_norm, total)
+    if total.isfinite():
+        for group in by_mesh.values():
+            clip_grads_with_norm_(group, max_norm, total)
     return total

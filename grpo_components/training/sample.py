@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.trajectory import Trajectory
 
@@ -19,6 +22,8 @@ class Sample:
     trajectory: Trajectory
     mask: NDArray[np.bool_]
     """[R] the tokens that are trained."""
+    number: int = 0
+    """Of the response in its group, from 0."""
     logged: bool = False
     """Whether its logprobs are for the log of rollouts."""
     loss_weight: float = 0.0
@@ -41,6 +46,36 @@ class Sample:
         return len(self.trajectory.prompt_ids) + len(self.trajectory.response_ids)
 
 
+def make_samples(
+    trajectories: Sequence[Trajectory],
+    advantages: NDArray[Any],
+    trained_tokens: Callable[[Trajectory], NDArray[np.bool_]],
+    num_logged: int,
+) -> list[Sample]:
+    """The samples of a batch.
+
+    Args:
+        trajectories: S of them, group by group.
+        advantages: [S] one for each.
+        trained_tokens: of a trajectory, [R] which of its tokens are trained.
+        num_logged: so many of the first are logged.
+
+    Raises:
+        ComponentError: there is not one advantage for each.
+    """
+    if np.shape(advantages) != (len(trajectories),):
+        problem = f"shape {np.shape(advantages)} given for {len(trajectories)} responses"
+        raise ComponentError(f"advantages: {problem}; allowed: one number for each")
+    samples: list[Sample] = []
+    in_group: Counter[int] = Counter()
+    for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
+        trajectory.advantage = advantage
+        number, logged = in_group[trajectory.group_id], len(samples) < num_logged
+        samples.append(Sample(trajectory, trained_tokens(trajectory), number, logged))
+        in_group[trajectory.group_id] += 1
+    return samples
+
+
 def spread_advantages(
     samples: Sequence[Sample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
@@ -50,6 +85,9 @@ def spread_advantages(
         samples: of the global batch, the same on every rank.
         token_advantages: makes them; None gives each token that of its response.
         step: training steps done before this one.
+
+    Raises:
+        ComponentError: there is not one advantage for each trained token.
     """
     if token_advantages is None:
         for sample in samples:
@@ -59,5 +97,7 @@ def spread_advantages(
     trajectories = [sample.trajectory for sample in samples]
     parts = token_advantages(trajectories, [sample.mask for sample in samples], step)
     for sample, part in zip(samples, parts, strict=True):
-        assert part.shape == (sample.num_tokens,), "token_advantages: one per trained token"
+        if part.shape != (sample.num_tokens,):
+            problem = f"per_token returned shape {part.shape} for {sample.num_tokens} tokens"
+            raise ComponentError(f"advantages: {problem}; allowed: one number for each")
         sample.advantages = part.astype(np.float32)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from grpo_components.trajectory import PackedTrajectories
 
 _README = """\
-Training step {step} was skipped: its loss or gradient was not finite, or no token could be trained.
+Training step {step} was skipped: {why}.
 Load its batch with:
   from grpo_components.training.skipped_steps import load_batch
   packed, advantages, metrics = load_batch("{folder}")
@@ -22,7 +22,7 @@ Load its batch with:
 
 
 class SkippedStepsError(RuntimeError):
-    """Step after step trained nothing; the message has the steps and where their batches lie."""
+    """Step after step trained nothing, or none did; the message has why and the batches' folder."""
 
 
 class SkippedSteps:
@@ -40,28 +40,52 @@ class SkippedSteps:
         self._most, self._note = max_skipped_steps, note
         self._folder = skipped_folder(output_dir)
         self._in_a_row = 0
+        self._skipped: dict[int, str] = {}
+        """By step: why, and empty where it trained; a step that is made again counts once."""
 
-    def stepped(self, step: int, trained: bool) -> None:
+    def stepped(self, step: int, trained: bool, why: str) -> None:
         """To be called after every step.
 
         Args:
             step: from 1.
             trained: whether the step made a new policy version.
+            why: it did not.
 
         Raises:
             SkippedStepsError: this is the last skipped step in a row that is allowed.
         """
+        self._skipped[step] = "" if trained else why
         if trained:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        self._note(f"step {step} is skipped; its batch: {batch_folder(self._folder, step)}")
+        batch = batch_folder(self._folder, step)
+        self._note(f"step {step} is skipped: {why}; its batch: {batch}")
         if self._in_a_row >= self._most:
             raise SkippedStepsError(
                 f"max_skipped_steps: {self._most} given, and the {self._in_a_row} steps "
-                f"{step - self._in_a_row + 1} to {step} in a row trained nothing, because their "
-                "loss or gradient was not finite (or no token could be trained); their batches "
-                f"and metrics are in {self._folder}"
+                f"{step - self._in_a_row + 1} to {step} in a row trained nothing, the last because "
+                f"{why}; their batches and metrics are in {self._folder}"
+            )
+
+    def told(self) -> str:
+        """How many steps were skipped, for the summary; empty where none was."""
+        skipped = [step for step, why in self._skipped.items() if why]
+        if not skipped:
+            return ""
+        return f"{len(skipped)} of {len(self._skipped)}, the first was step {skipped[0]}"
+
+    def check_trained(self) -> None:
+        """To be called at the end of the run.
+
+        Raises:
+            SkippedStepsError: each of its steps was skipped.
+        """
+        reasons = [*self._skipped.values()]
+        if reasons and all(reasons):
+            raise SkippedStepsError(
+                f"nothing was trained: all {len(reasons)} steps of the run were skipped, the first "
+                f"because {reasons[0]}; their batches and metrics are in {self._folder}"
             )
 
 
@@ -94,7 +118,7 @@ def dump_batch(
         step: from 1.
         batch: S trajectories.
         advantages: [S] float32.
-        metrics: of the step.
+        metrics: of the step; `skipped_because` says why.
     """
     target = batch_folder(folder, step)
     target.mkdir(parents=True, exist_ok=True)
@@ -111,7 +135,8 @@ def dump_batch(
     # Python's JSON has NaN and Infinity, which are what one looks for here.
     (target / "trajectories.json").write_text(json.dumps(others, default=float))
     (target / "metrics.json").write_text(json.dumps(dict(metrics), indent=1, default=float))
-    (target / "README").write_text(_README.format(step=step, folder=target))
+    why = metrics["skipped_because"]
+    (target / "README").write_text(_README.format(step=step, why=why, folder=target))
 
 
 def load_batch(

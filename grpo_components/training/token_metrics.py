@@ -17,6 +17,7 @@ from grpo_components.objective.off_policy import mismatch_summary
 ALWAYS_LOGGED = (
     "loss/total",
     "loss/policy",
+    "loss/penalty",
     "loss/kl_reference",
     "ratio/mean",
     "ratio/max",

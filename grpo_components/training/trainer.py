@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
+from grpo_components.objective.contracts import checked_aggregation
+from grpo_components.objective.correction import Loss
 from grpo_components.objective.losses import LossInputs
-from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.training.checkpoint import TrainerState
@@ -35,16 +35,16 @@ from grpo_components.training.micro_batches import plan_micro_batches
 from grpo_components.training.model import DTYPES, load_sharded_model
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.packing import row_width
+from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
-from grpo_components.training.sample import Sample, spread_advantages
+from grpo_components.training.sample import Sample, make_samples, spread_advantages
+from grpo_components.training.skip_reasons import UpdateWatch, nothing_to_train
 from grpo_components.training.skipped_steps import dump_batch
 from grpo_components.training.supervised import SupervisedExamples, SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
-
-Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Trainer:
@@ -155,14 +155,9 @@ class Trainer:
         self._supervised = None if ptx is None else SupervisedLoss(ptx, *parts)
         self._optimizer = build_optimizer(self._model.parameters())
         self._lr_scheduler = build_lr_scheduler(self._optimizer) if build_lr_scheduler else None
-        self._loss = torch.compile(loss, dynamic=True) if compile_model else loss
-        self._aggregation, self._off_policy = aggregation, off_policy
+        self._policy_loss = PolicyLoss(loss, off_policy, compile_loss=compile_model)
+        self._aggregation, self._is_first_update, self._skipped_because = aggregation, True, ""
         self._token_advantages = token_advantages
-        self._corrects = not isinstance(off_policy, NoCorrection)
-        # Whether the loss's ratio is to the policy at the start of the step, not to the generator.
-        self._from_proximal = getattr(loss, "needs_proximal", False) or getattr(
-            off_policy, "anchors_at_proximal", False
-        )
         self._learning_rate, self._step = learning_rate, 0
         self._max_staleness, self._mask_overlong = max_staleness, mask_overlong
         base, scheduler = Path(base_model_path), self._lr_scheduler
@@ -194,22 +189,20 @@ class Trainer:
             The step's metrics over the global batch (the same on every rank), `token_versions` (how
             many tokens of which policy version were trained), `token_logprobs` of the logged
             responses (see `gather_logprobs`), and the new `policy_version`; it
-            stays where no update had a finite loss and gradient: a skipped step.
+            stays where no update had a finite loss and gradient: a skipped step. Then
+            `skipped_because` says why; else it is empty.
         """
         started = time.perf_counter()
-        self._step = step
+        self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
-        samples = []
-        for trajectory, advantage in zip(unpack(batch), advantages.tolist(), strict=True):
-            trajectory.advantage = advantage
-            logged = len(samples) < self._logged_responses
-            samples.append(Sample(trajectory, self._trained_tokens(trajectory), logged))
+        trajectories, logged = unpack(batch), self._logged_responses
+        samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._token_advantages, step)
         split = np.array_split(np.arange(len(samples)), self._updates_per_batch)
         parts = [[samples[i] for i in indices] for indices in split]
         several = self._ppo_epochs * self._updates_per_batch > 1
-        start_known = several and (self._corrects or self._from_proximal)
+        start_known = several and (self._policy_loss.corrects or self._policy_loss.from_proximal)
         if start_known:
             for part in parts:
                 self._fill_proximal_logprobs([s for s in part if s.num_tokens])
@@ -237,6 +230,8 @@ class Trainer:
             "trained_tokens": float(len(versions)),
             "time/train": seconds,
         }
+        why = self._skipped_because or nothing_to_train(trajectories)
+        metrics["skipped_because"] = "" if trained else why
         if not trained and self._rank == 0:
             dump_batch(self._skipped_folder, step + 1, batch, advantages, metrics)
         self._profiler.step()
@@ -280,8 +275,9 @@ class Trainer:
             return {}
         counts = np.array([sample.num_tokens for sample in part])
         total_tokens = int(counts.sum())
-        measured = TokenMetrics()
-        for sample, weight in zip(part, self._aggregation(counts).tolist(), strict=True):
+        measured, watch = TokenMetrics(), UpdateWatch()
+        weights = checked_aggregation(self._aggregation, counts)
+        for sample, weight in zip(part, weights.tolist(), strict=True):
             sample.loss_weight = weight
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
@@ -289,7 +285,8 @@ class Trainer:
             if not indices:  # another rank has one more: take part in its collectives
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
                 continue
-            losses = self._weighted_losses([samples[i] for i in indices], measured, with_mismatch)
+            members = [samples[i] for i in indices]
+            losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
             measured.add({"loss/total": losses * total_tokens})
             # FSDP averages over ranks; the weights are those of all tokens of all ranks.
             (losses.sum() * self._num_data_ranks).backward()
@@ -300,10 +297,14 @@ class Trainer:
         metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same numbers on every rank
             self._optimizer.step()
+        elif not self._skipped_because:
+            first_of = self._policy_loss.name if self._is_first_update else ""
+            self._skipped_because = watch.reason(self._model, metrics, first_of)
+        self._is_first_update = False
         return {**metrics, "lr": float(learning_rate)}
 
     def _weighted_losses(
-        self, members: list[Sample], measured: TokenMetrics, with_mismatch: bool
+        self, members: list[Sample], measured: TokenMetrics, watch: UpdateWatch, first: bool
     ) -> Tensor:
         """Token losses [N] of one micro-batch, each times its response's weight."""
         trainer_logprobs, entropy = self._forward(members)
@@ -329,16 +330,14 @@ class Trainer:
             staleness=self.policy_version - recorded("token_versions").long(),
             step=self._step,
             reference_logprobs=recorded("reference_logprobs") if has_reference else None,
-            proximal_logprobs=start if self._from_proximal else None,
+            proximal_logprobs=start if self._policy_loss.from_proximal else None,
             entropy=entropy,
         )
-        correction = None
-        if self._corrects:
-            correction = correction_weights(self._off_policy, inputs, start)
-        losses, token_metrics = self._loss(replace(inputs, correction_weights=correction))
+        losses, token_metrics, correction = self._policy_loss(inputs, start)
+        watch.saw(members, inputs, correction, losses)
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
-        if with_mismatch:
+        if first:  # of the step, or of these members in it
             new = [sample.trajectory.oldest_version == self.policy_version for sample in members]
             fresh = torch.tensor(new).repeat_interleave(counts).to(self._device)
             measured.add_mismatch(start - generator_logprobs, correction, fresh)

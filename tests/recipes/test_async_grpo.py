@@ -334,7 +334,10 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
     (tmp_path / "my_losses.py").write_text(
         "class Nothing:\n"
         "    def __call__(self, inputs):\n"
-        "        return inputs.trainer_logprobs * float('nan'), {}\n"
+        "        losses = -inputs.trainer_logprobs * inputs.advantages\n"
+        "        spoiled = losses.new_zeros(len(losses))\n"
+        "        spoiled[100:] = float('nan')  # longer than any made batch\n"
+        "        return losses + spoiled, {}\n"
     )
     process, output_dir = tune(
         *SHORT,
@@ -347,6 +350,9 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
     assert returncode == 1, output
     last = output.splitlines()[-1]
     assert last.startswith("error: max_skipped_steps: 2 given, and the 2 steps 1 to 2 in a row")
+    assert re.search(
+        r"step 1 is skipped: the loss is nan at group \d+, response \d, token ", output
+    )
     assert last.endswith(str(output_dir / "skipped")) and "Traceback" not in output
     steps = metrics(output_dir)[1:]
     assert [record["skipped_steps"] for record in steps] == [1, 2]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_components.objective.correction import corrected_losses
 from grpo_components.objective.losses import (
     CISPOLoss,
     DecoupledPPOLoss,
@@ -167,7 +168,6 @@ def batch(responses, **changes):
         "proximal_logprobs": [t.proximal for t in tokens],
         "reference_logprobs": [t.reference for t in tokens],
         "entropy": [t.entropy for t in tokens],
-        "correction_weights": [t.weight for t in tokens],
         "staleness": [t.staleness for t in tokens],
         "advantages": [advantage for advantage, response in responses for _ in response],
         "ids": [i for i, (_, response) in enumerate(responses) for _ in response],
@@ -187,7 +187,8 @@ def test_value_and_gradient_of_every_token(case, responses, low, high, estimator
     loss = build(low, high, kl_coeff=0.3, kl_estimator=estimator, entropy_coeff=0.2)
     inputs = batch(responses, **({} if anchor is proximal else {"proximal_logprobs": None}))
     inputs.entropy.requires_grad_(True)
-    found, _ = loss(inputs)
+    weights = torch.tensor([t.weight for _, response in responses for t in response], dtype=T)
+    found, _ = corrected_losses(loss, inputs, weights)
     found.sum().backward()
 
     expected, slopes, entropy_slopes = [], [], []
@@ -305,14 +306,11 @@ def test_the_loglinear_proximal_policy_of_a_fresh_token_is_the_trainer_itself():
 
 def test_correction_weights_and_the_penalty_on_two_responses_of_three_tokens_by_hand():
     # GRPO's losses above times 1, 2, 0 | 0.5, 1, 0, plus 0.1 * k2 with a log ratio of 2: k2 = 2.
-    inputs = make(
-        NEW,
-        GENERATOR,
-        ADVANTAGES,
-        correction_weights=[1.0, 2.0, 0.0, 0.5, 1.0, 0.0],
-        reference_logprobs=[-3.0] * 6,
-    )
-    losses, metrics = GRPOLoss(kl_coeff=0.1, kl_estimator="k2")(inputs)
+    inputs = make(NEW, GENERATOR, ADVANTAGES, reference_logprobs=[-3.0] * 6)
+    weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 0.0], dtype=T)
+    loss = GRPOLoss(kl_coeff=0.1, kl_estimator="k2")
+    losses, metrics = corrected_losses(loss, inputs, weights)
     close(losses, [-0.8, -2.2, 0.0, 1.2, 3.2, 0.0])
     close(metrics["loss/policy"], [-1.0, -2.4, 0.0, 1.0, 3.0, 0.0])
     close(metrics["loss/kl_reference"], [2.0, 2.0, 0.0, 2.0, 2.0, 0.0])
+    close(metrics["loss/penalty"], [0.2, 0.2, 0.0, 0.2, 0.2, 0.0])

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_components.objective.correction import corrected_losses
 from grpo_components.objective.losses import (
     CISPOLoss,
     DecoupledPPOLoss,
@@ -56,8 +57,9 @@ def random_inputs(seed, dtype=torch.float64, **changes):
     return replace(inputs, **changes)
 
 
-def gradient(loss, inputs):
-    (found,) = torch.autograd.grad(loss(inputs)[0].sum(), inputs.trainer_logprobs)
+def gradient(loss, inputs, weights=None):
+    losses, _ = corrected_losses(loss, inputs, weights)
+    (found,) = torch.autograd.grad(losses.sum(), inputs.trainer_logprobs)
     return found
 
 
@@ -73,13 +75,13 @@ def test_a_masked_token_has_no_loss_and_no_gradient_whatever_its_numbers(
 ):
     loss = LOSSES[name](kl_coeff=0.3, entropy_coeff=0.2)
     mask = torch.tensor(kept)
-    clean = random_inputs(seed, dtype, correction_weights=mask.to(dtype))
+    clean, weights = random_inputs(seed, dtype), mask.to(dtype)
     wild = {}
     for field in FIELDS:
         value = data.draw(st.sampled_from([math.inf, -math.inf, -1.0, math.nan]))
         wild[field] = torch.where(mask, getattr(clean, field).detach(), value)
         wild[field].requires_grad_(field in ("trainer_logprobs", "entropy"))
-    losses, metrics = loss(replace(clean, **wild))
+    losses, metrics = corrected_losses(loss, replace(clean, **wild), weights)
     losses.sum().backward()
     for found in (losses, wild["trainer_logprobs"].grad, wild["entropy"].grad, *metrics.values()):
         assert torch.isfinite(found).all()
@@ -90,8 +92,10 @@ def test_a_masked_token_has_no_loss_and_no_gradient_whatever_its_numbers(
     assert (metrics["loss/policy"][~mask] == 0).all()
     assert (metrics["ratio/max"][~mask] == 1).all() or name == "gspo"
     # And its siblings do not see it.
-    torch.testing.assert_close(losses, loss(clean)[0], rtol=0, atol=0)
-    torch.testing.assert_close(wild["trainer_logprobs"].grad, gradient(loss, clean), rtol=0, atol=0)
+    alone, _ = corrected_losses(loss, clean, weights)
+    torch.testing.assert_close(losses, alone, rtol=0, atol=0)
+    expected = gradient(loss, clean, weights)
+    torch.testing.assert_close(wild["trainer_logprobs"].grad, expected, rtol=0, atol=0)
 
 
 @every_loss

@@ -13,6 +13,12 @@ from grpo_components.training.skipped_steps import (
 )
 from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
 
+METRICS = {
+    "grad_norm": math.inf,
+    "token_versions": {7: 5},
+    "skipped_because": "the gradient of w has inf",
+}
+
 
 def record(size, reference):
     return Trajectory(
@@ -37,18 +43,19 @@ def record(size, reference):
 def test_a_batch_comes_back_as_it_was(tmp_path, reference):
     packed = pack([record(4, reference), record(1, reference)])
     advantages = np.array([math.nan, -1], np.float32)
-    dump_batch(tmp_path, 3, packed, advantages, {"grad_norm": math.inf, "token_versions": {7: 5}})
+    dump_batch(tmp_path, 3, packed, advantages, METRICS)
     again, same_advantages, metrics = load_batch(tmp_path / "step_3")
     assert batch_hash(again) == batch_hash(packed) and again.keys() == packed.keys()
     assert [t.error for t in unpack(again)] == ["außen", "außen"]
     np.testing.assert_array_equal(same_advantages, advantages)
-    assert metrics == {"grad_norm": math.inf, "token_versions": {"7": 5}}
+    assert metrics == {**METRICS, "token_versions": {"7": 5}}
 
 
 def test_the_readme_loads_the_batch(tmp_path):
     packed = pack([record(2, False)])
-    dump_batch(tmp_path, 1, packed, np.zeros(1, np.float32), {})
+    dump_batch(tmp_path, 1, packed, np.zeros(1, np.float32), METRICS)
     lines = (tmp_path / "step_1" / "README").read_text().splitlines()
+    assert lines[0] == "Training step 1 was skipped: the gradient of w has inf."
     names = {}
     exec("\n".join(line.strip() for line in lines if line.startswith("  ")), names)
     assert batch_hash(names["packed"]) == batch_hash(packed)
@@ -58,12 +65,29 @@ def test_only_skipped_steps_in_a_row_end_the_run_and_the_error_names_them(tmp_pa
     notes = []
     skips = SkippedSteps(2, str(tmp_path), notes.append)
     for step, trained in enumerate([False, True, False, True], start=1):
-        skips.stepped(step, trained)
-    skips.stepped(5, False)
+        skips.stepped(step, trained, "" if trained else f"reason {step}")
+    skips.stepped(5, False, "reason 5")
     with pytest.raises(SkippedStepsError) as error:
-        skips.stepped(6, False)
+        skips.stepped(6, False, "reason 6")
     message = str(error.value)
     assert message.startswith("max_skipped_steps: 2 given, and the 2 steps 5 to 6 in a row")
-    assert message.endswith(f"are in {tmp_path}/skipped")
+    assert "reason 6" in message and message.endswith(f"are in {tmp_path}/skipped")
     assert [note.split()[1] for note in notes] == ["1", "3", "5", "6"]
-    assert notes[0].endswith(f"{tmp_path}/skipped/step_1")
+    assert notes[0] == f"step 1 is skipped: reason 1; its batch: {tmp_path}/skipped/step_1"
+    assert skips.told() == "4 of 6, the first was step 1"
+    skips.check_trained()  # two of them were
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_that_trained_nothing_is_an_error_with_the_first_reason(tmp_path, again):
+    skips = SkippedSteps(10, str(tmp_path), lambda note: None)
+    skips.check_trained()  # it had no step to do
+    assert skips.told() == ""
+    skips.stepped(1, again, "reason 1")
+    skips.stepped(2, False, "reason 2")
+    if again:  # what was trained is lost: a rollback to the beginning
+        skips.check_trained()
+        skips.stepped(1, False, "reason 1")
+        skips.stepped(2, False, "reason 2")
+    with pytest.raises(SkippedStepsError, match=r"all 2 steps .* because reason 1;"):
+        skips.check_trained()

@@ -10,6 +10,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import re
 import runpy
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ from torchtune.training import FullModelHFCheckpointer, setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes, unpack_bucket
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, GSPOLoss, LossInputs
 from grpo_components.objective.off_policy import (
     MaskedIS,
@@ -72,6 +74,43 @@ class SquaredLogprobs:
     def __call__(self, inputs):
         gap = inputs.trainer_logprobs - inputs.generator_logprobs
         return inputs.advantages * gap**2, {}
+
+
+class TruncatedImportance:
+    """The loss that CONTRIBUTING.md prints."""
+
+    def __call__(self, inputs):
+        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp().detach()
+        losses = -ratio.clamp(max=2.0) * inputs.advantages * inputs.trainer_logprobs
+        return losses, {"ratio/mean": ratio, "ratio/max": ratio}
+
+
+class Mean:
+    """A loss that ends as TRL's do."""
+
+    def __call__(self, inputs):
+        return (-inputs.trainer_logprobs * inputs.advantages).mean(), {}
+
+
+class Blind:
+    """A loss that gives no number for any token."""
+
+    def __call__(self, inputs):
+        return inputs.trainer_logprobs * math.nan, {}
+
+
+class Ends:
+    """A loss that ends its process without a word."""
+
+    def __call__(self, inputs):
+        raise SystemExit(0)
+
+
+class Steep:
+    """A loss of ordinary numbers whose gradient is infinite."""
+
+    def __call__(self, inputs):
+        return (inputs.trainer_logprobs * 0).sqrt(), {}
 
 
 class HalfBlind:
@@ -127,8 +166,8 @@ class Ranks:
             self._connections.append(ours)
             self._processes.append(process)
 
-    def run(self, base, num_ranks, calls, **changes):
-        """What every call returned, by rank."""
+    def run(self, base, num_ranks, calls, *, raises=False, **changes):
+        """What every call returned, by rank; with `raises`, what each rank raised."""
         self._start(num_ranks)
         folder = tempfile.mkdtemp(prefix="rendezvous-")
         for rank, connection in enumerate(self._connections[:num_ranks]):
@@ -179,7 +218,7 @@ class Ranks:
         results = [connection.recv() for connection in self._connections[:num_ranks]]
         shutil.rmtree(folder, ignore_errors=True)
         for result in results:
-            if isinstance(result, Exception):
+            if isinstance(result, Exception) and not raises:
                 raise result
         return results
 
@@ -299,7 +338,19 @@ def expected_update(
         entropy=entropy,
     )
     correction = correction_weights(off_policy, inputs, start)
-    losses, measured = loss(replace(inputs, correction_weights=correction))
+    # A masked token is one that is on-policy everywhere and has no advantage.
+    kept = correction != 0
+    neutral = {
+        name: torch.where(kept, value, 0.0)
+        for name in ("trainer_logprobs", "generator_logprobs", "advantages", "reference_logprobs")
+        if (value := getattr(inputs, name)) is not None
+    }
+    if inputs.proximal_logprobs is not None:
+        neutral["proximal_logprobs"] = torch.where(kept, inputs.proximal_logprobs, 0.0)
+    losses, measured = loss(replace(inputs, **neutral, kept=kept))
+    penalty = measured.get("loss/penalty", 0.0)
+    losses = correction * (losses - penalty) + penalty
+    measured["loss/policy"] = (losses - penalty).detach()
     weights = (aggregation or TokenMean())(np.array(counts))
     total = (losses * torch.tensor(np.repeat(weights, counts))).sum()
     total.backward()
@@ -354,6 +405,7 @@ def untimed(metrics):
 
 def assert_metrics_close(actual, expected):
     actual, expected = untimed(actual), untimed(expected)
+    assert actual.pop("skipped_because", "") == ""
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         assert actual[key] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), key
@@ -719,6 +771,58 @@ def test_a_correction_weighs_tokens_by_the_policy_that_the_step_starts_from(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("off_policy", [TokenTIS(cap=1.2), MaskedIS(low=0.8, high=1.25)])
+def test_a_loss_of_the_users_own_is_corrected_like_ours(ranks, base, num_ranks, off_policy):
+    loss = TruncatedImportance()
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, off_policy=off_policy, loss=loss)
+    changes = {"loss": "TruncatedImportance", "tokens_per_micro_batch": SMALL}
+    calls = [step(RAGGED, ADVANTAGES), *export(1)]
+    results = ranks.run(base, num_ranks, calls, off_policy=off_policy, **changes)
+    for key in ("loss/total", "loss/policy", "grad_norm", "off_policy/correction_mass"):
+        assert results[0][0][key] == pytest.approx(metrics[key], rel=1e-4), key
+    assert_weights_close(exported(results, 2), weights)
+    plain = ranks.run(base, num_ranks, calls, **changes)
+    assert largest_change(exported(plain, 2), weights) > 1e-5
+    assert plain[0][0]["off_policy/correction_mass"] == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [("Mean", r"shape \(\)"), ("Blind", "no finite number"), ("Ends", "SystemExit")],
+)
+def test_a_loss_that_is_none_is_no_skipped_step_but_an_error_by_its_name(ranks, base, loss, what):
+    results = ranks.run(base, 2, [step(RAGGED, ADVANTAGES)], loss=loss, raises=True)
+    for error in results:
+        assert isinstance(error, ComponentError)
+        assert re.match(rf"loss: \S*{loss} .*{what}", str(error)), error
+
+
+def test_advantages_of_another_shape_are_an_error_by_that_name(ranks, base):
+    (error,) = ranks.run(base, 1, [step(RAGGED, ADVANTAGES[1:])], raises=True)
+    assert isinstance(error, ComponentError) and str(error).startswith("advantages: shape")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_skipped_step_tells_the_first_token_or_parameter_that_is_no_number(
+    ranks, base, num_ranks
+):
+    spoiled = ADVANTAGES.copy()
+    spoiled[[4, 2]] = math.nan
+    skipped = RAGGED[2]
+    number = sum(t.group_id == skipped.group_id for t in RAGGED[:2])
+    position = int(np.flatnonzero(skipped.response_mask)[0])
+    place = f"group {skipped.group_id}, response {number}, token {position} (advantage nan)"
+    calls = [step(RAGGED, spoiled), step(RAGGED, ADVANTAGES, 1)]
+    for first, second in ranks.run(base, num_ranks, calls, tokens_per_micro_batch=SMALL):
+        assert first["skipped_because"] == f"the loss is nan at {place}"
+        assert second["skipped_because"] == ""
+    for (steep,) in ranks.run(base, num_ranks, calls[1:], loss="Steep"):
+        why = steep["skipped_because"]
+        assert why.startswith("the loss is finite, and the gradient of "), why
+        assert re.search(r"gradient of (tok_embeddings|layers\.0)\S*weight has (nan|-?inf)$", why)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_proximal_logprobs_are_those_of_the_start_of_the_step_in_every_update(
     ranks, base, num_ranks
 ):
@@ -829,6 +933,7 @@ def test_a_batch_without_a_token_to_train_is_a_skipped_step_with_every_key(ranks
     cut_off = [make(i, 4, [True] * 6, finish_reason="length") for i in range(4)]
     calls = [step(cut_off, np.ones(4)), step(RAGGED, ADVANTAGES, 1)]
     skipped, trained = ranks.run(base, num_ranks, calls, mask_overlong=True)[0]
+    assert "4 were cut off" in skipped["skipped_because"]
     assert skipped.keys() == trained.keys()
     assert (skipped["policy_version"], skipped["token_versions"]) == (0, {})
     assert math.isnan(skipped["off_policy/correction_mass"])
@@ -960,9 +1065,9 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
     plain = ranks.run(base, 1, calls, loss="SquaredLogprobs")[0][0]
     full = ranks.run(base, 1, calls)[0][0]
     assert plain.keys() == full.keys()
-    missing = {k for k, value in plain.items() if not isinstance(value, dict) and math.isnan(value)}
+    missing = {k for k, value in plain.items() if isinstance(value, float) and math.isnan(value)}
     assert missing == {
-        "loss/policy",
+        "loss/penalty",
         "loss/kl_reference",
         "ratio/clip_fraction",
         "ratio/clip_fraction_low",
