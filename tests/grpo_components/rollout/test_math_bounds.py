@@ -10,7 +10,7 @@ def read(text):
     parsed = math_verify.parse(
         f"${text}$",
         extraction_config=[math_verify.LatexExtractionConfig()],
-        parsing_timeout=None,
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]
     )
     return parsed[0]
 
