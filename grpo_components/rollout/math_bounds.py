@@ -17,23 +17,24 @@ _MOST_ENTRIES = 36
 _DEEPEST = 40
 """Brackets inside each other: the parser's time grows faster than their number."""
 _BRACKET = re.compile(r"[\[({]|([\])}])")
-_BINOMIAL = re.compile(r"binom|choose")
+_WORKED_OUT_WHEN_READ = re.compile(r"binom|choose|gcd|lcm")
 _GROWS = re.compile(r"\d{6}|[\^!]|binom")
 _NEAR = 40
-"""Characters behind the name in which a binomial coefficient's numbers stand."""
+"""Characters behind the name in which the numbers stand."""
 _GROW_LIKE_FACTORIALS = ("factorial", "factorial2", "subfactorial", "gamma", "loggamma")
 _GROW_LIKE_FACTORIALS += ("RisingFactorial", "FallingFactorial", "fibonacci", "bell", "catalan")
 _RANGES = ("Sum", "Product")
 
 
 def is_slow_to_read(text: str) -> bool:
-    """Whether a text would keep the parser busy: nested brackets, a huge binomial coefficient."""
+    """Whether a text would keep the parser busy: nested brackets, a huge binomial."""
     depth = 0
     for bracket in _BRACKET.finditer(text):
         depth = max(0, depth - 1) if bracket[1] else depth + 1
         if depth > _DEEPEST:
             return True
-    return any(_GROWS.search(text, at.end(), at.end() + _NEAR) for at in _BINOMIAL.finditer(text))
+    names = _WORKED_OUT_WHEN_READ.finditer(text)
+    return any(_GROWS.search(text, name.end(), name.end() + _NEAR) for name in names)
 
 
 def is_costly(expression: Any) -> bool:
