@@ -348,7 +348,7 @@ def expected_update(
     if inputs.proximal_logprobs is not None:
         neutral["proximal_logprobs"] = torch.where(kept, inputs.proximal_logprobs, 0.0)
     losses, measured = loss(replace(inputs, **neutral, kept=kept))
-    penalty = measured.get("loss/penalty", 0.0)
+    penalty = measured.setdefault("loss/penalty", torch.zeros_like(losses))
     losses = correction * (losses - penalty) + penalty
     measured["loss/policy"] = (losses - penalty).detach()
     weights = (aggregation or TokenMean())(np.array(counts))
@@ -405,7 +405,7 @@ def untimed(metrics):
 
 def assert_metrics_close(actual, expected):
     actual, expected = untimed(actual), untimed(expected)
-    assert actual.pop("skipped_because", "") == ""
+    assert actual.pop("skipped_because", "") == expected.pop("skipped_because", "") == ""
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         assert actual[key] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), key
@@ -1091,7 +1091,8 @@ def test_the_profiler_steps_with_training_and_leaves_a_trace_per_rank(ranks, bas
     steps = [step(RAGGED, ADVANTAGES)] * 3  # the third cycle is cut short
     plain = ranks.run(base, 2, steps)
     profiled = ranks.run(base, 2, steps, build_profiler=profiler)
-    assert [untimed(m) for m in profiled[0]] == [untimed(m) for m in plain[0]]
+    # As text: NaN, of a step without fresh tokens, is not equal to itself.
+    assert [repr(untimed(m)) for m in profiled[0]] == [repr(untimed(m)) for m in plain[0]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_2", "iteration_3"]
     traces = list((tmp_path / "iteration_2").glob("*.pt.trace.json.gz"))
     assert len(traces) == 2
