@@ -348,7 +348,7 @@ def expected_update(
     if inputs.proximal_logprobs is not None:
         neutral["proximal_logprobs"] = torch.where(kept, inputs.proximal_logprobs, 0.0)
     losses, measured = loss(replace(inputs, **neutral, kept=kept))
-    penalty = measured.setdefault("loss/penalty", torch.zeros_like(losses))
+    penalty = measured.get("loss/penalty", 0.0)
     losses = correction * (losses - penalty) + penalty
     measured["loss/policy"] = (losses - penalty).detach()
     weights = (aggregation or TokenMean())(np.array(counts))
@@ -360,6 +360,7 @@ def expected_update(
         key: (values.max() if key.endswith("max") else values.mean()).item()
         for key, values in measured.items()
     }
+    metrics.setdefault("loss/penalty", math.nan)
     metrics |= mismatch_summary((start - generator).numpy(), correction.numpy())
     metrics["mismatch/fresh_kl"] = metrics["mismatch/generator_kl"]  # all are of version 0
     metrics["mismatch/fresh_tokens"] = len(losses)
