@@ -2,7 +2,7 @@
 
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token,
-which multiplies the token's policy loss and carries no gradient; weight 0 masks the token.
+which multiplies the token's loss and carries no gradient; weight 0 masks it (`correction.py`).
 T is the number of a response's sampled tokens. Log ratios, and their sums and means over a
 response, are clamped to +-20 before the exponential, so that no ratio overflows.
 
