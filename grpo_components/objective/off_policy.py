@@ -2,10 +2,11 @@
 
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token,
-which multiplies the token's policy loss and carries no gradient; weight 0 masks the token.
-T is the number of a response's trained tokens: with `stale_tokens: mask`, its first tokens may be
-over `max_staleness`, and sums and means are over the others. Log ratios, and their sums and means
-over a response, are clamped to +-20 before the exponential, so that no ratio overflows.
+which multiplies the token's policy loss and carries no gradient; weight 0 masks the token
+(`correction.py`). T is the number of a response's trained tokens: with `stale_tokens: mask`, its
+first tokens may be over `max_staleness`, and sums and means are over the others. Log ratios, and
+their sums and means over a response, are clamped to +-20 before the exponential, so that no ratio
+overflows.
 
 A preset that holds the importance weight itself says `anchors_at_proximal`: the loss's own ratio
 must then be that to the proximal policy, or the way from the generator to the proximal policy would

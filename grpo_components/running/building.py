@@ -133,7 +133,7 @@ def _check_types(key: str, component: str, dataset: Any) -> None:
     ids = np.asarray(row["prompt_ids"])
     right = {
         "prompt_index": isinstance(row["prompt_index"], Integral),
-        "prompt_ids": ids.ndim == 1 and ids.dtype.kind in "iu",
+        "prompt_ids": ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size),
         "prompt_text": isinstance(row["prompt_text"], str),
     }
     for field, fits in right.items():

@@ -1,10 +1,11 @@
 """What is no component of its kind is refused by its key before anything starts; ours pass."""
 
 import random
+import re
 import sys
-import textwrap
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,34 @@ from grpo_components.running.role_arguments import shaping_settings
 
 CONFIG = Path(__file__).parents[3] / "recipes" / "configs" / "tiny_async_grpo.yaml"
 OBJECTIVE = "grpo_components.objective"
-OWN = """
+REWARDS = """
 import os
+import sys
+import time
+
+
+class Reward:
+    def __init__(self, kind="right"):
+        self.kind = kind
+        if kind == "unbuilt":
+            sys.exit(0)
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return {
+            "right": lambda: 1.0,
+            "sometimes": lambda: float(answer) / int(int(answer) % 2 == 0),
+            "text": lambda: "good",
+            "nan": lambda: float("nan"),
+            "none": lambda: None,
+            "ends": lambda: sys.exit(0),
+            "dies": lambda: os._exit(0),
+            "hangs": lambda: time.sleep(100),
+        }[self.kind]()
+"""
+OWN = """
 import random
 import sys
 import threading
-import time
 
 import numpy as np
 import torch
@@ -117,25 +140,6 @@ class Shares:
         }[self.kind]()
 
 
-class Reward:
-    def __init__(self, kind="right"):
-        self.kind = kind
-        if kind == "unbuilt":
-            sys.exit(0)
-
-    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
-        return {
-            "right": lambda: 1.0,
-            "sometimes": lambda: float(answer) / int(int(answer) % 2 == 0),
-            "text": lambda: "good",
-            "nan": lambda: float("nan"),
-            "none": lambda: None,
-            "ends": lambda: sys.exit(0),
-            "dies": lambda: os._exit(0),
-            "hangs": lambda: time.sleep(100),
-        }[self.kind]()
-
-
 def no_environment(*, num_slots, **_):
     return object()
 
@@ -181,17 +185,19 @@ class Rates:
 def own(tmp_path_factory):
     """Stand where a user stands who has components of their own."""
     folder = tmp_path_factory.mktemp("own")
-    (folder / "own_parts.py").write_text(textwrap.dedent(OWN))
+    (folder / "own_parts.py").write_text(OWN)
+    (folder / "own_rewards.py").write_text(REWARDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         yield folder
-    sys.modules.pop("own_parts", None)
+    for name in ("own_parts", "own_rewards", "my_losses", "my_rewards", "my_environments"):
+        sys.modules.pop(name, None)
 
 
 def checked(*overrides):
     """The tiny config with a few prompts and other components."""
-    given = OmegaConf.to_container(OmegaConf.load(CONFIG))
+    given: Any = OmegaConf.to_container(OmegaConf.load(CONFIG))
     few = ("dataset.num_rows=8", "eval_dataset.num_rows=2", "num_steps=5")
     return preflight.check(_merge_yaml_and_cli_args(Namespace(**given), [*few, *overrides]))
 
@@ -342,14 +348,24 @@ def test_what_is_no_such_component_is_refused_by_its_key(tried, key, path):
     ],
 )
 def test_a_reward_that_gives_no_number_is_refused(tried, kind, what):
-    own = component("rewards.correctness", "own_parts.Reward", kind=kind)
+    own = component("rewards.correctness", "own_rewards.Reward", kind=kind)
     message = refusal(tried, *own, "timeouts.reward_s=1")
-    assert message.startswith("rewards.correctness: own_parts.Reward ") and what in message
+    assert message.startswith("rewards.correctness: own_rewards.Reward ") and what in message
 
 
 def test_a_function_that_makes_no_reward_is_refused(tried):
     message = refusal(tried, *component("rewards.correctness", "builtins.print"))
     assert message.startswith("rewards.correctness: builtins.print makes a NoneType")
+
+
+def test_what_contributing_prints_is_let_through(tried, own):
+    page = (CONFIG.parents[2] / "CONTRIBUTING.md").read_text()
+    for text in re.findall(r"```python\n(# my_\w+\.py\n.*?)```", page, re.DOTALL):
+        (own / text.split()[1]).write_text(text)
+    weighs = "off_policy._component_=grpo_components.objective.off_policy.GeometricMask"
+    tried(*component("loss", "my_losses.TruncatedImportance", max_ratio=2.0), weighs)
+    tried(*component("rewards.correctness", "my_rewards.Brevity", max_words=40))
+    tried("environment=my_environments.after_the_thought")
 
 
 def test_what_a_function_makes_for_a_logger_is_looked_at():
@@ -366,8 +382,8 @@ def test_what_a_function_makes_for_a_logger_is_looked_at():
         component("advantages", "own_parts.Advantages", kind="tensor"),
         component("off_policy", "own_parts.Weights"),
         component("aggregation", "own_parts.Shares"),
-        component("rewards.correctness", "own_parts.Reward"),
-        component("rewards.correctness", "own_parts.Reward", kind="sometimes"),
+        component("rewards.correctness", "own_rewards.Reward"),
+        component("rewards.correctness", "own_rewards.Reward", kind="sometimes"),
         component("environment", "own_parts.Some"),
         (
             "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",

@@ -42,6 +42,13 @@ def test_pauses_grow_with_the_restarts_of_the_same_role_only():
     assert budget.spend(failure("reference_0"), repeated=False) == 1
 
 
+def test_a_component_that_is_none_is_never_started_again():
+    refused = failure(what="loss: my.Loss returned shape ()", kind="refused")
+    with pytest.raises(RoleFailedError) as raised:
+        RestartBudget(8, 60, Clock()).spend(refused, repeated=False)
+    assert raised.value is refused
+
+
 def test_without_restarts_a_failure_is_what_it_was():
     first = failure()
     with pytest.raises(RoleFailedError) as raised:

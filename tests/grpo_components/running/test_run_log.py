@@ -224,12 +224,13 @@ def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_pat
     log.checkpoint(30, "/runs/a/checkpoints/step_30")
     capsys.readouterr()
     clock.now += 1000  # nothing is measured after the last step
-    log.summary({"stale": 3, "failed": 1})
+    log.summary({"stale": 3, "failed": 1}, skipped_steps="2 of 30, the first was step 7")
     rows = {label: value.strip() for label, value in shown(capsys).items()}
     assert rows["reward"] == "0.10 at the start, 0.90 at the end (means of 10 steps)"
     assert rows["held-out success"] == "0.250 before, 0.750 after"
     assert rows["staleness"] == "0.52 policy versions in the mean, 7 at most"
     assert rows["groups dropped"] == "1 failed, 3 stale"
+    assert rows["steps skipped"] == "2 of 30, the first was step 7"
     assert rows["tokens per second"] == "150 generated, 50 trained"
     assert rows["checkpoint"] == "/runs/a/checkpoints/step_30"
     assert rows["metrics"] == str(tmp_path / "logs" / "metrics.jsonl")
@@ -242,7 +243,7 @@ def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys
     log.step(1, step_metrics())
     log.summary({})
     rows = shown(capsys)
-    assert rows["groups dropped"].strip() == "none"
+    assert rows["groups dropped"].strip() == "none" and "steps skipped" not in rows
     assert "(one step each)" in rows["reward"]
 
 

@@ -10,8 +10,10 @@ from omegaconf import OmegaConf
 from torchtune import config
 from yaml import YAMLError
 
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.dynamic_sampling import StarvedError
 from grpo_components.running.failed_samples import FailedSamplesError
+from grpo_components.running.role_host import RoleHost
 from grpo_components.running.supervision import (
     RoleFailedError,
     exit_code,
@@ -20,6 +22,7 @@ from grpo_components.running.supervision import (
 )
 from grpo_components.training.skipped_steps import SkippedStepsError
 
+REFUSED = RoleFailedError("trainer_0", "loss: my.Loss returned shape ()", "/a.log", "refused")
 DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log", "died")
 
 
@@ -126,6 +129,7 @@ def test_the_recipe_and_torchtune_may_end_the_process(tmp_path, monkeypatch, cap
             DEAD,
             "error: generator_0 died\n  its log: /runs/a/logs/generator_0.log\n",
         ),
+        (REFUSED, "error: loss: my.Loss returned shape () (found by trainer_0)\n"),
         (TimeoutError("no batch within 600 s"), "error: no batch within 600 s\n"),
         (TimeoutError(), "error: TimeoutError\n"),
         (SkippedStepsError("max_skipped_steps: 2"), "error: max_skipped_steps: 2\n"),
@@ -141,6 +145,30 @@ def test_a_failure_of_the_world_is_1_and_its_cause_without_a_traceback(
     raised = ExceptionGroup("loops", [ExceptionGroup("inner", [error])]) if wrapped else error
     assert exit_code(raising(raised)) == 1
     assert capsys.readouterr() == ("", line)
+
+
+def test_a_component_that_fails_in_a_loop_is_1_and_one_line_and_in_setup_2(capsys):
+    error = ComponentError("advantages: my.Ranks returned shape [3]; allowed: [B, G]")
+    assert exit_code(raising(ExceptionGroup("loops", [error]))) == 1
+    assert exit_code(raising(error)) == 2
+    assert capsys.readouterr() == ("", f"error: {error}\nconfig error: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "what"),
+    [
+        (ComponentError("loss: my.Loss returned None"), "refused", "loss: my.Loss returned None"),
+        (SystemExit(0), "raised", "failed: SystemExit: 0"),
+        (TimeoutError("a collective"), "waited", "failed: TimeoutError: a collective"),
+        (KeyError("x"), "raised", "failed: KeyError: 'x'"),
+    ],
+)
+def test_whatever_a_role_raises_is_its_failure_by_name(error, kind, what):
+    host = object.__new__(RoleHost)  # a real one takes over the streams of its process
+    host._name, host._log_file = "trainer_0", "/runs/a/logs/trainer_0.log"
+    with pytest.raises(RoleFailedError) as raised, host._named_failure("train_step"):
+        raise error
+    assert (raised.value.role, raised.value.kind, raised.value.what) == ("trainer_0", kind, what)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
