@@ -47,7 +47,7 @@ format: install-dev  ## Repair style in place
 
 tiny-policy: install  ## Build the tiny policy and its data set
 	@echo 'Building the tiny policy and its data set (about 2 minutes)'
-	@$(BIN)/python -m grpo_components.tiny_policy
+	@$(BIN)/python -m grpo_components.examples.tiny_policy
 
 install: $(VENV)/.project  ## Install the pinned CPU set and this project into .venv
 	@:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from torchtune.models.qwen2 import qwen2
 
-from grpo_components.training.logprobs import ResponseLogprobs, TokenBatch, token_batch
+from grpo_components.models.logprobs import ResponseLogprobs, TokenBatch, token_batch
 from grpo_components.trajectory import Trajectory
 
 VOCABULARIES = (4096, 32768, 151936)

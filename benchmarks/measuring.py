@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
-from grpo_components.running.quiet import quiet_libraries
+from grpo_components.quiet import quiet_libraries
 
 GIB = 2**30
 _Args = ParamSpec("_Args")

@@ -44,13 +44,13 @@ from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2_5 import qwen2_5_0_5b, qwen2_5_1_5b_base, qwen2_5_3b
 from torchtune.training import FullModelHFCheckpointer
 
+from grpo_components.models.loading import DTYPES, load_sharded_model
+from grpo_components.models.meshes import Meshes, Sharding, join_ranks
+from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.off_policy import NoCorrection
-from grpo_components.running.quiet import without_prints
-from grpo_components.training.meshes import Meshes, Sharding, join_ranks
-from grpo_components.training.micro_batches import plan_micro_batches
-from grpo_components.training.model import DTYPES, load_sharded_model
+from grpo_components.quiet import without_prints
 from grpo_components.training.trainer import Trainer
 from grpo_components.trajectory import Trajectory, pack
 

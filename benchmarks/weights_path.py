@@ -86,10 +86,10 @@ class TrainerSide:
         from torchtune.models.qwen2 import qwen2
         from torchtune.training import FullModelHFCheckpointer
 
+        from grpo_components.models.meshes import Sharding
         from grpo_components.objective.aggregation import TokenMean
         from grpo_components.objective.losses import GRPOLoss
         from grpo_components.objective.off_policy import NoCorrection
-        from grpo_components.training.meshes import Sharding
         from grpo_components.training.trainer import Trainer
 
         scratch = tempfile.mkdtemp(dir=Path(folder).parent)
@@ -377,7 +377,7 @@ class WeightsPath:
     """
 
     def __init__(self, cluster: Any, folder: Path, shape: dict[str, Any]) -> None:
-        from grpo_components.running.cluster import engine_environment
+        from grpo_components.cluster.cluster import engine_environment
 
         server = "grpo_components.exchange.parameter_server.VLLMParameterServer"
         env = engine_environment("cpu", "WARNING", kv_cache_gib=1)
@@ -456,7 +456,7 @@ def same(left: list[Any], right: list[Any]) -> bool:
 
 def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
     """Peak memory of a push, and of saving to a file, each in a fresh process without Ray."""
-    from grpo_components.equivalence_roles import RoleProcess
+    from grpo_components.equivalence.roles import RoleProcess
 
     files = [None, str(folder / "alone")]
     start = partial(RoleProcess, "weights_path.TrainerSide", cpu_threads=1)
@@ -488,7 +488,7 @@ def table(header: str, rows: list[list[str]]) -> str:
 
 async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
     """Measure all sizes, each in a cluster of its own; returns the tables."""
-    from grpo_components.running.cluster import Cluster
+    from grpo_components.cluster.cluster import Cluster
 
     push, pull, memory = [], [], []
     for size in sizes:

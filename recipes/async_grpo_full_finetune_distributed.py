@@ -22,6 +22,18 @@ import torch  # noqa: F401 -- for a loss of yours in this file
 from omegaconf import DictConfig
 from torchtune import config
 
+from grpo_components.cluster.cluster import build_cluster
+from grpo_components.cluster.recovery import refill
+from grpo_components.cluster.role import Role
+from grpo_components.cluster.supervision import exit_code, undisturbed
+from grpo_components.config import preflight
+from grpo_components.config.building import build, build_data
+from grpo_components.config.component_trial import try_components
+from grpo_components.config.open_run import build_run_log
+from grpo_components.config.role_arguments import RoleArguments, role_arguments, shaping_settings
+from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.errors import RoleLostError
+from grpo_components.evaluation.evaluation import build_evaluation
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import snapshot_checksum
@@ -29,26 +41,15 @@ from grpo_components.objective.contracts import advantages_of
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
-from grpo_components.rollout.prompt_stream import PromptStream
-from grpo_components.running import preflight
-from grpo_components.running.agreement import GeneratorAgreement
-from grpo_components.running.building import build, build_data
-from grpo_components.running.checkpoints import build_checkpoints
-from grpo_components.running.cluster import build_cluster
-from grpo_components.running.component_trial import try_components
-from grpo_components.running.evaluation import build_evaluation
-from grpo_components.running.event_log import open_turns
-from grpo_components.running.failed_samples import build_failed_samples
-from grpo_components.running.partial_runs import roles_of
-from grpo_components.running.quiet import quiet_libraries
-from grpo_components.running.receipts import build_receipts
-from grpo_components.running.recovery import refill
-from grpo_components.running.resume import begin_run, roll_back
-from grpo_components.running.role import Role
-from grpo_components.running.role_arguments import RoleArguments, role_arguments, shaping_settings
-from grpo_components.running.run_log import build_run_log
-from grpo_components.running.step_metrics import buffer_metrics, rollout_metrics
-from grpo_components.running.supervision import RoleLostError, exit_code, undisturbed
+from grpo_components.offline.partial_runs import roles_of
+from grpo_components.quiet import quiet_libraries
+from grpo_components.records.agreement import GeneratorAgreement
+from grpo_components.records.checkpoints import build_checkpoints
+from grpo_components.records.failed_samples import build_failed_samples
+from grpo_components.records.receipts import build_receipts
+from grpo_components.records.resume import begin_run, roll_back
+from grpo_components.records.step_metrics import buffer_metrics, rollout_metrics
+from grpo_components.replay.event_log import open_turns
 from grpo_components.training.skipped_steps import SkippedSteps
 
 # Dotted paths: each role's module is imported in the role's own process only.

@@ -25,4 +25,4 @@ def pytest_collection_modifyitems(items):
 def tiny_policy(tmp_path_factory):
     """The demo's policy; built once per machine, by one of the workers that want it."""
     with FileLock(tmp_path_factory.getbasetemp().parent / "tiny_policy.lock"):
-        subprocess.run([sys.executable, "-m", "grpo_components.tiny_policy"], check=True)
+        subprocess.run([sys.executable, "-m", "grpo_components.examples.tiny_policy"], check=True)

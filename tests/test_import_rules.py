@@ -23,7 +23,7 @@ ROLES = {
     "grpo_components.training.trainer",
 }
 ONLY_IMPORTERS = {
-    "ray": {"grpo_components.running.cluster", "grpo_components.running.role"},
+    "ray": {"grpo_components.cluster.cluster", "grpo_components.cluster.role"},
     "vllm": {"grpo_components.rollout.vllm_engine"},
 }
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.
@@ -33,11 +33,11 @@ RECORD_AND_MATHS = (
     "grpo_components.exchange.staleness",
 )
 WITHOUT_TORCH = (
-    "grpo_components.rollout.rewards",
-    "grpo_components.rollout.reward_pool",
-    "grpo_components.rollout.code_tests",
-    "grpo_components.rollout.code_sandbox",
-    "grpo_components.rollout.sandboxed",
+    "grpo_components.rewards.maths",
+    "grpo_components.rewards.pool",
+    "grpo_components.rewards.code_tests",
+    "grpo_components.rewards.sandbox.code_sandbox",
+    "grpo_components.rewards.sandbox.inside",
 )
 HEAVY = ("ray", "vllm", "torchrl", "torchtune")
 

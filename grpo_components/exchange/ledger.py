@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.turns import Turns
+from grpo_components.replay.event_order import Turns
 
 State = Literal["in_flight", "buffered", "in_training"]
 Kind = Literal["issued", "generated", "restarted", "dropped", "trained"]

@@ -14,13 +14,8 @@ from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers import Sampler, Writer
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.state_files import read_state, write_state
-from grpo_components.trajectory import (
-    GroupSummary,
-    PackedTrajectories,
-    batch_hash,
-    concatenate,
-)
+from grpo_components.state_files import read_state, write_state
+from grpo_components.trajectory import GroupSummary, PackedTrajectories, batch_hash, concatenate
 
 
 @dataclass(frozen=True)

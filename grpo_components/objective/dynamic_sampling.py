@@ -11,9 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-
-class StarvedError(RuntimeError):
-    """Group after group was discarded; the message has the histogram and what to do about it."""
+from grpo_components.errors import StarvedError
 
 
 class DynamicSampling:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_components.plain_text import one_line
 from grpo_components.report.page import write_report
 from grpo_components.report.rollouts import MOST_GROUPS
-from grpo_components.running.plain_text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from grpo_components.exchange.whole_files import write_whole
 from grpo_components.report.curves import MOST_OTHERS, MOST_POINTS, Chart, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.history import history_tables, state_line
@@ -28,6 +27,7 @@ from grpo_components.report.tiles import tiles
 from grpo_components.report.timeline import timeline
 from grpo_components.report.unread import Unread
 from grpo_components.report.viewer import rollouts_section
+from grpo_components.whole_files import write_whole
 
 _LONGEST_TITLE = 200
 _MOST_CONFIG_BYTES = 2**20

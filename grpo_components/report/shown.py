@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from grpo_components.running.plain_text import plain
+from grpo_components.plain_text import plain
 
 _LONGEST_LABEL = 60
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]+")

@@ -16,7 +16,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import step_mdp
 
-from grpo_components.rollout.reward_pool import Score
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.vllm_engine import Completion, VLLMEngine
 from grpo_components.trajectory import Trajectory
 

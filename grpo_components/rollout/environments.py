@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-from grpo_components.rollout.reward_pool import Score
+from grpo_components.rewards.pool import Score
 
 Prompt = dict[str, Any]
 """One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer, and `seed` for

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torchrl.envs import EnvBase
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
+from grpo_components.replay.schedule import open_schedule
+from grpo_components.rewards.pool import RewardPool, RewardPoolError, RewardSpec
 from grpo_components.rollout.collector import (
     EnginePolicy,
     GroupCollector,
@@ -25,17 +27,9 @@ from grpo_components.rollout.collector import (
 )
 from grpo_components.rollout.environment_thread import EnvironmentThread
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.reward_pool import RewardPool, RewardPoolError, RewardSpec
-from grpo_components.rollout.schedule import open_schedule
 from grpo_components.rollout.token_texts import token_texts
 from grpo_components.rollout.vllm_engine import BASE_VERSION, EngineStoppedError, VLLMEngine
-from grpo_components.trajectory import (
-    GroupSummary,
-    PackedTrajectories,
-    Trajectory,
-    pack,
-    summarize,
-)
+from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
 
 _REPLAY_THREADS = 1000
 """A replay's calls may come in another order, and none may keep another from its engine."""

@@ -15,8 +15,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 from torchrl.envs import EnvBase
 
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
-from grpo_components.rollout.reward_pool import Score
 
 _LONGEST_TOKEN = 1000
 """Characters: more than any vocabulary has in one."""

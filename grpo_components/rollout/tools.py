@@ -131,7 +131,7 @@ _PROGRAMS: ContextVar[_Programs | None] = ContextVar("programs", default=None)
 @cache  # one for all environments of a process: it bounds the programs that run at a time
 def _sandbox() -> Any:
     # Imported with the tool and not with the module: building it tries it out.
-    sandbox = importlib.import_module("grpo_components.rollout.code_sandbox")
+    sandbox = importlib.import_module("grpo_components.rewards.sandbox.code_sandbox")
     return sandbox.CodeSandbox(max_programs=_PROGRAMS_PER_CORE * (os.cpu_count() or 1))
 
 

@@ -24,8 +24,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.replay.schedule import STOP, Schedule
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
-from grpo_components.rollout.schedule import STOP, Schedule
 
 BASE_VERSION = 0
 """Policy version of the weights that the engine is loaded with."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from grpo_components.exchange.state_files import read_state, write_state
+from grpo_components.state_files import read_state, write_state
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 """Files of the base model that hold or list its weights."""

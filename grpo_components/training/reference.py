@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from grpo_components.models.loading import load_whole_model
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.micro_batches import plan_micro_batches
+from grpo_components.models.packing import row_width
 from grpo_components.objective.reward_shaping import sequence_kl
-from grpo_components.training.logprobs import ResponseLogprobs, token_batch
-from grpo_components.training.micro_batches import plan_micro_batches
-from grpo_components.training.model import load_whole_model
-from grpo_components.training.packing import row_width
 from grpo_components.trajectory import PackedTrajectories, pack, unpack
 
 

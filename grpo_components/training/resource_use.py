@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from grpo_components.training.flops import ModelFlops, peak_flops
+from grpo_components.models.flops import ModelFlops, peak_flops
 
 
 class ResourceUse:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from grpo_components.training.micro_batches import plan_micro_batches
-from grpo_components.training.model import DTYPES
+from grpo_components.models.loading import DTYPES
+from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.trajectory import (
     GroupSummary,
     PackedTrajectories,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.errors import SkippedStepsError
 from grpo_components.trajectory import PackedTrajectories
 
 _README = """\
@@ -19,10 +20,6 @@ Load its batch with:
   packed, advantages, metrics = load_batch("{folder}")
 (grpo_components.trajectory.unpack(packed) makes records of it; nothing here is a pickle.)
 """
-
-
-class SkippedStepsError(RuntimeError):
-    """Step after step trained nothing, or none did; the message has why and the batches' folder."""
 
 
 class SkippedSteps:

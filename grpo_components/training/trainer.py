@@ -21,6 +21,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
+from grpo_components.models.hf_weights import hf_converter, layer_groups
+from grpo_components.models.loading import DTYPES, load_sharded_model
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.meshes import Sharding, join_ranks
+from grpo_components.models.micro_batches import plan_micro_batches
+from grpo_components.models.packing import row_width
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.correction import Loss
 from grpo_components.objective.losses import LossInputs
@@ -28,13 +34,7 @@ from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
-from grpo_components.training.hf_weights import hf_converter, layer_groups
-from grpo_components.training.logprobs import ResponseLogprobs, token_batch
-from grpo_components.training.meshes import Sharding, join_ranks
-from grpo_components.training.micro_batches import plan_micro_batches
-from grpo_components.training.model import DTYPES, load_sharded_model
 from grpo_components.training.optimizers import set_learning_rate
-from grpo_components.training.packing import row_width
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse

@@ -14,9 +14,9 @@ from examples import PAGES, blocks, examples, files
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from grpo_components import sample_data
-from grpo_components.running import preflight
-from grpo_components.running.building import build_data, check_components
+from grpo_components.config import preflight
+from grpo_components.config.building import build_data, check_components
+from grpo_components.examples import sample_data
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"

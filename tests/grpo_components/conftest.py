@@ -8,9 +8,9 @@ import pytest
 
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.turns import Turns
-from grpo_components.running.receipt_chain import ChainedFile
-from grpo_components.running.receipts import Receipts
+from grpo_components.records.receipt_chain import ChainedFile
+from grpo_components.records.receipts import Receipts
+from grpo_components.replay.event_order import Turns
 
 GROUP_SIZE = 2
 

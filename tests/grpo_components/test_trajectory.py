@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.trajectory import (
-    Trajectory,
-    batch_hash,
-    concatenate,
-    pack,
-    summarize,
-    unpack,
-)
+from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack, summarize, unpack
 
 
 @st.composite

@@ -547,7 +547,7 @@ def test_several_turns_with_a_learned_reward_and_one_of_the_users_own(tune, tmp_
 TOOLS = """
 import json
 
-from grpo_components.rollout.code_tests import CodeTests
+from grpo_components.rewards.code_tests import CodeTests
 from grpo_components.rollout.tools import shipped_tools
 
 

@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
-from grpo_components import tiny_policy
+from grpo_components.config import preflight
+from grpo_components.config.building import build
+from grpo_components.examples import tiny_policy
 from grpo_components.objective.losses import LossInputs
-from grpo_components.running import preflight
-from grpo_components.running.building import build
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = sorted(FOLDER.glob("*.yaml"))
@@ -276,4 +276,6 @@ def test_the_header_says_how_to_get_the_model_and_how_to_launch(name):
     assert f"tune run {RECIPE} --config {name}\n" in header
     assert "Sizing: " in header
     get_it = f"--output-dir {cfg.base_model_path}"
-    assert (get_it if name in NUM_GPUS else "python -m grpo_components.tiny_policy") in header
+    assert (
+        get_it if name in NUM_GPUS else "python -m grpo_components.examples.tiny_policy"
+    ) in header

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_components.running.role import Role
+from grpo_components.cluster.role import Role
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "async_grpo_full_finetune_distributed"

@@ -2,7 +2,7 @@
 
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from grpo_components.tiny_policy import DEFAULT_OUTPUT_DIR
+from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
 
 
 def random_classifier(folder):

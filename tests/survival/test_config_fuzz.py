@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
+from grpo_components.cluster.supervision import exit_code
+from grpo_components.config.schema import SCHEMA, Rule
+from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
 from grpo_components.objective.schedules import as_schedule
-from grpo_components.running.config_schema import SCHEMA, Rule
-from grpo_components.running.plain_text import one_line
-from grpo_components.running.supervision import exit_code
-from grpo_components.tiny_policy import DEFAULT_OUTPUT_DIR
+from grpo_components.plain_text import one_line
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"

@@ -14,14 +14,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.exchange.line_files import cut_torn_line
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.state_files import read_state, write_state
-from grpo_components.running.checkpoint_folder import latest
-from grpo_components.running.checkpoints import Checkpoints
-from grpo_components.running.metrics import MetricLog
-from grpo_components.running.receipts import Receipts
-from grpo_components.running.run_identity import new_identity
+from grpo_components.files import cut_torn_line
+from grpo_components.records.checkpoint_folder import latest
+from grpo_components.records.checkpoints import Checkpoints
+from grpo_components.records.metrics import MetricLog
+from grpo_components.records.receipts import Receipts
+from grpo_components.records.run_identity import new_identity
+from grpo_components.state_files import read_state, write_state
 
 MIB = 2**20
 

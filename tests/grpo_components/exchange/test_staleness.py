@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from grpo_components.audit import audit
+from grpo_components.audit.__main__ import audit
+from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.state_files import read_state, write_state
-from grpo_components.rollout.prompt_stream import PromptStream
-from grpo_components.running.receipts import Receipts
+from grpo_components.records.receipts import Receipts
+from grpo_components.state_files import read_state, write_state
 from grpo_components.trajectory import Trajectory, pack, summarize, unpack
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.objective.dynamic_sampling import DynamicSampling, StarvedError
+from grpo_components.errors import StarvedError
+from grpo_components.objective.dynamic_sampling import DynamicSampling
 
 REWARD = st.sampled_from([0.0, 0.5, 1.0, math.nan])
 GROUP = st.lists(REWARD, min_size=1, max_size=6)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from grpo_components.exchange import whole_files
+from grpo_components import whole_files
 from grpo_components.report.__main__ import main
 from grpo_components.report.page import write_report
 

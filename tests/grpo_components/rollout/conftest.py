@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_components.running.cluster import engine_environment
+from grpo_components.cluster.cluster import engine_environment
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environments import SingleTurnEnvironment
-from grpo_components.rollout.reward_pool import Score
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=12)
 SLOTS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6)

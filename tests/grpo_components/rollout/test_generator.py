@@ -16,20 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from grpo_components.exchange.weights import (
-    check_names_and_shapes,
-    pack_bucket,
-    snapshot_checksum,
-)
+from grpo_components.cluster.cluster import engine_environment
+from grpo_components.exchange.weights import check_names_and_shapes, pack_bucket, snapshot_checksum
 from grpo_components.objective.advantages import (
     BatchNormalizedAdvantages,
     GroupCenteredAdvantages,
     GroupNormalizedAdvantages,
     LeaveOneOutAdvantages,
 )
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environments import SingleTurnEnvironment, slot_state
-from grpo_components.rollout.reward_pool import Score
-from grpo_components.running.cluster import engine_environment
 from grpo_components.trajectory import summarize, unpack
 
 STOP = 0

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
+from grpo_components.cluster.cluster import engine_environment
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
-from grpo_components.rollout.reward_pool import Score
-from grpo_components.running.cluster import engine_environment
 from grpo_components.trajectory import summarize, unpack
 
 STOP = 7

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from grpo_components.replay.schedule import Schedule
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
-from grpo_components.rollout.schedule import Schedule
 
 LONG = np.random.default_rng(0).integers(1, 255, 300).tolist()
 SHORT = LONG[:100]

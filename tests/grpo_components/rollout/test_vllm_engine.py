@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
-from grpo_components.rollout.schedule import open_schedule
+from grpo_components.replay.schedule import open_schedule
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
 

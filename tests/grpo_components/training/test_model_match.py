@@ -14,7 +14,7 @@ from torchtune.models.phi3 import phi3
 from torchtune.modules import RMSNorm
 from transformers import AutoConfig
 
-from grpo_components.equivalence_families import FAMILIES, hf_config_of
+from grpo_components.equivalence.families import FAMILIES, hf_config_of
 from grpo_components.training.model_match import differences, read_hf_config, sliding_window
 
 

@@ -5,12 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from grpo_components.training.skipped_steps import (
-    SkippedSteps,
-    SkippedStepsError,
-    dump_batch,
-    load_batch,
-)
+from grpo_components.errors import SkippedStepsError
+from grpo_components.training.skipped_steps import SkippedSteps, dump_batch, load_batch
 from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
 
 METRICS = {

@@ -28,6 +28,7 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune
 from torchtune.training import FullModelHFCheckpointer, setup_torch_profiler
 
 from grpo_components.exchange.weights import checkpoint_shapes, unpack_bucket
+from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, GSPOLoss, LossInputs
@@ -42,7 +43,6 @@ from grpo_components.objective.off_policy import (
 )
 from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
-from grpo_components.training.meshes import Sharding
 from grpo_components.training.skipped_steps import load_batch
 from grpo_components.training.supervised import SupervisedExamples
 from grpo_components.trajectory import Trajectory, batch_hash, pack

@@ -1,0 +1,173 @@
+"""Follows the groups and prompts of a run through the events of its records."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from grpo_components.audit.findings import Report
+from grpo_components.audit.history import Group, History, Prompt, Record
+
+_STATES = ("in_flight", "buffered", "in_training")
+
+
+def follow_events(record: Record, start: Record, h: History, report: Report) -> dict[int, Group]:
+    """Follow a record's events, and compare its sums with them.
+
+    Args:
+        record: a step or end record.
+        start: of its attempt.
+        h: history before the record; it is brought up to date.
+        report: told what is checked.
+
+    Returns:
+        The groups that the events train, by number.
+    """
+    totals, check = _Totals(), report.check
+    trained: dict[int, Group] = {}
+    for event in record["events"]:
+        if "issued" in event:
+            _issue(event, h, report)
+            totals.issued += 1
+        elif "generated" in event:
+            number = event["generated"]
+            group = h.living.get(number)
+            if check("generated", group is not None, f"group {number} is not living"):
+                assert group is not None
+                again = group.response_tokens is not None
+                check("generated", not again, f"group {number} is generated again")
+                group.response_tokens = event["response_tokens"]
+            totals.add("generated", event["response_tokens"])
+        elif "restarted" in event:
+            number = event["restarted"]
+            group = h.living.get(number)
+            if check("generated", group is not None, f"group {number} is not living"):
+                assert group is not None
+                group.response_tokens = None
+        else:
+            group = _end_group(event, h, report)
+            tokens = group.response_tokens if group else None
+            reason = event.get("reason")
+            totals.add("trained" if reason is None else f"dropped.{reason}", tokens)
+            if group and "trained" in event:
+                trained[event["trained"]] = group
+    stale = [e["dropped"] for e in record["events"] if e.get("reason") == "stale"]
+    if start["max_staleness"] == 0:
+        check("synchronous", not stale, f"groups {stale[:8]} are dropped as stale")
+    problem = totals.mismatch(record["groups"])
+    check("totals", not problem, f"groups.{problem} is not that of the events")
+    return trained
+
+
+def check_ends(record: Record, h: History, report: Report) -> None:
+    """Compare what an end record lists as left with what the events left.
+
+    Args:
+        record: an end record.
+        h: history with the record's events.
+        report: told what is checked.
+    """
+    check = report.check
+    living = {g["group_id"]: (g["prompt_index"], g["epoch"]) for g in record["living"]}
+    once = len(living) == len(record["living"])
+    check("accounted", once, "a group is listed twice as living")
+    known = {number: group.prompt for number, group in h.living.items()}
+    odd = sorted(living.items() ^ known.items())
+    check("accounted", not odd, f"group {odd and odd[0][0]} is not where its events left it")
+    for group in record["living"] if not odd else ():
+        generated = h.living[group["group_id"]].response_tokens is not None
+        sound = group["state"] in _STATES and (generated or group["state"] == "in_flight")
+        said = f"group {group['group_id']} is {group['state']}"
+        check("accounted", sound, f"{said}, {'' if generated else 'un'}generated")
+    waiting = Counter((p["prompt_index"], p["epoch"]) for p in record["waiting"])
+    odd = sorted((waiting - h.waiting) + (h.waiting - waiting))
+    lost = f"prompt {_name(odd[0])} is lost or waits unasked" if odd else ""
+    check("accounted", not odd, lost)
+    check(
+        "accounted",
+        h.issued == h.trained + h.dropped + len(living),
+        f"{h.issued} issued, {h.trained} trained + {h.dropped} dropped + {len(living)} living",
+    )
+
+
+def _issue(event: Record, h: History, report: Report) -> None:
+    number, prompt = event["issued"], (event["prompt_index"], event["epoch"])
+    before = f"the one before is {h.issued - 1}" if h.issued else "it is the first"
+    in_order = report.check("issued", number == h.issued, f"group {number} is issued; {before}")
+    if not in_order and number < h.issued:
+        return
+    handed_back = h.waiting[prompt] > 0
+    known = prompt in h.issued_prompts
+    report.check(
+        "prompts",
+        handed_back or not known,
+        f"group {number} issues prompt {_name(prompt)} again",
+    )
+    first = next(iter(+h.waiting), None)
+    report.check(
+        "reissued",
+        handed_back or known or first is None,
+        f"group {number} is new, prompt {_name(first or prompt)} was handed back before",
+    )
+    h.waiting -= Counter([prompt])  # keeps what is above 0
+    h.issued_prompts.add(prompt)
+    h.issued = number + 1
+    h.living[number] = Group(prompt)
+
+
+def _end_group(event: Record, h: History, report: Report) -> Group | None:
+    dropped, check = "dropped" in event, report.check
+    reason, number = event.get("reason"), event["dropped" if dropped else "trained"]
+    if dropped:
+        named = bool(reason) and not str(reason).isspace()
+        check("ended", named, f"group {number} is dropped without a reason")
+    group = h.living.pop(number, None)
+    verb = f"dropped as {reason}" if dropped else "trained"
+    if not check("ended", group is not None, f"group {number}, not living, is {verb}"):
+        return None
+    assert group is not None
+    ready = group.response_tokens is not None or reason == "failed"
+    check("ended", ready, f"group {number} is {verb} before it is generated")
+    if dropped:
+        h.dropped += 1
+        if event["reissue"]:
+            h.waiting[group.prompt] += 1
+    else:
+        h.trained += 1
+        again = group.prompt in h.trained_prompts
+        check("prompts", not again, f"prompt {_name(group.prompt)} is trained again")
+        h.trained_prompts.add(group.prompt)
+    return group
+
+
+class _Totals:
+    """A record's sums, made again from its events."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self._tokens: dict[str, list[float | None]] = {}
+
+    def add(self, what: str, response_tokens: float | None) -> None:
+        self._tokens.setdefault(what, []).append(response_tokens)
+
+    def mismatch(self, groups: Record) -> str:
+        """The first field that says something else, or nothing."""
+        if groups["issued"] != self.issued:
+            return "issued"
+        stated = {key: groups[key] for key in ("generated", "trained")}
+        stated["dropped.filtered"] = groups["filtered"]
+        stated |= {f"dropped.{key}": groups["dropped"][key] for key in groups["dropped"]}
+        for what in stated | self._tokens:
+            values = self._tokens.get(what, [])
+            known = [tokens for tokens in values if tokens is not None]
+            mean = sum(known) / len(known) if known else None
+            amount = stated.get(what, {"count": 0, "response_tokens_mean": None})
+            said = amount["response_tokens_mean"]
+            same = said == mean or (said is not None and mean and math.isclose(said, mean))
+            if amount["count"] != len(values) or not same:
+                return what.removeprefix("dropped.") if what == "dropped.filtered" else what
+        return ""
+
+
+def _name(prompt: Prompt) -> str:
+    return f"{prompt[0]} of epoch {prompt[1]}"

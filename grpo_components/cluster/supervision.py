@@ -1,0 +1,136 @@
+"""From a failure anywhere to one clear line: which role, what happened, where its log is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from grpo_components.config_text import check_command
+from grpo_components.errors import (
+    MAX_MESSAGE,
+    DisagreementError,
+    FailedSamplesError,
+    ReplayError,
+    RoleFailedError,
+    SkippedStepsError,
+    StarvedError,
+)
+from grpo_components.objective.component_errors import ComponentError
+from grpo_components.plain_text import one_line, plain, shortened
+
+_TOLD_WITHOUT_TRACEBACK = (
+    *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
+    *(ComponentError, TimeoutError, OSError),
+)
+"""Ends of a run that are no bug, besides a role's failure."""
+_CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
+"""Only `setup` lets these out; what a loop raises comes in a group."""
+
+
+def dump_task_stacks(logs: Path, why: str) -> None:
+    """Append the stacks of all tasks of the running event loop to `driver_stacks.log`.
+
+    Args:
+        logs: folder of the run's logs.
+        why: they are dumped.
+    """
+    with (logs / "driver_stacks.log").open("a", encoding="utf-8") as file:
+        file.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
+        for task in asyncio.all_tasks():
+            task.print_stack(file=file)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let a clean-up finish: Ctrl-C and SIGTERM are ignored until it has."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def exit_code(recipe_main: Callable[[], Any]) -> int:
+    """Run a recipe's main and turn its end into a process exit code.
+
+    Args:
+        recipe_main: the function decorated with torchtune's `config.parse`.
+
+    Returns:
+        0 at the normal end, 2 for a wrong config (one line on stderr), 1 for a failed run (the
+        cause on stderr), 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    terminated = False
+
+    def end_as_after_ctrl_c(*_: Any) -> None:  # asyncio knows how to end on SIGINT only
+        nonlocal terminated
+        terminated = True
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, end_as_after_ctrl_c)
+    # A shell starts background jobs with SIGINT ignored; then neither signal would end the run.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if inspect.unwrap(recipe_main) is not recipe_main:  # torchtune will parse the command line
+            check_command(sys.argv[1:])
+        recipe_main()
+    except SystemExit as end:
+        if (place := _ended_by(recipe_main, end)) is None:
+            raise  # of torchtune's, at the normal end or with a usage message
+        sys.stderr.write(f"error: {place} called sys.exit({end.code!r}) and ended the run\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{'terminated' if terminated else 'interrupted'}: all roles stopped\n")
+        return 143 if terminated else 130
+    except Exception as error:  # the end of the run: whatever it was, say it
+        if isinstance(error, _CONFIG_ERRORS) or not _began(recipe_main, error):
+            text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)
+            sys.stderr.write(f"config error: {text}\n")
+            return 2
+        cause = root_cause(error)
+        if not isinstance(cause, (RoleFailedError, *_TOLD_WITHOUT_TRACEBACK)):
+            # A bug, maybe in a forked recipe: show the place.
+            sys.stderr.write(plain("".join(traceback.format_exception(cause))))
+        sys.stderr.write(f"error: {plain(str(cause)) or type(cause).__name__}\n")
+        return 1
+    return 0
+
+
+def _began(recipe_main: Callable[[], Any], error: BaseException) -> bool:
+    """Whether an error comes from the recipe, and not from torchtune's reading of the config."""
+    recipe = inspect.unwrap(recipe_main)
+    frames = traceback.walk_tb(error.__traceback__)
+    return recipe is recipe_main or any(frame.f_code is recipe.__code__ for frame, _ in frames)
+
+
+def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
+    """File and line that called `sys.exit` below the recipe; None where that is the recipe's way.
+
+    torchtune ends every run so, and a fork may, in its own file.
+    """
+    last = traceback.extract_tb(end.__traceback__)[-1]
+    recipe = inspect.unwrap(recipe_main)
+    if not _began(recipe_main, end) or last.filename in (recipe.__code__.co_filename, __file__):
+        return None
+    return f"{last.filename}:{last.lineno}"
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first failure of a task group; a single error is its own cause."""
+    while isinstance(error, BaseExceptionGroup):
+        failures = error.exceptions
+        error = next((e for e in failures if isinstance(e, RoleFailedError)), failures[0])
+    return error

@@ -1,0 +1,80 @@
+"""Compares a component's arguments with the types that its signature names."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from grpo_components.config.schema import SCHEDULED
+from grpo_components.errors import fail, shown
+
+_NONE = type(None)
+_WORDS = {int: "a number", float: "a number", bool: "true | false", str: "text"}
+_WORDS |= {list: "a list", _NONE: "null"}
+
+
+def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
+    """Refuse text where a signature has a number, and the like.
+
+    Numbers are one kind here, whole or not, and whatever a signature does not say in plain types
+    is let through: what is wrong with it, the component says when it is built.
+
+    Args:
+        key: of the component.
+        component: class or function.
+        given: its arguments in the config; `_component_` is skipped.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    hints, defaults = _hints(component), _defaults(component)
+    for name, value in given.items():
+        where, allowed = f"{key}.{name}", _plain(hints.get(name))
+        if isinstance(value, float) and math.isnan(value):
+            fail(where, "nan given", "a number")
+        if name == "_component_" or allowed is None:
+            continue
+        if value is None and defaults.get(name, _NONE) is None:
+            continue  # `x: int = None` is a common slip
+        if where in SCHEDULED and isinstance(value, Mapping):
+            continue
+        if not any(_is(value, kind) for kind in allowed):
+            words = dict.fromkeys(_WORDS[kind] for kind in allowed)
+            fail(where, f"{shown(value)} given", " or ".join(words))
+
+
+def _hints(component: Any) -> dict[str, Any]:
+    target = component.__init__ if isinstance(component, type) else component
+    try:
+        return get_type_hints(target)
+    except Exception:  # names of another module, or anything a user's module may do
+        return {}
+
+
+def _defaults(component: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(component).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return {}
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _plain(hint: Any) -> set[type] | None:
+    """The plain types that a hint allows; None where it allows others, too."""
+    if get_origin(hint) is Literal:
+        return {type(choice) for choice in get_args(hint)}
+    if get_origin(hint) in (Union, types.UnionType):
+        parts = [_plain(part) for part in get_args(hint)]
+        return None if None in parts else set().union(*(part for part in parts if part))
+    if get_origin(hint) is list or hint is list:
+        return {list}
+    return {hint} if hint in (int, float, bool, str, _NONE) else None
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind in (int, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind)

@@ -1,0 +1,327 @@
+"""Components of a config, built or tried out, with failures that name their key."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import netrc
+import os
+import sys
+from collections.abc import Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
+from torchtune.config._utils import _get_component_from_path
+
+from grpo_components.config.model_checks import check_model
+from grpo_components.data.prompt_mix import PromptMix
+from grpo_components.errors import MAX_MESSAGE, fail
+from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.models.hf_weights import hf_converter
+from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.offline.partial_runs import RecordedPrompts
+from grpo_components.plain_text import one_line, shortened
+from grpo_components.training.model_match import sliding_window
+
+# Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
+SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
+
+_STEPS_TRIED = 1000
+"""Of a learning rate's schedule."""
+
+
+def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """Instantiate a component of the config.
+
+    Args:
+        key: of the component, for the error.
+        node: with `_component_` and its arguments.
+        args: positional arguments before those of the node.
+        kwargs: beside those of the node.
+
+    Raises:
+        ValueError: naming the key, whatever the component raised.
+    """
+    try:
+        return config.instantiate(node, *args, **kwargs)
+    except ValueError as error:
+        text = str(error)
+        if key == "eval_dataset" and text.startswith("dataset"):
+            text = f"eval_{text}"  # both are built by one function
+        text = text if text.startswith(key) else f"{key}: {text}"
+        raise ValueError(shortened(one_line(text), MAX_MESSAGE)) from error
+    except BaseException as error:  # anything a component may raise on wrong arguments, SystemExit
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        problem = f"{key}: {node._component_} cannot be built: {what}"
+        raise ValueError(shortened(one_line(problem), MAX_MESSAGE)) from error
+
+
+def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
+    """The tokenizer, the data set and the evaluation data set.
+
+    Args:
+        cfg: checked by preflight.
+
+    Raises:
+        ValueError: naming what is no data set, file, row and field of the first prompt that cannot
+            be answered in the policy's context, or the key of what else does not fit into it.
+    """
+    tokenizer = build("tokenizer", cfg.tokenizer)
+    if not hasattr(tokenizer, "encode"):
+        problem = f"{cfg.tokenizer._component_} makes something without `encode`"
+        fail("tokenizer", problem, "a tokenizer of torchtune, or one like it")
+    data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
+    for key, dataset in data.items():
+        _check_rows(key, cfg[key]._component_, dataset)
+        _check_types(key, cfg[key]._component_, dataset)
+    hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
+    vocab_size = hf_config.get("vocab_size")
+    trained = {
+        "model.max_seq_len": cfg.model.get("max_seq_len"),
+        "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
+        # The trainer's attention has no window: longer sequences would be two policies.
+        "the model's sliding_window": sliding_window(hf_config),
+        "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+    }
+    name, most = _lowest(trained)
+    if cfg.train_from:
+        data["dataset"] = recorded = RecordedPrompts(cfg.train_from)
+        recorded.check(most, name, vocab_size)
+    longest = cfg.ptx and cfg.ptx.get("max_tokens")
+    if isinstance(longest, int) and longest > most:
+        raise ValueError(f"ptx.max_tokens: {longest} given; allowed: at most {most}, {name}")
+    limit = _lowest({"generator.max_model_len": cfg.generator.max_model_len, **trained})
+    for key, dataset in data.items():
+        if isinstance(dataset, PromptMix):
+            nodes, parts = cfg[key].parts, dataset.parts
+            for part in parts:
+                where = f"{key}.parts.{part}"
+                _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
+        elif not isinstance(dataset, RecordedPrompts):  # those were checked above
+            _check_prompts(cfg, key, cfg[key], dataset, limit, vocab_size)
+    return tokenizer, data["dataset"], data["eval_dataset"]
+
+
+def _check_rows(key: str, component: str, dataset: Any) -> None:
+    """Whether a data set, which may be of the user's own, has what the recipe reads."""
+    fields = ("prompt_index", "prompt_ids", "prompt_text", "answer")
+    try:
+        rows = [[dataset[i][field] for field in fields] for i in range(len(dataset))]
+        indices, _ = {index for index, *_ in rows}, dataset.max_prompt_length
+    except (Exception, SystemExit) as error:  # anything may be missing
+        problem = f"gives no prompts, {type(error).__name__}: {error}"
+    else:
+        if 0 < len(rows) == len(indices):
+            return
+        problem = "gives two rows with one prompt_index" if rows else "gives no rows"
+    allowed = f"rows by index, each with {', '.join(fields)}, and a max_prompt_length"
+    raise ValueError(f"{key}: {component} {problem}; allowed: {allowed}")
+
+
+def _check_types(key: str, component: str, dataset: Any) -> None:
+    """Whether the first row can be shown and generated from; the others are made alike."""
+    row = dataset[0]
+    ids = np.asarray(row["prompt_ids"])
+    right = {
+        "prompt_index": isinstance(row["prompt_index"], Integral),
+        "prompt_ids": ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size),
+        "prompt_text": isinstance(row["prompt_text"], str),
+    }
+    for field, fits in right.items():
+        if not fits:
+            problem = f"{component} gives a {type(row[field]).__name__} as {field}"
+            kinds = "prompt_index a whole number, prompt_ids a list of such, prompt_text a text"
+            raise ValueError(f"{key}: {problem}; allowed: {kinds}")
+
+
+def _check_prompts(
+    cfg: DictConfig,
+    key: str,
+    node: DictConfig,
+    prompts: Any,
+    limit: tuple[str, int],
+    vocab_size: int | None,
+) -> None:
+    """Whether the policy knows a data set's tokens and has room for its prompts and responses."""
+    chat, styled = node.get("chat_template"), cfg.tokenizer.get("prompt_template") is not None
+    if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
+        problem = f"{chat or 'null'} given with tokenizer.prompt_template, which goes unused"
+        allowed = "torchtune, or tokenizer.prompt_template: null"
+        raise ValueError(f"{key}.chat_template: {problem}; allowed: {allowed}")
+    name, most = limit
+    most -= cfg.generator.max_response_tokens
+    for prompt in map(prompts.__getitem__, range(len(prompts))):
+        ids = prompt["prompt_ids"]
+        if not 0 < len(ids) <= most:
+            problem = f"has {len(ids)} tokens; allowed: 1 to {most}, {name} less "
+            problem += "generator.max_response_tokens"
+        elif vocab_size is not None and max(ids) >= vocab_size:
+            problem = f"has the token {max(ids)}; allowed: those of base_model_path, whose "
+            problem += f"vocab_size is {vocab_size}"
+        else:
+            continue
+        where = f"{key} {node.get('source', node._component_)}, row {prompt['prompt_index'] + 1}"
+        raise ValueError(f"{where}, field question: the prompt {problem}")
+
+
+def shared_prompts(dataset: Any, held_out: Any) -> str:
+    """One line on the prompts that a run trains on and is evaluated on; empty if there are none.
+
+    Args:
+        dataset: to train on.
+        held_out: to be evaluated on.
+    """
+    trained = {tuple(dataset[i]["prompt_ids"]) for i in range(len(dataset))}
+    shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
+    told = f"eval_dataset: {shared} of its {len(held_out)} prompts are trained on, too"
+    return told if shared else ""
+
+
+def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
+    given = [(name, limit) for name, limit in limits.items() if limit is not None]
+    return min(given, key=lambda item: item[1])
+
+
+def parameters_of(component: Any) -> list[inspect.Parameter]:
+    """What a class or function takes; of an `EnvBase`, whose metaclass takes anything, as well."""
+    own_call = isinstance(component, type) and type(component).__call__ is not type.__call__
+    if own_call and component.__init__ is not object.__init__:
+        return list(inspect.signature(component.__init__).parameters.values())[1:]
+    try:
+        return list(inspect.signature(component).parameters.values())
+    except ValueError:  # of some built-in ones nobody knows; being called will tell
+        return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
+
+
+def build_environment(node: DictConfig, **offered: Any) -> Any:
+    """An environment of the config; in the generator's process.
+
+    Args:
+        node: with `_component_` and its arguments, of which some may be components, too.
+        offered: what the generator has for it; it gets those that its signature names.
+    """
+    parameters = parameters_of(_get_component_from_path(node._component_))
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    names = offered if takes_any else {parameter.name for parameter in parameters}
+    parts = {key: config.instantiate(node[key]) for key in nested_components(node)}
+    return config.instantiate(node, **{k: v for k, v in offered.items() if k in names}, **parts)
+
+
+def nested_components(node: Mapping[str, Any]) -> list[str]:
+    """The arguments of a component that are components themselves."""
+    return [
+        key
+        for key, value in node.items()
+        if isinstance(value, Mapping | DictConfig) and "_component_" in value
+    ]
+
+
+def has_slots_apart(node: DictConfig) -> bool:
+    """Whether an environment of the config is built for each response, and not for each group."""
+    if node == SHIPPED_ENVIRONMENT:
+        return False
+    return bool(getattr(_get_component_from_path(node._component_), "slots_apart", False))
+
+
+def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
+    """The optimizer's node with a number for `lr`, and the schedule that stood there, if any."""
+    if OmegaConf.is_dict(node.get("lr")):
+        schedule = as_schedule("optimizer.lr", node.lr)
+        return OmegaConf.create({**node, "lr": schedule(0)}), schedule
+    return node, None
+
+
+def check_components(cfg: DictConfig) -> None:
+    """Try what is otherwise built too late: in the trainer's process, or in a folder in use.
+
+    Args:
+        cfg: checked by preflight.
+
+    Raises:
+        ValueError: naming the key of an optimizer or scheduler that cannot be built, or of a model
+            that is not the checkpoint's or computes another function, or of a logger without a
+            login.
+    """
+    _check_wandb_login(cfg.metric_logger)
+    node, _ = split_learning_rate(cfg.optimizer)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = build("optimizer", node, [parameter])
+    if not node._component_.startswith("torchao."):  # their step would be compiled here
+        _check_step(node._component_, optimizer, parameter)
+    if cfg.lr_scheduler:
+        scheduler = build(
+            "lr_scheduler", cfg.lr_scheduler, optimizer, num_training_steps=cfg.num_steps
+        )
+        _check_schedule(cfg.lr_scheduler._component_, scheduler, optimizer, cfg.num_steps)
+    with torch.device("meta"):
+        model = build("model", cfg.model)
+    base = Path(cfg.base_model_path)
+    kind = cfg.checkpointer.model_type
+    try:
+        converted = hf_converter(kind, base)(model.state_dict())
+    except ValueError:
+        raise
+    except Exception as error:  # whatever torchtune raises on another family's names
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
+            f"so, {what}; allowed: the family of both model and {base / 'config.json'}"
+        ) from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
+    try:
+        check_names_and_shapes(shapes, checkpoint_shapes(base))
+    except ValueError as error:
+        problem = str(error).removeprefix("weights: ")
+        raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
+    check_model(cfg.model, model, kind, base)
+
+
+def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        _ = optimizer.param_groups[0]["lr"], optimizer.state_dict()
+    except (Exception, SystemExit) as error:  # whatever an optimizer raises
+        what = f"{name} cannot make the trainer's step, {type(error).__name__}: {error}"
+        allowed = "one that takes dense gradients and no closure"
+        raise ValueError(f"optimizer: {what}; allowed: {allowed}") from error
+
+
+def _check_schedule(name: str, scheduler: Any, optimizer: Any, num_steps: int) -> None:
+    allowed = "a scheduler of torch.optim, whose rates are finite numbers >= 0"
+    try:
+        for _ in range(min(num_steps, _STEPS_TRIED)):
+            scheduler.step()
+            rate = float(optimizer.param_groups[0]["lr"])
+            if not 0 <= rate < math.inf:
+                raise ValueError(f"it sets the rate {rate}")
+        scheduler.state_dict()
+    except (Exception, SystemExit) as error:  # whatever a scheduler raises
+        problem = f"{name} cannot be stepped, {type(error).__name__}: {error}"
+        raise ValueError(f"lr_scheduler: {problem}; allowed: {allowed}") from error
+
+
+def _check_wandb_login(node: DictConfig) -> None:
+    mode = node.get("mode") or os.environ.get("WANDB_MODE", "online")
+    if not node._component_.endswith("WandBLogger") or mode in ("offline", "disabled"):
+        return
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        known = host is not None and netrc.netrc().authenticators(host) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        known = False
+    if not (known or os.environ.get("WANDB_API_KEY") or sys.stdin.isatty()):
+        raise ValueError(
+            "metric_logger: Weights & Biases has no login here; allowed: `wandb login` first, or "
+            "WANDB_API_KEY, or WANDB_MODE=offline in the environment"
+        )

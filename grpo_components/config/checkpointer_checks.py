@@ -1,0 +1,77 @@
+"""Checks the node of the checkpointer, which only a trainer's process builds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torchtune.training import FormattedCheckpointFiles
+
+from grpo_components.errors import fail, shown
+
+_HF = "torchtune.training.FullModelHFCheckpointer"
+_MAX_FILES = 10_000
+"""Of one model; the largest on the hub have some hundred."""
+
+
+def checkpoint_files(node: dict[str, Any], base: Path, run_folder: str) -> list[Path]:
+    """Check the node, and name the files that it would read.
+
+    Args:
+        node: of the checkpointer, each value within its own rule.
+        base: folder of the base model.
+        run_folder: the run's own, which is checked by itself.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    path = node["_component_"]
+    if path.startswith("torchtune.") and path.rpartition(".")[2] != "FullModelHFCheckpointer":
+        problem = f"{path} given, and base_model_path is in Hugging Face's format, as vLLM needs it"
+        fail("checkpointer._component_", problem, _HF)
+    for key in ("should_load_recipe_state", "resume_from_checkpoint"):
+        if node.get(key):
+            problem = f"{shown(node[key])} given, and this recipe keeps a state of its own"
+            fail(f"checkpointer.{key}", problem, "false; resume_from_checkpoint at the top resumes")
+    output_dir = node.get("output_dir")
+    if isinstance(output_dir, str) and output_dir != run_folder:
+        check_writable("checkpointer.output_dir", Path(output_dir).resolve())
+        if Path(output_dir).resolve().is_relative_to(base.resolve()):
+            problem = f"{output_dir} given, which lies in base_model_path"
+            fail("checkpointer.output_dir", problem, "a folder outside of it")
+    key, names = "checkpointer.checkpoint_files", node.get("checkpoint_files")
+    if isinstance(names, dict):
+        names = _numbered(key, names)
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        fail(key, f"{shown(names)} given", "a list of file names")
+    if len(names) > _MAX_FILES:
+        fail(key, f"{len(names)} names given", f"at most {_MAX_FILES}")
+    return [base / name for name in names]
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to.
+
+    Args:
+        key: of the folder.
+        folder: an absolute path; it need not exist.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        fail(key, f"{nearest} is not a folder to write to", "a writable place")
+
+
+def _numbered(key: str, node: dict[str, Any]) -> list[str]:
+    """Names of files that are numbered up to a last one."""
+    last = str(node.get("max_filename"))
+    if not last.isdecimal() or len(last) > 9 or not 1 <= int(last) <= _MAX_FILES:
+        fail(f"{key}.max_filename", f"{shown(last)} given", f"a number of 1 to {_MAX_FILES}")
+    try:
+        return FormattedCheckpointFiles.from_dict(node).build_checkpoint_filenames()
+    except Exception as error:  # whatever a format string raises
+        problem = f"{shown(node)} given, {type(error).__name__}: {error}"
+        fail(key, problem, "filename_format, with two {}, and max_filename")

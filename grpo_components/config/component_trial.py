@@ -1,0 +1,269 @@
+"""The first call of every component of a config, on one small made batch, before anything starts.
+
+What is called is a copy, and the states of the random generators are put back: a component's own
+counters and numbers are, when the run begins, as if it had never been called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import cloudpickle
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+from torchtune.config._utils import _get_component_from_path
+
+from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components
+from grpo_components.config.environment_trial import try_environment
+from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
+from grpo_components.objective.contracts import (
+    advantages_of,
+    check_first_weights,
+    check_numbers,
+    checked_aggregation,
+    checked_weights,
+)
+from grpo_components.objective.correction import corrected_losses
+from grpo_components.objective.losses import LossInputs
+from grpo_components.objective.off_policy import NoCorrection, correction_weights
+from grpo_components.rewards.pool import Sample, reward_specs
+from grpo_components.rewards.reward_trial import RewardTrial
+from grpo_components.training.sample import Sample as TrainedSample
+
+LENGTHS = (3, 1, 4, 2)
+"""Tokens of the made responses."""
+_RAISES = (Exception, SystemExit)
+_MOST_SIBLINGS, _ROWS = 16, 4
+
+
+def try_components(
+    cfg: DictConfig,
+    tokenizer: Any,
+    dataset: Any,
+    advantages: Any,
+    reward_shaping: Any,
+    objective: Mapping[str, Any],
+) -> None:
+    """Call each component once as the run will, and refuse what is none of its kind.
+
+    Args:
+        cfg: checked by preflight.
+        tokenizer: of the config.
+        dataset: prompts to train on.
+        advantages: rewards [B, G] -> advantages [B, G].
+        reward_shaping: rewards, lengths, KL [B, G] and step -> rewards [B, G].
+        objective: what the trainer gets: loss, aggregation, off_policy, and ptx or None.
+
+    Raises:
+        ValueError: one line with the key of the component, what it did, and what is allowed.
+    """
+    check_components(cfg)
+    _check_logger(cfg.metric_logger._component_)
+    with _undisturbed(), contextlib.ExitStack() as ending:
+        trial = None if cfg.train_from else _begin_rewards(cfg, dataset)
+        if trial is not None:  # it takes a while, beside all that follows
+            ending.callback(trial.close)
+        _check_tokenizer(cfg.tokenizer._component_, tokenizer)
+        if not (cfg.eval_only or cfg.rollout_only):
+            _try_objective(cfg, reward_shaping, objective)
+        rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
+        shaped = _shaped(reward_shaping, rewards, cfg.num_steps)
+        allowed = "rewards [B, G] -> advantages [B, G]"
+        with named_failure("advantages", name_of(advantages), _RAISES, allowed):
+            advantages_of(_own(advantages), shaped)
+        if not (cfg.train_from or cfg.environment == SHIPPED_ENVIRONMENT):
+            prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
+            try_environment(cfg, tokenizer, prompts)
+        if trial is not None:
+            trial.finish()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Generator[None]:
+    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(pytorch)
+
+
+def _own(component: Any) -> Any:
+    """A copy to call; the component itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(component)
+    except Exception:  # whatever its own parts raise
+        return component
+
+
+def _sent(key: str, component: Any) -> Any:
+    """What the trainer will get of a component, which is sent to its process."""
+    name = name_of(component)
+    allowed = "one that can be pickled: without open files, locks or generators"
+    with named_failure(key, name, _RAISES, allowed):
+        return cloudpickle.loads(cloudpickle.dumps(component))
+
+
+def _try_objective(cfg: DictConfig, reward_shaping: Any, objective: Mapping[str, Any]) -> None:
+    for key, component in objective.items():
+        if not (callable(component) or key == "ptx"):
+            problem = f"{cfg[key]._component_} makes a {type(component).__name__}"
+            raise ComponentError(f"{key}: {problem}; allowed: a class whose objects can be called")
+    ours = {key: _sent(key, part) for key, part in objective.items() if part is not None}
+    compared = (objective["loss"], reward_shaping)
+    has_reference = any(getattr(part, "needs_reference", False) for part in compared)
+    for step in dict.fromkeys((0, cfg.num_steps - 1)):
+        _try_loss(ours["loss"], ours["off_policy"], has_reference, cfg.max_staleness, step)
+    counts = np.array([*LENGTHS, 0])
+    allowed = "token counts [S] -> weights [S]"
+    guarded = named_failure("aggregation", name_of(ours["aggregation"]), _RAISES, allowed)
+    with guarded, np.errstate(divide="ignore", invalid="ignore"):
+        checked_aggregation(ours["aggregation"], counts)
+    if "ptx" in ours:
+        _try_ptx(ours["ptx"])
+
+
+def _try_loss(
+    loss: Any, off_policy: Any, has_reference: bool, max_staleness: int, step: int
+) -> None:
+    name, correction_name = name_of(loss), name_of(off_policy)
+    allowed = "a LossInputs -> losses [N], metrics [N] by name"
+    inputs = made_inputs(has_reference, max_staleness, step)
+    start = inputs.trainer_logprobs.detach()
+    log_ratios = start - inputs.generator_logprobs
+    if getattr(loss, "needs_proximal", False) or getattr(off_policy, "anchors_at_proximal", False):
+        inputs = replace(inputs, proximal_logprobs=start)
+    weights = None
+    if not isinstance(off_policy, NoCorrection):
+        weighs = "log ratios [N], response of each token [N] -> weights [N]"
+        with named_failure("off_policy", correction_name, _RAISES, weighs):
+            returned = correction_weights(off_policy, inputs, start)
+        weights = checked_weights(correction_name, returned, log_ratios)
+        check_first_weights(correction_name, weights, log_ratios)
+    for applied in (None,) if weights is None else (None, weights):
+        with named_failure("loss", name, _RAISES, allowed):
+            losses, _ = corrected_losses(loss, inputs, applied, name)
+            check_numbers(name, losses, inputs)
+
+
+def made_inputs(has_reference: bool, max_staleness: int, step: int) -> LossInputs:
+    """A small micro-batch of ordinary numbers, always the same.
+
+    Args:
+        has_reference: it has logprobs of a reference.
+        max_staleness: no token is staler.
+        step: training steps done before it.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    size = sum(LENGTHS)
+
+    def between(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(size, generator=numbers)
+
+    trainer = between(-3.0, -0.1)
+    responses = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return LossInputs(
+        trainer_logprobs=trainer.clone().requires_grad_(),
+        generator_logprobs=trainer + between(-0.1, 0.1),
+        advantages=torch.tensor([1.0, -1.0, -0.5, 0.5])[responses],
+        sequence_ids=responses,
+        staleness=torch.arange(size) % (max_staleness + 1),
+        step=step,
+        reference_logprobs=trainer + between(-0.1, 0.1) if has_reference else None,
+        entropy=between(0.1, 2.0).requires_grad_(),
+    )
+
+
+def _made_rewards(group_size: int) -> NDArray[np.float64]:
+    """Three groups: of both kinds of reward, of one alone, and of several values."""
+    numbers = np.arange(group_size)
+    groups = [numbers % 2, np.zeros(group_size), numbers / group_size]
+    return np.array(groups, np.float64)
+
+
+def _shaped(
+    reward_shaping: Any, rewards: NDArray[np.float64], num_steps: int
+) -> NDArray[np.float64]:
+    """Rewards as the advantages will get them."""
+    lengths = np.full(rewards.shape, 1)
+    shaping, name = _own(reward_shaping), name_of(reward_shaping)
+    kl = np.zeros(rewards.shape) if getattr(shaping, "needs_reference", False) else None
+    shaped = rewards
+    for step in (0, num_steps - 1):
+        with named_failure("reward_shaping", name, _RAISES, "rewards [B, G] -> rewards [B, G]"):
+            shaped = cast("NDArray[np.float64]", np.asarray(shaping(rewards, lengths, kl, step)))
+        if shaped.shape != rewards.shape or shaped.dtype.kind != "f":
+            problem = f"shape {list(shaped.shape)} for {list(rewards.shape)} rewards"
+            raise ComponentError(f"reward_shaping: {name} returned {problem}; allowed: the same")
+    return shaped
+
+
+def _try_ptx(ptx: Any) -> None:
+    name, allowed = name_of(ptx), "what supervised_dataset makes: coeff, and batch(update)"
+    with named_failure("ptx", name, _RAISES, allowed):
+        batch, coeff = ptx.batch(0), float(ptx.coeff)
+        right = bool(batch) and all(isinstance(sample, TrainedSample) for sample in batch)
+        if not (right and coeff >= 0 and sum(sample.num_tokens for sample in batch)):
+            raise ComponentError(f"ptx: {name} gives no examples with tokens; allowed: {allowed}")
+
+
+def _check_tokenizer(name: str, tokenizer: Any) -> None:
+    allowed = "a tokenizer of torchtune, or one like it: encode, decode and stop_tokens"
+    with named_failure("tokenizer", name, _RAISES, allowed):
+        decode = cast(Callable[[list[int]], Any], tokenizer.decode)
+        ids = tokenizer.encode("1 + 1", add_bos=False, add_eos=False)
+        whole = all(type(token_id) is int for token_id in (*ids, *tokenizer.stop_tokens))
+        if not whole or not isinstance(decode(list(ids)), str):
+            raise ComponentError(f"tokenizer: {name} makes no token ids; allowed: {allowed}")
+
+
+def _check_logger(path: str) -> None:
+    """Whether a class can log; what a function makes is seen when it is built."""
+    component = _get_component_from_path(path)
+    if isinstance(component, type):
+        check_logger(path, component)
+
+
+def check_logger(path: str, logger: Any) -> None:
+    """Refuse what has not the methods of torchtune's loggers.
+
+    Args:
+        path: of the component.
+        logger: that it made, or its class.
+
+    Raises:
+        ComponentError: naming the method that is missing.
+    """
+    for method in ("log_dict", "close"):
+        if not callable(getattr(logger, method, None)):
+            allowed = "one of torchtune.training.metric_logging, or one like it"
+            raise ComponentError(f"metric_logger: {path} has no {method}; allowed: {allowed}")
+
+
+def _begin_rewards(cfg: DictConfig, dataset: Any) -> RewardTrial | None:
+    """Start the trial of the rewards that are not ours, whose own are tried where they are made."""
+    theirs = {
+        name: node
+        for name, node in cfg.rewards.items()
+        if not (
+            node._component_.startswith("grpo_components.")
+            and isinstance(_get_component_from_path(node._component_), type)
+        )
+    }
+    if not theirs:
+        return None
+    samples: list[Sample] = []
+    for row in range(min(len(dataset), _ROWS)):
+        prompt = dataset[row]
+        said = {"prompt_text": prompt["prompt_text"], "answer": prompt["answer"]}
+        samples.append({**said, "response_text": str(prompt["answer"]), "finish_reason": "stop"})
+    limit_s = cfg.timeouts.reward_s
+    return RewardTrial(reward_specs(cast(Any, theirs)), samples, limit_s)

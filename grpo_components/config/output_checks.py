@@ -1,0 +1,97 @@
+"""Checks `output_dir` against everything else that a config names, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_components.errors import fail
+from grpo_components.records.folder_lock import refuse_folder_in_use, short
+from grpo_components.records.output_folder import is_used, real_path
+from grpo_components.records.resume import find_checkpoint, run_of
+from grpo_components.replay.recorded_run import run_folder
+
+_INPUTS = {
+    *("base_model_path", "checkpointer.checkpoint_dir", "reward_model.path", "eval_only"),
+    *("train_from", "replay_events", "dataset.source", "eval_dataset.source"),
+    *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path"),
+}
+"""Keys that name a file or folder to read. Elsewhere a text may mean a folder if it has a slash."""
+_OUTPUTS = ("output_dir", "checkpointer.output_dir", "metric_logger.", "profiler.")
+"""Keys, or beginnings of keys, of what the run writes."""
+
+
+def check_inputs(values: dict[str, Any]) -> None:
+    """Refuse an output_dir that holds what the run reads, or lies in it, through links as well.
+
+    A used output_dir is moved aside, with everything that lies in it.
+
+    Args:
+        values: of the config.
+
+    Raises:
+        ValueError: naming output_dir and the other key.
+    """
+    output_dir = real_path(values["output_dir"])
+    alone = "a folder for this run alone"
+    for key, named in _paths("", values):
+        path = real_path(named)
+        if path.is_relative_to(output_dir):
+            problem = f"{short(Path(named))} lies in {short(output_dir)}, and {key} names it"
+            fail("output_dir", problem, alone)
+        if key in _INPUTS and output_dir.is_relative_to(path):
+            problem = f"{short(output_dir)} lies in {key}, {short(Path(named))}"
+            fail("output_dir", problem, "a folder outside of it")
+    if Path.cwd().is_relative_to(output_dir):
+        fail("output_dir", f"{short(Path.cwd())} lies in {short(output_dir)}", alone)
+    nearest = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        fail("output_dir", f"{short(nearest)} is not a folder to write to", "a writable place")
+
+
+def check_folder(values: dict[str, Any]) -> None:
+    """Refuse an output_dir that another process has, or that holds what no run wrote.
+
+    `begin_run` checks it again, with the folder locked.
+
+    Args:
+        values: of the config.
+
+    Raises:
+        ValueError: naming output_dir.
+    """
+    output_dir = real_path(values["output_dir"])
+    refuse_folder_in_use(output_dir)  # before what it holds is looked at
+    checkpoint = find_checkpoint(values["resume_from_checkpoint"], output_dir)
+    if checkpoint is not None and run_of(checkpoint) == output_dir:
+        return  # it goes on where it is
+    if checkpoint is not None and output_dir.is_relative_to(checkpoint):
+        problem = f"{short(output_dir)} lies in the checkpoint of resume_from_checkpoint"
+        fail("output_dir", problem, "a folder outside of it")
+    if is_used(output_dir) and checkpoint is not None and checkpoint.is_relative_to(output_dir):
+        problem = f"{short(output_dir)} holds the checkpoint of resume_from_checkpoint, not as a "
+        fail("output_dir", problem + "run's in checkpoints", "another folder")
+
+
+def _paths(key: str, given: Any) -> Iterator[tuple[str, str]]:
+    """Every file and folder that is there and that a config names, with its key."""
+    if key.startswith(_OUTPUTS) or key in ("resume_from_checkpoint", "log_level"):
+        return
+    if isinstance(given, str):
+        if (key in _INPUTS or os.sep in given or _is_file(given)) and _exists(given):
+            yield key, str(run_folder(given)) if key == "replay_events" else given
+        return
+    items = given.items() if isinstance(given, dict) else ()
+    items = enumerate(given) if isinstance(given, list | tuple) else items
+    for name, value in items:
+        yield from _paths(f"{key}.{name}" if key else str(name), value)
+
+
+def _exists(path: str) -> bool:
+    return "\0" not in path and os.path.lexists(path)
+
+
+def _is_file(path: str) -> bool:
+    return "\0" not in path and os.path.isfile(path)

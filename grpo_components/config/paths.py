@@ -1,0 +1,105 @@
+"""Paths of a config: `~` is expanded, and each can be looked up before anything depends on it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from grpo_components.errors import fail, shown
+
+PATH_KEYS = ("path", "dir", "file", "folder", "source", "eval_only", "train_from", "replay_events")
+"""How the keys of paths end, also among a component's arguments."""
+_SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
+_ROOM_IN_OUTPUT_DIR = 512
+"""Bytes that the paths of a run's own files need, and its name when it is moved aside."""
+
+
+def expand_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values with `~` expanded where a key is one of a path.
+
+    Args:
+        values: of a config, resolved.
+
+    Raises:
+        ValueError: naming the key of a path that no system call takes: too long, with a null byte,
+            of an unknown user, through a circle of links, or in a folder that may not be read.
+    """
+    expanded = {key: _expanded(key, value) for key, value in values.items()}
+    output_dir = os.path.abspath(expanded["output_dir"])
+    longest = os.pathconf("/", "PC_PATH_MAX") - _ROOM_IN_OUTPUT_DIR
+    name = os.pathconf("/", "PC_NAME_MAX") - len("-999999")
+    if len(os.fsencode(output_dir)) > longest or len(os.fsencode(Path(output_dir).name)) > name:
+        problem = f"{shown(expanded['output_dir'])} given, and the run's files have longer paths"
+        fail("output_dir", problem, f"{longest} bytes, and {name} in its last name")
+    return expanded
+
+
+def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
+    """The `config.json` of a model's folder.
+
+    Args:
+        key: of the folder.
+        folder: that has the file.
+
+    Raises:
+        ValueError: naming the key, if it cannot be read, is no JSON object, or has no size where
+            it should have one.
+    """
+    path, allowed = folder / "config.json", "a folder with the config.json of its model"
+    try:
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        fail(key, f"{path} cannot be read: {error.strerror}", allowed)
+    except (ValueError, RecursionError) as error:
+        fail(key, f"{path} is damaged, {type(error).__name__}: {error}", allowed)
+    if not isinstance(hf_config, dict):
+        fail(key, f"{path} holds no JSON object", allowed)
+    for name in _SIZES:
+        size = hf_config.get(name)
+        if size is not None and (type(size) is not int or not 0 < size < 2**31):
+            fail(key, f"{path} has {name}: {shown(size)}", allowed)
+    return hf_config
+
+
+def is_path(key: str) -> bool:
+    """Whether the last name of a key is that of a path."""
+    name = key.rpartition(".")[2]
+    return name.endswith(tuple(f"_{word}" for word in PATH_KEYS)) or name in (
+        *PATH_KEYS,
+        "resume_from_checkpoint",
+    )
+
+
+def _expanded(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _expanded(f"{key}.{name}", item) for name, item in value.items()}
+    if isinstance(value, list):
+        if value and all(isinstance(item, dict) for item in value):
+            return [_expanded(f"{key}.{n}", item) for n, item in enumerate(value)]
+        return value
+    return _checked(key, value) if isinstance(value, str) and is_path(key) else value
+
+
+def _checked(key: str, text: str) -> str:
+    try:
+        path = os.path.expanduser(text)
+        os.fsencode(path)
+        if path.startswith("~") and not Path(path).exists():
+            user = path.partition("/")[0]
+            fail(key, f"{shown(text)} given, and there is no user {user[1:]}", "a path")
+        Path(path).resolve()
+        Path(path).exists()
+    except OSError as error:
+        fail(key, f"{shown(text)} given: {error.strerror}", "a path that can be looked up")
+    except RuntimeError:  # of pathlib, at a circle of links
+        fail(key, f"{shown(text)} given, a circle of links", "a path that can be looked up")
+    except UnicodeError:
+        fail(key, f"{shown(text)} given, which no file can be called", "a path")
+    except ValueError as error:
+        if str(error).startswith(key):
+            raise
+        fail(key, f"{shown(text)} given: {error}", "a path that can be looked up")
+    return path

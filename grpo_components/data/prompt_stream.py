@@ -1,0 +1,108 @@
+"""The prompts of a run: its data sets, epoch after epoch, from a position that can be restored."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from grpo_components.data.prompt_mix import MixedPart, PromptMix
+
+Prompt = dict[str, Any]
+_SEEDS_APART = 1_000_003
+"""Between the seeds of a mix's parts, so that epochs of one are no epochs of another."""
+
+
+class PromptStream:
+    """An endless iterator over (prompt, epoch) pairs.
+
+    Of a `PromptMix`, after any n prompts each of k parts has given its share of n, to less than
+    k + 1 prompts. Each part goes through its own rows, pass after pass, and `epoch` counts these
+    passes: a small part with a large weight is in a later epoch than the others. A pair of
+    prompt_index and epoch comes once at most.
+
+    Args:
+        dataset: rows by index, or a `PromptMix`.
+        shuffle: another order in every epoch.
+        seed: of the orders, and of which part of a mix comes when.
+    """
+
+    def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
+        mixed = isinstance(dataset, PromptMix)
+        parts = list(dataset.parts.values()) if mixed else [MixedPart(dataset, 1.0, 0)]
+        self._passes = [
+            _Passes(part, shuffle, seed + number * _SEEDS_APART)
+            for number, part in enumerate(parts)
+        ]
+        self._weights = [part.weight for part in parts]
+        phases = random.Random(seed)
+        self._phases = [phases.random() for _ in parts]
+        self._drawn = [0] * len(parts)
+
+    def __iter__(self) -> PromptStream:
+        return self
+
+    def __next__(self) -> tuple[Prompt, int]:
+        # The k-th prompt of a part is due at (k + phase) / weight: the part that is due first.
+        due = [
+            (drawn + phase) / weight
+            for drawn, phase, weight in zip(self._drawn, self._phases, self._weights, strict=True)
+        ]
+        number = due.index(min(due))
+        self._drawn[number] += 1
+        return next(self._passes[number])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: each loader's state, with the tensor of its random generator."""
+        return {"drawn": list(self._drawn), "parts": [part.state_dict() for part in self._passes]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where another stream over the same data was.
+
+        Raises:
+            ValueError: if a data set has another number of rows.
+        """
+        had, has = ([p["num_rows"] for p in state["parts"]], [p.num_rows for p in self._passes])
+        if had != has:
+            rows, before = (" + ".join(map(str, numbers)) for numbers in (has, had))
+            raise ValueError(
+                f"dataset: it has {rows} rows; allowed: the {before} rows "
+                "that it had when the checkpoint was written"
+            )
+        self._drawn = list(state["drawn"])
+        for part, position in zip(self._passes, state["parts"], strict=True):
+            part.load_state_dict(position)
+
+
+class _Passes:
+    """One data set, pass after pass."""
+
+    def __init__(self, dataset: Any, shuffle: bool, seed: int) -> None:
+        self.num_rows, self._seed = len(dataset), seed
+        self._generator = torch.Generator()
+        self._loader = StatefulDataLoader(
+            dataset, batch_size=None, shuffle=shuffle, generator=self._generator
+        )
+        self._begin(epoch=0)
+
+    def _begin(self, epoch: int) -> None:
+        # A restored loader draws once more from its generator than one that was not interrupted:
+        # with one generator for all epochs, the orders of the later ones would be others.
+        self._generator.manual_seed(self._seed + epoch)
+        self._rows, self._epoch = iter(self._loader), epoch
+
+    def __next__(self) -> tuple[Prompt, int]:
+        while True:
+            for row in self._rows:
+                return row, self._epoch
+            self._begin(self._epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        loader = self._loader.state_dict()
+        return {"num_rows": self.num_rows, "epoch": self._epoch, "loader": loader}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state["loader"])
+        self._begin(state["epoch"])

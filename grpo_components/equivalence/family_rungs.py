@@ -1,0 +1,115 @@
+"""The rungs of the equivalence ladder that every model family climbs."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchtune.training import FullModelHFCheckpointer
+
+from grpo_components.cluster.cluster import engine_environment
+from grpo_components.equivalence.families import FAMILIES, Family, random_checkpoint
+from grpo_components.equivalence.roles import ENGINES, RoleProcess, exported
+from grpo_components.equivalence.rungs import Bench, LogprobGap, largest_difference, saved_weights
+from grpo_components.exchange.weights import unpack_bucket
+from grpo_components.trajectory import Trajectory, pack
+
+_PROMPTS = [[5, 6, 7, number] for number in range(4)]
+
+
+def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
+    """What a trainer of a family has in place of the tiny policy's arguments.
+
+    Args:
+        bench: of the trainer.
+        family: of the model.
+        base: folder of its checkpoint.
+    """
+    return {
+        "build_model": family.build_model,
+        "build_checkpointer": partial(
+            FullModelHFCheckpointer,
+            checkpoint_dir=str(base),
+            checkpoint_files=["model.safetensors"],
+            model_type=family.model_type,
+            output_dir=str(bench.scratch / "unused"),
+        ),
+        "model_type": family.model_type,
+        "base_model_path": str(base),
+    }
+
+
+def reloaded_is_exported(bench: Bench) -> float:
+    """A Hugging Face model, as a trainer saves it, and as another exports that again."""
+    worst = 0.0
+    for family in FAMILIES.values():
+        base = random_checkpoint(family, bench.folder(), seed=0)
+        copy = bench.folder()
+        save = [("hold_state", False), ("write_state", str(copy))]
+        bench.train(save, **family_arguments(bench, family, base))
+        again = [("gather_weights",), ("export_weights", 0)]
+        for weights in (
+            saved_weights(copy),
+            exported(bench.train(again, **family_arguments(bench, family, copy))),
+        ):
+            worst = max(worst, largest_difference(saved_weights(base), weights))
+    return worst
+
+
+def every_family_samples_from_what_it_trained(bench: Bench) -> float:
+    """A training step, an export, an engine that pulls it, and the trainer on what that sampled."""
+    rng, worst = np.random.default_rng(0), 0.0
+    with closing(RoleProcess(ENGINES, env=engine_environment("cpu", "WARNING", 1))) as engines:
+        for family in FAMILIES.values():
+            base = random_checkpoint(family, bench.folder(), seed=0)
+            arguments = family_arguments(bench, family, base) | {
+                "loss": LogprobGap(),
+                "build_optimizer": partial(torch.optim.AdamW, lr=1e-2),
+            }
+            responses = rng.integers(1, 256, (len(_PROMPTS), 9))
+            step = _train_step([(ids, np.zeros(9, np.float32)) for ids in responses], version=0)
+            calls = [step, ("gather_weights",), ("export_weights", 1)]
+            bucket, _ = bench.train(calls, **arguments)[0][-1]
+            if largest_difference(saved_weights(base), unpack_bucket(*bucket)) < 1e-3:
+                return math.inf  # nothing was trained
+            sampled = [
+                (completion.token_ids, completion.logprobs)
+                for completion in engines.call("sample", str(base), bucket, _PROMPTS)
+            ]
+            calls = [step, _train_step(sampled, version=1)]  # the same first step, in a new trainer
+            worst = max(worst, bench.train(calls, **arguments)[0][-1]["gap/max"])
+    return worst
+
+
+def _train_step(
+    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int
+) -> tuple[Any, ...]:
+    """The call that trains on responses [R] to the prompts, with the logprobs [R] of a generator.
+
+    Args:
+        responses: to each prompt.
+        version: policy version that sampled them.
+    """
+    records = [
+        Trajectory(
+            prompt_ids=np.array(prompt),
+            response_ids=ids,
+            response_mask=np.ones(len(ids), bool),
+            generator_logprobs=logprobs,
+            token_versions=np.full(len(ids), version, np.int32),
+            prompt_index=0,
+            epoch=0,
+            group_id=0,
+            attempt=0,
+            finish_reason="length",
+        )
+        for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)
+    ]
+    advantages = np.resize(np.array([1, -1], np.float32), len(records))
+    return "train_step", pack(records), advantages, version

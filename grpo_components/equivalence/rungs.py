@@ -1,0 +1,343 @@
+"""The rungs of the equivalence ladder: what each of them runs, and the difference it measures."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from grpo_components.equivalence.plain_loop import plain_loop
+from grpo_components.equivalence.roles import (
+    FRESH_TRAINERS,
+    GENERATOR,
+    TRAINER,
+    RoleProcess,
+    exported,
+    tiny_arguments,
+    tiny_config,
+)
+from grpo_components.exchange.weights import StateDict
+from grpo_components.models.loading import load_whole_model
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
+from grpo_components.objective.losses import GRPOLoss, GSPOLoss, LossInputs
+from grpo_components.objective.off_policy import NoCorrection, TokenTIS
+from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack
+
+WHOLE, SMALL = 100_000, 64
+"""Token budgets of a micro-batch: all in one forward pass; about two trajectories in each."""
+SYNCHRONOUS = (
+    *("max_staleness=0", "push_every_n_steps=1", "pull_every_m_rollouts=1"),
+    *("num_steps=3", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"),
+    "optimizer.lr=1e-3",  # so that the next step's responses show every change of the weights
+)
+OBJECTIVES = (
+    (GRPOLoss(), TokenMean(), NoCorrection()),
+    (GSPOLoss(clip_low=0.2, clip_high=0.2), SequenceMean(), NoCorrection()),
+    (GRPOLoss(), ConstantLength(16), TokenTIS()),
+)
+"""Loss, aggregation and correction of the updates that rungs compare."""
+
+
+class Bench:
+    """What the rungs share: a scratch folder, trainer ranks, and runs of the real recipe.
+
+    Args:
+        scratch: empty folder.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.cfg = tiny_config(scratch / "unused", *SYNCHRONOUS)
+        self._ranks: list[RoleProcess] = []
+        self._runs: list[Path] = []
+
+    def folder(self) -> Path:
+        """A new empty folder."""
+        return Path(tempfile.mkdtemp(dir=self.scratch))
+
+    def train(
+        self, calls: list[tuple[Any, ...]], num_ranks: int = 1, **changes: Any
+    ) -> list[list[Any]]:
+        """Make calls on the ranks of a new trainer of the tiny policy.
+
+        Args:
+            calls: method and arguments of each.
+            num_ranks: of the trainer.
+            changes: of its arguments.
+
+        Returns:
+            What each call returned, by rank.
+        """
+        while len(self._ranks) < num_ranks:
+            self._ranks.append(RoleProcess(FRESH_TRAINERS))
+        arguments = tiny_arguments(self.cfg, self.folder() / "ranks")[0].trainer
+        arguments.pop("cpu_threads")
+        for rank, process in enumerate(self._ranks[:num_ranks]):
+            own = {"rank": rank, "num_ranks": num_ranks, "collective_timeout_s": 60.0}
+            process.submit("run", arguments | own | changes, calls)
+        return [process.result() for process in self._ranks[:num_ranks]]
+
+    def synchronous_run(self, number: int) -> Path:
+        """The output folder of the first or second run of the recipe at max_staleness 0.
+
+        Args:
+            number: 0 or 1.
+        """
+        while len(self._runs) <= number:
+            output_dir = self.folder() / "run"
+            run(synchronous_command(output_dir))
+            self._runs.append(output_dir)
+        return self._runs[number]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._ranks:
+            process.close()
+
+
+def synchronous_command(output_dir: Path, *overrides: str) -> list[str]:
+    """The command of a run of the recipe at max_staleness 0."""
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
+    command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
+    return [*command, f"output_dir={output_dir}", *SYNCHRONOUS, *overrides]
+
+
+def run(command: list[str]) -> None:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: with what it said, if it fails.
+    """
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # lets the run clean up, and is waited for
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{output}")
+
+
+def largest_difference(left: StateDict, right: StateDict) -> float:
+    """The largest absolute difference of two sets of tensors; 0 only where every bit is the same.
+
+    Args:
+        left: tensors by name.
+        right: the same; infinite difference where a name, shape or dtype is another.
+    """
+    if left.keys() != right.keys():
+        return math.inf
+    largest = 0.0
+    for name, a in left.items():
+        b = right[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return math.inf
+        if a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8)):
+            continue
+        gap = float((a.double() - b.double()).abs().max())
+        if math.isnan(gap):
+            return math.inf
+        largest = max(largest, gap, math.ulp(0.0))  # 0.0 and -0.0 are not the same bits
+    return largest
+
+
+def saved_weights(folder: Path) -> StateDict:
+    """The tensors of a saved policy, by Hugging Face name."""
+    return load_file(folder / "model.safetensors")
+
+
+# ---- the recipe ---------------------------------------------------------------------------------
+
+
+def recipe_is_plain_loop(bench: Bench) -> float:
+    """A run of the recipe at max_staleness 0 and the plain loop: batches and last weights."""
+    run = bench.synchronous_run(0)
+    batches, last = plain_loop(bench.cfg, bench.folder())
+    if not batches or batch_hashes(run) != [batch_hash(batch) for batch in batches]:
+        return math.inf
+    return largest_difference(saved_weights(run / "checkpoints/latest"), saved_weights(last))
+
+
+def synchronous_runs_are_identical(bench: Bench) -> float:
+    """Two runs of the recipe at max_staleness 0: batches and last weights."""
+    first, second = bench.synchronous_run(0), bench.synchronous_run(1)
+    if not batch_hashes(first) or batch_hashes(first) != batch_hashes(second):
+        return math.inf
+    latest = "checkpoints/latest"
+    return largest_difference(saved_weights(first / latest), saved_weights(second / latest))
+
+
+def batch_hashes(run: Path) -> list[str]:
+    """What the receipts of a run say of its batches, in the order of steps; the last attempt's."""
+    records = [json.loads(line) for line in (run / "receipts.jsonl").open()]
+    hashes = {r["step"]: r["batch_hash"] for r in records if "batch_hash" in r}
+    return [hashes[step] for step in sorted(hashes)]
+
+
+# ---- one update ---------------------------------------------------------------------------------
+
+
+def micro_batched_is_whole_batch(bench: Bench) -> float:
+    """One update from micro-batches of a few trajectories, and from the whole batch at once."""
+    return _difference_of_updates(bench, {"tokens_per_micro_batch": SMALL})
+
+
+def two_ranks_are_one(bench: Bench) -> float:
+    """One update on two FSDP ranks, and on one."""
+    return _difference_of_updates(bench, {"num_ranks": 2, "tokens_per_micro_batch": SMALL})
+
+
+def _difference_of_updates(bench: Bench, changes: dict[str, Any]) -> float:
+    """Relative to the largest change of a weight by the update on one rank with the whole batch."""
+    trajectories, advantages = ragged_batch(bench)
+    base = saved_weights(Path(bench.cfg.base_model_path))
+    worst = 0.0
+    for loss, aggregation, off_policy in OBJECTIVES:
+        objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
+        whole = updated(bench, trajectories, advantages, tokens_per_micro_batch=WHOLE, **objective)
+        other = updated(bench, trajectories, advantages, **changes, **objective)
+        worst = max(worst, largest_difference(whole, other) / largest_difference(whole, base))
+    return worst
+
+
+def updated(
+    bench: Bench, trajectories: list[Trajectory], advantages: np.ndarray, **changes: Any
+) -> StateDict:
+    """The tiny policy after one step of SGD, whose change of the weights is the gradient.
+
+    Args:
+        bench: of the trainer ranks.
+        trajectories: S records.
+        advantages: [S] float32.
+        changes: of the trainer's arguments.
+    """
+    sgd = {"build_optimizer": partial(torch.optim.SGD, lr=10.0), "clip_grad_norm": None}
+    step = ("train_step", pack(trajectories), advantages, 0)
+    calls = [step, ("gather_weights",), ("export_weights", 1)]
+    return exported(bench.train(calls, **sgd, **changes))
+
+
+def ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
+    """Twelve records of random tokens and lengths, sampled near the tiny policy.
+
+    Args:
+        bench: of the config.
+
+    Returns:
+        The records, with turns of an environment and two temperatures, and advantages [12].
+    """
+    model = whole_model(bench)
+    rng = np.random.default_rng(0)
+    records = []
+    for number in range(12):
+        size = int(rng.integers(1, 17))
+        record = Trajectory(
+            prompt_ids=rng.integers(30, 380, rng.integers(1, 13)),
+            response_ids=rng.integers(30, 380, size),
+            response_mask=np.arange(size) % 5 != 3,
+            generator_logprobs=np.zeros(size, np.float32),
+            token_versions=np.zeros(size, np.int32),
+            prompt_index=number,
+            epoch=0,
+            group_id=number // 4,
+            attempt=0,
+            finish_reason="stop",
+            temperature=(1.0, 0.7)[number % 2],
+        )
+        with torch.no_grad():
+            own = full_logprobs(model, record).numpy()
+        record.generator_logprobs = own + rng.normal(0, 0.15, size).astype(np.float32)
+        records.append(record)
+    return records, rng.normal(0, 1, len(records)).astype(np.float32)
+
+
+def whole_model(bench: Bench) -> nn.Module:
+    """The tiny policy, unsharded."""
+    arguments = tiny_arguments(bench.cfg, bench.scratch / "unused")[0].trainer
+    return load_whole_model(
+        arguments["build_model"], arguments["build_checkpointer"], torch.device("cpu"), "fp32"
+    )
+
+
+def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
+    """Logprobs [R] of a record's response from the logits of every position and token.
+
+    Args:
+        model: a torchtune decoder.
+        record: one response.
+    """
+    ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
+    logprobs = torch.log_softmax(model(ids[None])[0].float() / record.temperature, dim=-1)
+    return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(record.prompt_ids) - 1 :]
+
+
+def chunked_is_full_logits(bench: Bench) -> float:
+    """Logprobs projected in chunks and by `log_softmax` of all logits, and their gradients."""
+    records, _ = ragged_batch(bench)
+    model = whole_model(bench).requires_grad_(True)
+    expected = torch.cat([full_logprobs(model, record) for record in records])
+    weights = torch.linspace(-1, 1, len(expected))
+    expected_gradients = _gradients(model, expected @ weights)
+    largest_gradient = max(float(g.abs().max()) for g in expected_gradients.values())
+    worst = 0.0
+    for chunk_tokens in (1, 7, 10_000):
+        logprobs = ResponseLogprobs(model, chunk_tokens=chunk_tokens)(token_batch(records))[0]
+        gap = largest_difference({"": expected.detach()}, {"": logprobs.detach()})
+        gradients = _gradients(model, logprobs @ weights)
+        relative = largest_difference(expected_gradients, gradients) / largest_gradient
+        worst = max(worst, gap, relative)
+    return worst
+
+
+def _gradients(model: nn.Module, value: Tensor) -> StateDict:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
+
+
+# ---- generator and weights ----------------------------------------------------------------------
+
+
+class LogprobGap:
+    """An objective that also measures how far generator and trainer are apart."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses [N] of the policy gradient, and the distance [N] of the logprobs, in nats."""
+        gap = (inputs.trainer_logprobs - inputs.generator_logprobs).detach().abs()
+        return -inputs.trainer_logprobs * inputs.advantages, {"gap/max": gap}
+
+
+def generator_is_trainer(bench: Bench) -> float:
+    """Logprobs that the generator sampled with, and the trainer's: base weights and trained."""
+    arguments, prompts = tiny_arguments(bench.cfg, bench.folder() / "ranks")
+    changes = {"loss": LogprobGap(), "build_optimizer": partial(torch.optim.AdamW, lr=1e-3)}
+    worst = 0.0
+    with (
+        closing(RoleProcess(GENERATOR, **arguments.generator)) as generator,
+        closing(RoleProcess(TRAINER, rank=0, **arguments.trainer | changes)) as trainer,
+    ):
+        for step, temperature in enumerate((1.0, 0.7)):
+            groups = [
+                generator.call("generate_group", *next(prompts), number, 0, temperature)[0]
+                for number in range(8)
+            ]
+            batch = concatenate(groups)
+            advantages = np.resize(np.array([1, -1], np.float32), len(batch["group_id"]))
+            worst = max(worst, trainer.call("train_step", batch, advantages, step)["gap/max"])
+            version = trainer.call("gather_weights")
+            generator.call("load_weights", version, trainer.call("export_weights", version)[0])
+    return worst

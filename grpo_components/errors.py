@@ -1,0 +1,93 @@
+"""Every failure that a person is told of: a wrong config, a role, a run that cannot go on."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn
+
+from grpo_components.plain_text import one_line, shortened
+
+
+def fail(key: str, problem: str, allowed: str) -> NoReturn:
+    """Refuse the config in one line that names the key and what is allowed.
+
+    Raises:
+        ValueError: of at most `MAX_MESSAGE` characters; the problem is what is shortened first.
+    """
+    key, problem, allowed = (one_line(text) for text in (key, problem, allowed))
+    key = shortened(key, 100)
+    rest = MAX_MESSAGE - len(f"{key}: ; allowed: ")
+    allowed = shortened(allowed, max(120, rest - len(problem)))
+    raise ValueError(f"{key}: {shortened(problem, rest - len(allowed))}; allowed: {allowed}")
+
+
+def shown(value: Any) -> str:
+    """A value as the YAML would have it, shortened."""
+    text = (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
+    )
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class ReplayError(RuntimeError):
+    """A replay cannot go the way of the run that it replays."""
+
+
+class StarvedError(RuntimeError):
+    """Group after group was discarded; the message has the histogram and what to do about it."""
+
+
+class FailedSamplesError(RuntimeError):
+    """More samples failed than a run goes on with; the message has the last error and the file."""
+
+
+class SkippedStepsError(RuntimeError):
+    """Step after step trained nothing, or none did; the message has why and the batches' folder."""
+
+
+FailureKind = Literal["died", "silent", "raised", "waited", "refused"]
+
+
+class RoleFailedError(RuntimeError):
+    """A role died, raised, or did not answer in time.
+
+    Args:
+        role: its name, e.g. generator_0.
+        what: what happened, in a few words.
+        log: path of its log file.
+        kind: its process died; it gave no answer; its code raised; it waited in vain for others; or
+            it refused a component of the config, in words that need nobody's name.
+    """
+
+    def __init__(self, role: str, what: str, log: str, kind: FailureKind) -> None:
+        super().__init__(role, what, log, kind)
+        self.role, self.what, self.log = role, what, log
+        self.kind: FailureKind = kind
+
+    def __str__(self) -> str:
+        if self.kind == "refused":
+            return f"{self.what} (found by {self.role})"
+        return f"{self.role} {self.what}\n  its log: {self.log}"
+
+    def with_history(self, history: str) -> RoleFailedError:
+        """The same failure, with what was tried before the run ends by it."""
+        return RoleFailedError(self.role, f"{self.what}; {history}", self.log, self.kind)
+
+
+class RoleLostError(RuntimeError):
+    """A role was given up, and the run goes on without it.
+
+    Args:
+        role: its name.
+    """
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"{role} was given up")
+        self.role = role
+
+
+MAX_MESSAGE = 285
+"""Characters of a refusal; the command puts "config error: " before it."""
+
+
+class DisagreementError(RuntimeError):
+    """Trainer and generator give the tokens of one policy version different probabilities."""

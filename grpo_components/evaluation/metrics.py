@@ -1,0 +1,120 @@
+"""What held-out answers say: success, pass@k and reward, each with how sure one can be of it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pvariance, stdev
+from typing import Any
+
+from grpo_components.errors import fail, shown
+
+_Z = 1.959964
+"""Of a two-sided 95 % interval of the normal distribution."""
+
+
+def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Held-out success and reward, stamped with the version that sampled all of it.
+
+    Args:
+        results: one per response that was scored: prompt_index, reward, success, oldest_version,
+            newest_version.
+
+    Returns:
+        Means over prompts, each with the ends of its 95 % interval under `_low` and `_high`.
+        Where prompts have several responses: `eval/pass_at_<k>` for the powers of two up to
+        their number, over the prompts with so many scored ones.
+    """
+    versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
+    assert len(versions) == 1, f"an evaluation saw several policy versions: {sorted(versions)}"
+    by_prompt: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for result in results:
+        by_prompt[result["prompt_index"]].append(result)
+    prompts = list(by_prompt.values())
+    counts = [(len(p), sum(bool(result["success"]) for result in p)) for p in prompts]
+    success = [right / scored for scored, right in counts]
+    rewards = [fmean(result["reward"] for result in p) for p in prompts]
+    metrics = _with_interval("success_rate", success, share_interval(success, len(results)))
+    metrics |= _with_interval("reward_mean", rewards, mean_interval(rewards))
+    k, most = 2, max(scored for scored, _ in counts)
+    while k <= most:
+        passed = [pass_at(k, scored, right) for scored, right in counts if scored >= k]
+        metrics |= _with_interval(f"pass_at_{k}", passed, share_interval(passed, len(passed)))
+        k *= 2
+    return {**metrics, "eval/policy_version": versions.pop(), "eval/prompts": len(prompts)}
+
+
+def pass_at(k: int, scored: int, right: int) -> float:
+    """Unbiased estimate of the chance that one of k responses to a prompt is right.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Args:
+        k: responses that one would draw, at most `scored`.
+        scored: responses that were drawn.
+        right: how many of them were right.
+    """
+    return 1.0 - math.comb(scored - right, k) / math.comb(scored, k)
+
+
+def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, float]:
+    """95 % interval of a mean of shares, for prompts drawn at random.
+
+    Wilson's score interval at the effective number of responses: their number over Kish's design
+    effect, because responses to one prompt are alike. With one response each it is Wilson's own;
+    of a single prompt it is that of one response, however many it has.
+
+    Args:
+        shares: of right responses to each prompt, between 0 and 1.
+        num_responses: to all prompts together; the effective number is at most that.
+    """
+    mean, between = fmean(shares), pvariance(shares)
+    n = float(len(shares))
+    if 0.0 < mean < 1.0 and len(shares) > 1:
+        alone = n * mean * (1.0 - mean)
+        n = min(alone / between, num_responses) if between else float(num_responses)
+    center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
+    # Where the mean is 0 or 1, one end is, too, but for rounding.
+    return min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean by the normal distribution; NaN of a single value.
+
+    Args:
+        values: one per prompt.
+    """
+    if len(values) < 2:
+        return math.nan, math.nan
+    half = _Z * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def check_keep_best(values: Mapping[str, Any]) -> None:
+    """Refuse a `keep_best` that no evaluation measures, or that misses checkpoints.
+
+    Args:
+        values: of the config.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    metric, samples = values["keep_best"], values["eval"]["samples_per_prompt"]
+    allowed = ["eval/success_rate", "eval/reward_mean"]
+    allowed += [f"eval/pass_at_{2**i}" for i in range(1, samples.bit_length())]
+    if metric is not None and metric not in allowed:
+        fail("keep_best", f"{shown(metric)} given", f"null | {' | '.join(allowed)}")
+    save, evaluate = values["save_every_n_steps"], values["eval_every_n_steps"]
+    if metric is not None and save % evaluate:
+        problem = f"{save} given with keep_best, and checkpoints without an evaluation have no rank"
+        fail("save_every_n_steps", problem, f"a multiple of eval_every_n_steps: {evaluate}")
+
+
+def _with_interval(
+    name: str, values: Sequence[float], interval: tuple[float, float]
+) -> dict[str, float]:
+    low, high = interval
+    key = f"eval/{name}"
+    return {key: fmean(values), f"{key}_low": low, f"{key}_high": high}

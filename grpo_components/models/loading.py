@@ -1,0 +1,130 @@
+"""From a checkpoint on disk to torchtune decoders in memory, sharded over ranks or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtune import training
+from torchtune.modules import TransformerDecoder
+
+from grpo_components.models.meshes import Meshes, Sharding
+from grpo_components.models.tensor_parallel import split_layers
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load_whole_model(
+    build_model: Callable[[], nn.Module],
+    build_checkpointer: Callable[[], Any],
+    device: torch.device,
+    dtype: str,
+) -> nn.Module:
+    """Load the base model on one device, frozen, in its compute dtype.
+
+    Args:
+        build_model: makes the torchtune decoder.
+        build_checkpointer: makes the torchtune checkpointer.
+        device: where it lives.
+        dtype: fp32 or bf16.
+    """
+    with training.set_default_dtype(DTYPES[dtype]), device:
+        model = build_model()
+    state_dict = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
+    model.load_state_dict(state_dict, strict=True)
+    return model.requires_grad_(False).eval()
+
+
+def load_sharded_model(
+    build_model: Callable[[], nn.Module],
+    build_checkpointer: Callable[[], Any],
+    meshes: Meshes,
+    sharding: Sharding,
+    *,
+    model_type: str,
+    dtype: str,
+    enable_activation_checkpointing: bool,
+    compile_layers: bool,
+) -> TransformerDecoder:
+    """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint.
+
+    Args:
+        build_model: makes the torchtune decoder.
+        build_checkpointer: makes the torchtune checkpointer; called on rank 0 only.
+        meshes: over the trainer ranks.
+        sharding: what is split, and where it is kept.
+        model_type: torchtune's name of the family, for its tensor-parallel plan.
+        dtype: compute dtype, fp32 or bf16.
+        enable_activation_checkpointing: recompute each layer in backward.
+        compile_layers: compile each layer with torch.compile.
+    """
+    with training.set_default_dtype(torch.float32), torch.device("meta"):
+        model = cast(TransformerDecoder, build_model())
+    if sharding.tensor > 1:  # before layers are wrapped: plans go by names
+        split_layers(model, meshes.tensor, model_type)
+    if enable_activation_checkpointing:
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={type(layer) for layer in model.layers}
+        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[dtype], reduce_dtype=DTYPES[sharding.reduce_dtype]
+    )
+    offload = CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy()
+    # torchtune's shard_model takes no mixed-precision policy: bf16 masters lose updates of 1e-6.
+    for layer in model.layers:
+        fully_shard(layer, mesh=meshes.layers, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=meshes.root, mp_policy=policy, offload_policy=offload)
+    full: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
+    device = torch.device(meshes.layers.device_type)
+    _scatter(model, full, device, sharding.cpu_offload)
+    for module in model.modules():  # buffers such as the rotary tables are in no checkpoint
+        if hasattr(module, "rope_init"):
+            with device:
+                cast(Any, module).rope_init()
+    if compile_layers:
+        for layer in model.layers:
+            layer.compile()
+    return model
+
+
+def _scatter(
+    model: nn.Module, full: dict[str, Tensor], device: torch.device, cpu_offload: bool
+) -> None:
+    on_rank_0 = dist.get_rank() == 0
+    sharded: dict[str, nn.Parameter] = {}
+    for name, parameter in model.state_dict().items():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        if on_rank_0 and name not in full:
+            raise ValueError(
+                f"model: the checkpoint has no tensor for {name}; is `model` its builder?"
+            )
+        value = (
+            full.pop(name).to(device, torch.float32)
+            if on_rank_0
+            else torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        )
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"model: {name} has shape {list(parameter.shape)}, the checkpoint's "
+                f"{list(value.shape)}; is `model` its builder?"
+            )
+        if parameter.device_mesh.size() < dist.get_world_size():
+            # One of several such meshes, each with a first rank that has to have the tensor.
+            dist.broadcast(value, src=0)
+        shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        sharded[name] = nn.Parameter(shard.cpu() if cpu_offload else shard)
+    if full:
+        raise ValueError(f"model: the checkpoint's {sorted(full)[0]} is no tensor of `model`")
+    model.load_state_dict(sharded, strict=True, assign=True)

@@ -1,0 +1,190 @@
+"""Runs of one half: evaluation alone, generators without trainers, trainers without generators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+from torch.utils.data import Dataset
+
+from grpo_components.errors import fail, shown
+from grpo_components.offline.trajectory_file import read_groups
+from grpo_components.state_files import read_state
+from grpo_components.trajectory import Trajectory
+
+TRAJECTORIES = "trajectories.jsonl"
+"""What `rollout_only` leaves in the run's folder, for `train_from`."""
+_WRITER = "grpo_components.offline.trajectory_file.TrajectoryWriter"
+_RECORDED = "grpo_components.offline.trajectory_file.RecordedGroups"
+
+
+class RecordedPrompts(Dataset[dict[str, Any]]):
+    """The prompts of a file of trajectories, as a data set: one row per group.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._prompts: list[list[int]] = []
+        self._lengths: list[int] = []
+        """Tokens of each group's longest prompt and response."""
+        self._largest_ids: list[int] = []
+        for group in read_groups(path):
+            self._prompts.append(group[0].prompt_ids.tolist())
+            tokens = [np.concatenate([t.prompt_ids, t.response_ids]) for t in group]
+            self._lengths.append(max(map(len, tokens)))
+            self._largest_ids.append(int(np.concatenate(tokens).max()))
+        self.max_prompt_length = max(map(len, self._prompts))
+        """Tokens of the longest prompt."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        # There is no text, and whoever tells of a failed sample shows one.
+        text = f"(line {row + 1} of {self._path})"
+        return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
+
+    def check(self, longest: int, limit: str, num_ids: int | None) -> None:
+        """Refuse what the policy cannot read.
+
+        Args:
+            longest: tokens of a prompt and its response at most.
+            limit: what says so.
+            num_ids: token ids that the model has; None where that is not known.
+
+        Raises:
+            ValueError: naming the line of the file.
+        """
+        for row, (length, largest) in enumerate(zip(self._lengths, self._largest_ids, strict=True)):
+            where = f"{self._path}, line {row + 1}, has"
+            if length > longest:
+                problem = f"{where} a prompt and response of {length} tokens"
+                fail("train_from", problem, f"at most {longest}, {limit}")
+            if num_ids is not None and largest >= num_ids:
+                fail("train_from", f"{where} token id {largest}", f"below the model's {num_ids}")
+
+
+def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
+    """Dotted paths of the roles that train and generate in this run, or stand in for those.
+
+    Args:
+        cfg: checked by preflight.
+        trainer: of a whole run.
+        generator: of a whole run.
+    """
+    trains = not (cfg.eval_only or cfg.rollout_only)
+    return trainer if trains else _WRITER, _RECORDED if cfg.train_from else generator
+
+
+def stand_in_arguments(
+    cfg: DictConfig, trainer: dict[str, Any], generator: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments of what `roles_of` returns.
+
+    Args:
+        cfg: checked by preflight.
+        trainer: arguments of a whole run's.
+        generator: arguments of a whole run's.
+    """
+    if cfg.eval_only or cfg.rollout_only:
+        path = str(Path(cfg.output_dir) / TRAJECTORIES)
+        trainer = {"path": path, "logged_responses": trainer["logged_responses"]}
+    if isinstance(cfg.eval_only, str):
+        generator = {**generator, "model_path": cfg.eval_only}
+    if cfg.train_from:
+        generator = {"path": cfg.train_from, "min_living": generator["min_living"]}
+    return trainer, generator
+
+
+def evaluated_version(cfg: DictConfig) -> int:
+    """Policy version of the weights that generators start with: 0, or that of our checkpoint.
+
+    Args:
+        cfg: checked by preflight.
+    """
+    if not cfg.eval_only:
+        return 0  # where a checkpoint's weights are the base model, versions begin anew
+    state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
+    if not (state / "driver.json").is_file():
+        return 0
+    return read_state(state, "driver")["ledger"]["policy_version"]
+
+
+def check_partial_run(values: Mapping[str, Any]) -> None:
+    """Refuse a part of a run that cannot be, before anything starts.
+
+    Args:
+        values: of the config.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    given = [key for key in ("eval_only", "rollout_only", "train_from") if values[key]]
+    if not given:
+        return
+    key, *others = given
+    if others:
+        fail(others[0], f"{shown(values[others[0]])} given with {key}", "one of the two")
+    if values["replay_events"]:
+        fail(key, "given with replay_events, which repeats a whole run", "false or null")
+    if key != "train_from" and values["resume_from_checkpoint"] is not False:
+        fail("resume_from_checkpoint", f"given with {key}, which trains nothing", "false")
+    if isinstance(values["eval_only"], str):
+        _check_checkpoint(Path(values["eval_only"]))
+    if values["train_from"]:
+        _check_recorded(values)
+
+
+def _check_checkpoint(folder: Path) -> None:
+    has_weights = folder.is_dir() and any(
+        (*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt"))
+    )
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if not has_weights or "architectures" not in config:
+        problem = (
+            f"{folder} is no Hugging Face folder with weights, and architectures in config.json"
+        )
+        fail("eval_only", problem, "true for base_model_path, or the path of another model")
+
+
+def _check_recorded(values: Mapping[str, Any]) -> None:
+    if values["keep_best"] is not None:
+        fail("keep_best", "given with train_from, which evaluates nothing", "null")
+    if values["reward_model"]["path"] is not None:
+        fail("reward_model.path", "given with train_from, whose rewards are recorded", "null")
+    path, allowed = values["train_from"], f"{TRAJECTORIES} of a run with rollout_only: true"
+    if not Path(path).is_file():
+        fail("train_from", f"no file {path}", allowed)
+    try:
+        groups = list(read_groups(path))
+    except ValueError as error:
+        fail("train_from", str(error), allowed)
+    if not groups:
+        fail("train_from", f"{path} is empty", allowed)
+    if len(groups) < values["groups_per_step"]:
+        problem = f"{path} has {len(groups)} groups, fewer than a step trains"
+        given = f"{values['groups_per_step']} given, and {problem}"
+        fail("groups_per_step", given, f"at most {len(groups)}")
+    if other := {len(group) for group in groups} - {values["group_size"]}:
+        problem = f"{values['group_size']} given, and {path} has groups of {min(other)}"
+        fail("group_size", problem, str(min(other)))
+    oldest = min(map(_oldest, groups))
+    needed = values["num_steps"] - 1 - oldest
+    if values["max_staleness"] < needed:
+        problem = f"{values['max_staleness']} given, and {path} has tokens of policy version "
+        problem += f"{oldest}, which the last step would find {needed} versions old"
+        fail("max_staleness", problem, f"at least {needed} (or fewer num_steps)")
+
+
+def _oldest(group: list[Trajectory]) -> int:
+    return min((v for v in (t.oldest_version for t in group) if v is not None), default=0)

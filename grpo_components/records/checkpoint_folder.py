@@ -1,0 +1,159 @@
+"""The folder of checkpoints: each is whole or not there; `latest` and `best` point at one each."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_components.whole_files import write_whole
+
+LATEST = "latest"
+BEST = "best"
+_EVALUATION = "evaluation.json"
+"""In a checkpoint: what an evaluation of it has measured."""
+
+
+def begin(checkpoints: Path, step: int) -> Path:
+    """A new folder to write a checkpoint into; what a killed run left half done is removed.
+
+    Args:
+        checkpoints: folder of all checkpoints of the run.
+        step: training steps done.
+    """
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    clean(checkpoints)
+    unfinished = checkpoints / f".step_{step}.unfinished"
+    unfinished.mkdir()
+    return unfinished
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what is half written or half removed.
+
+    Args:
+        checkpoints: folder of all checkpoints of the run.
+    """
+    for leftover in checkpoints.glob(".*"):
+        discard(leftover)
+
+
+def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
+    """Give a written folder its name, and point `latest` at it.
+
+    All of it is on the disk before, and every change is one rename: a crash in between leaves
+    `latest` at a whole checkpoint, this one or the one before.
+
+    Args:
+        unfinished: what `begin` returned.
+        step: training steps done.
+        keep_last_n: checkpoints that stay beside the best; None keeps all.
+
+    Returns:
+        The checkpoint, `step_<step>`.
+    """
+    checkpoints = unfinished.parent
+    target = checkpoints / f"step_{step}"
+    assert latest(checkpoints) != target, "a step is saved once in an attempt"
+    for folder, _, files in os.walk(unfinished):
+        for name in (*files, "."):
+            _sync(Path(folder, name))
+    discard(target)  # an earlier attempt's
+    unfinished.rename(target)
+    _sync(checkpoints)
+    point_latest(target)
+    if keep_last_n is not None:
+        # Those of later steps belong to an attempt that was given up.
+        kept = (target, _target(checkpoints, BEST))
+        others = [folder for folder in checkpoints.glob("step_*") if folder not in kept]
+        others.sort(key=lambda folder: (_step(folder) < step, _step(folder)), reverse=True)
+        for folder in others[keep_last_n - 1 :]:
+            discard(folder)
+    return target
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """The checkpoint that `latest` points at; None where there is none."""
+    return _target(checkpoints, LATEST)
+
+
+def point_latest(checkpoint: Path) -> None:
+    """Make a whole checkpoint the one that a run resumes from."""
+    _point(checkpoint, LATEST)
+
+
+def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
+    """Keep what an evaluation of a checkpoint has measured, in its `evaluation.json`.
+
+    Args:
+        checkpoint: a whole one.
+        metrics: of the evaluation.
+    """
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    write_whole(checkpoint / _EVALUATION, json.dumps(finite, indent=1), durable=True)
+    _sync(checkpoint)
+
+
+def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
+    """Point `best` at the checkpoint that was rated highest; of equal ones at the first.
+
+    Args:
+        checkpoints: folder of all checkpoints of the run.
+        metric: of the evaluations, that counts.
+        last_step: checkpoints of later steps belong to an attempt that was given up.
+
+    Returns:
+        The best checkpoint; None where none was rated.
+    """
+    ratings = {}
+    for path in checkpoints.glob(f"step_*/{_EVALUATION}"):
+        value = json.loads(path.read_text(encoding="utf-8")).get(metric)
+        if value is not None and _step(path.parent) <= last_step:
+            ratings[path.parent] = value
+    if not ratings:
+        (checkpoints / BEST).unlink(missing_ok=True)
+        return None
+    best = max(ratings, key=lambda folder: (ratings[folder], -_step(folder)))
+    if best != _target(checkpoints, BEST):
+        _point(best, BEST)
+    return best
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, if it is there; one under a checkpoint's name loses that first."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        hidden = path
+        if not path.name.startswith("."):
+            hidden = path.with_name(f".{path.name}.discarded")
+            path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def _target(checkpoints: Path, name: str) -> Path | None:
+    link = checkpoints / name
+    return checkpoints / os.readlink(link) if link.is_symlink() else None
+
+
+def _point(checkpoint: Path, name: str) -> None:
+    link = checkpoint.parent / f".{name}.unfinished"
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint.name)
+    link.replace(checkpoint.parent / name)
+    _sync(checkpoint.parent)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

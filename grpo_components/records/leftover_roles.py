@@ -1,0 +1,80 @@
+"""Roles that outlive the process that drove their run: they may write to its folder for seconds."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from grpo_components.errors import fail
+from grpo_components.records.folder_lock import TIME, Holder, short
+
+WAIT_S = 30.0
+"""How long the roles of a driver that was killed may take to end."""
+_CLOCK_S = 1.0
+"""By how much two readings of the clock may differ."""
+
+
+def wait_for_roles(folder: Path, driver: Holder | None) -> None:
+    """Wait until the roles of a dead driver are gone, so that nobody else writes to its folder.
+
+    Ray ends them when it misses the driver.
+
+    Args:
+        folder: of the run.
+        driver: that had the folder when it died; None where none did.
+
+    Raises:
+        ValueError: naming output_dir and a role that is still there after `WAIT_S`.
+    """
+    if driver is None or not driver.is_here():
+        return
+    roles = _roles(folder / "logs" / "roles.jsonl", driver)
+    _, waited_for = psutil.wait_procs(list(roles), timeout=WAIT_S)
+    alive = [process for process in waited_for if _runs(process)]
+    if alive:
+        problem = f"{short(folder)} is in use by {roles[alive[0]]}, pid {alive[0].pid}, of a run "
+        problem += f"whose pid {driver.pid}, started {driver.started}, is dead"
+        fail("output_dir", problem, "another folder, or this one once that process has ended")
+
+
+def _roles(path: Path, driver: Holder) -> dict[psutil.Process, str]:
+    """The living processes that a driver has recorded as its roles, with their names."""
+    since = datetime.strptime(driver.started, TIME).timestamp()
+    found: dict[psutil.Process, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        role, pid, recorded = _record(line)
+        if not since - _CLOCK_S <= recorded <= time.time() + _CLOCK_S:
+            continue
+        try:
+            process = psutil.Process(pid)
+        except (psutil.NoSuchProcess, ValueError, OverflowError):
+            continue
+        if _runs(process) and process.create_time() <= recorded + _CLOCK_S:  # not reused
+            found[process] = role
+    return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process can still write: one that nobody has asked for its end can not."""
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _record(line: str) -> tuple[str, int, float]:
+    """Name, pid and time of a role; a time before all others where the line is torn."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+        return str(record["role"]), int(record["pid"]), float(record["started"])
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return "", 0, 0.0

@@ -1,0 +1,96 @@
+"""What a run writes down: metrics and sampled groups as JSON lines, and metrics to any logger."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
+
+from grpo_components.files import append_line
+from grpo_components.records.rollout_table import log_rollout_table
+
+
+class MetricLog:
+    """Metrics to `{output_dir}/logs/metrics.jsonl` and, every n steps, to a torchtune logger.
+
+    The file is complete and flushed line by line, whatever the logger is and however the run ends.
+
+    Args:
+        output_dir (str): folder of the run.
+        metric_logger (MetricLoggerInterface): torchtune's logger; closed with this object.
+        log_every_n_steps (int): the logger gets the steps divisible by this, and every evaluation.
+    """
+
+    def __init__(
+        self, output_dir: str, metric_logger: MetricLoggerInterface, log_every_n_steps: int
+    ) -> None:
+        folder = Path(output_dir) / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._rollouts = (folder / "rollouts.jsonl").open("a", encoding="utf-8")
+        self._metric_logger = metric_logger
+        self._log_every_n_steps = log_every_n_steps
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of one step; a NaN or infinite value becomes null in the file.
+
+        Args:
+            step (int): training step, from 1; 0 for what is known before the first.
+            metrics (Mapping[str, Any]): a number (or one-element tensor or array) by metric key.
+        """
+        values = {key: _plain(value) for key, value in metrics.items()}
+        append_line(self._metrics, _line({"step": step, **values}))
+        evaluated = any(key.startswith("eval/") for key in values)
+        if step % self._log_every_n_steps == 0 or evaluated:
+            # TensorBoard and W&B keep NaN as a gap; a null they would refuse.
+            payload = {key: math.nan if value is None else value for key, value in values.items()}
+            try:
+                self._metric_logger.log_dict(payload, step)
+            except OSError as error:  # the logger's own file or server, which it does not name
+                raise OSError(f"metric_logger cannot log step {step}: {error}") from error
+
+    def log_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Write sampled groups to `logs/rollouts.jsonl`, one line each; as a table to W&B, too.
+
+        Args:
+            step (int): training step that trained them.
+            groups (Sequence[Mapping[str, Any]]): a group's texts, rewards and versions by name.
+        """
+        plain_groups = [_plain(group) for group in groups]
+        for group in plain_groups:
+            append_line(self._rollouts, _line({"step": step, **group}))
+        is_due = bool(groups) and step % self._log_every_n_steps == 0
+        if is_due and isinstance(self._metric_logger, WandBLogger):
+            try:
+                log_rollout_table(step, plain_groups)
+            except OSError as error:
+                raise OSError(f"metric_logger cannot log step {step}: {error}") from error
+
+    def close(self) -> None:
+        """Close the files, then the logger (which may have to talk to a server)."""
+        self._metrics.close()
+        self._rollouts.close()
+        self._metric_logger.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` in what JSON knows: arrays and tensors as numbers or lists, NaN as None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
+        value = value.tolist()
+        if isinstance(value, list):
+            return value[0] if len(value) == 1 else _plain(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

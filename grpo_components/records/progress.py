@@ -1,0 +1,212 @@
+"""What a person sees of a run: a live display in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from grpo_components.plain_text import one_line
+
+REFRESHES_PER_SECOND = 4
+STEPS_FOR_ETA = 20
+EVERY_STEP_UNTIL = 5
+THEN_EVERY_N_STEPS = 10
+BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # eighths of a line, low to high
+
+
+class Progress:
+    """Shows phases, steps and notes of a run on stdout.
+
+    Args:
+        num_steps (int): steps of the whole run.
+        console (Console | None): where to write; None for stdout.
+        plain (bool): no live display even in a terminal, for a logger that prints to stdout itself.
+    """
+
+    def __init__(self, num_steps: int, console: Console | None = None, *, plain: bool = False):
+        # With FORCE_COLOR rich takes a pipe for a terminal: colours may go there, a display not.
+        is_terminal = console.is_terminal if console else sys.stdout.isatty()
+        self._console = console or Console(highlight=False)
+        self._num_steps = num_steps
+        self._step = 0
+        self._metrics: Mapping[str, float] = {}
+        self._success: list[float] = []
+        self._held_out = math.nan
+        self._step_ends: deque[float] = deque(maxlen=STEPS_FOR_ETA + 1)
+        self._started = self._console.get_time()
+        self._phase = ""
+        self._phase_started = self._started
+        self._spinner = Spinner("line", style="cyan")
+        self._live: Live | None = None
+        if is_terminal and self._console.is_interactive and not plain:
+            self._live = Live(
+                get_renderable=self._render,
+                console=self._console,
+                refresh_per_second=REFRESHES_PER_SECOND,
+                # Where stderr goes to a file of its own, it must still arrive there.
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._live.start()
+
+    def phase(self, text: str) -> None:
+        """Say what the run is busy with until the next step or phase.
+
+        Args:
+            text (str): such as "starting roles".
+        """
+        self._phase, self._phase_started = text, self._console.get_time()
+        if self._live is None:
+            self._print(Text(f"{text} ..."))
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step.
+
+        Args:
+            step (int): from 1; 0 for the evaluation before the first step.
+            metrics (Mapping[str, float]): by metric key; what is missing or NaN is shown as "-".
+        """
+        self._phase = ""
+        self._step, self._metrics = step, metrics
+        self._held_out = metrics.get("eval/success_rate", self._held_out)
+        success = metrics.get("rollout/success_rate", math.nan)
+        if math.isfinite(success):
+            self._success.append(success)
+        self._step_ends.append(self._console.get_time())
+        is_due = step <= EVERY_STEP_UNTIL or step % THEN_EVERY_N_STEPS == 0
+        if self._live is None and step > 0 and (is_due or step == self._num_steps):
+            self._print(Text(self._plain_line()))
+
+    def note(self, text: str) -> None:
+        """Leave a line above the display, such as an evaluation's result or a checkpoint's place.
+
+        Args:
+            text (str): shown as one line, whatever is in it.
+        """
+        self._print(Text(one_line(text)))
+
+    def close(self) -> None:
+        """End the live display; its last state stays on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def summary(self, rows: Sequence[tuple[str, str]]) -> None:
+        """End the display and print the closing table.
+
+        Args:
+            rows (Sequence[tuple[str, str]]): a label and its value; a value may have several lines.
+        """
+        self.close()
+        width = max((len(label) for label, _ in rows), default=0)
+        self._print(Text())
+        for label, value in rows:
+            first, *others = value.splitlines() or [""]
+            self._print(Text.assemble((f"{label:<{width}}", "bold"), "  ", first))
+            for line in others:
+                self._print(Text(" " * (width + 2) + line))
+
+    def _print(self, text: Text) -> None:
+        # soft_wrap: a long path stays in one piece, and a log file has one line per step.
+        self._console.print(text, soft_wrap=True)
+
+    def _seconds_left(self) -> float:
+        if len(self._step_ends) < 2:
+            return math.nan
+        per_step = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        since_last_step = self._console.get_time() - self._step_ends[-1]
+        return max(0.0, (self._num_steps - self._step) * per_step - since_last_step)
+
+    def _fields(self) -> dict[str, str]:
+        return {
+            "reward": _number(self._metrics.get("rollout/reward_mean"), ".2f"),
+            "success": _number(self._metrics.get("rollout/success_rate"), ".2f"),
+            "held-out": _number(self._held_out, ".2f"),
+            "staleness": _number(self._metrics.get("staleness/mean"), ".1f"),
+            "stalest": _number(self._metrics.get("staleness/max"), ".0f"),
+            "buffer": _number(self._metrics.get("buffer/size"), ".0f"),
+            "generated": _number(
+                self._metrics.get("throughput/generated_tokens_per_second"), ",.0f"
+            ),
+            "trained": _number(self._metrics.get("throughput/trained_tokens_per_second"), ",.0f"),
+            "left": _duration(self._seconds_left()),
+        }
+
+    def _plain_line(self) -> str:
+        width = len(str(self._num_steps))
+        return (
+            f"step {self._step:>{width}}/{self._num_steps}"
+            "  reward {reward}  success {success}  staleness {staleness} (max {stalest})"
+            "  buffer {buffer}  tokens/s {generated} generated, {trained} trained  ETA {left}"
+        ).format(**self._fields())
+
+    def _render(self) -> RenderableType:
+        lines: list[RenderableType] = []
+        if self._step_ends:
+            lines += [self._bar(), self._learning(), self._machinery()]
+        if self._phase:
+            elapsed = _duration(self._console.get_time() - self._phase_started)
+            self._spinner.update(text=Text(f"{self._phase} ({elapsed})"))
+            lines.append(self._spinner)
+        return Group(*lines)
+
+    def _bar(self) -> RenderableType:
+        row = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None, None):
+            row.add_column(ratio=ratio, no_wrap=True)
+        elapsed = _duration(self._console.get_time() - self._started)
+        row.add_row(
+            Text(f"step {self._step}/{self._num_steps}", style="bold"),
+            ProgressBar(total=self._num_steps, completed=self._step),
+            f"elapsed {elapsed}",
+            f"ETA {self._fields()['left']}",
+        )
+        return row
+
+    def _learning(self) -> Text:
+        fields = self._fields()
+        text = "reward {reward}   success {success}   held-out {held-out}   ".format(**fields)
+        curve = "" if self._console.options.ascii_only else sparkline(self._success, 30)
+        return Text.assemble(text, (curve, "green"), no_wrap=True, overflow="crop")
+
+    def _machinery(self) -> Text:
+        text = (
+            "staleness {staleness} (max {stalest})   buffer {buffer}   "
+            "tokens/s {generated} generated, {trained} trained"
+        ).format(**self._fields())
+        return Text(text, style="dim", no_wrap=True, overflow="crop")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw shares as one line of blocks, each the mean of an equal stretch of `values`.
+
+    Args:
+        values (Sequence[float]): between 0 and 1, oldest first.
+        width (int): most characters to use.
+    """
+    columns = min(width, len(values))
+    edges = [column * len(values) // columns for column in range(columns + 1)] if columns else [0]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(min(max(mean, 0.0), 1.0) * top)] for mean in means)
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(value, spec)
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,262 @@
+"""Where a run begins: anew, or at a checkpoint, in a folder that shows all its attempts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_components.errors import fail, shown
+from grpo_components.records.checkpoint_folder import point_latest
+from grpo_components.records.folder_lock import FolderLock, lock_folder
+from grpo_components.records.leftover_roles import wait_for_roles
+from grpo_components.records.output_folder import (
+    prepare_output_folder,
+    real_path,
+    reopen_output_folder,
+)
+from grpo_components.records.receipt_chain import END_FILE
+from grpo_components.records.run_identity import RunIdentity, new_identity
+from grpo_components.state_files import read_state
+
+FIXED = (
+    *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
+    *("dataset", "shuffle", "group_size", "optimizer._component_", "lr_scheduler._component_"),
+)
+"""Keys that a resumed run must not change: its state, or bit for bit the same weights, rest on
+them. All others may: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
+
+
+KL_SECTIONS = ("loss", "reward_shaping", "advantages")
+"""Sections of a config whose `kl_coeff` asks for the reference."""
+
+
+class Stateful(Protocol):
+    """What the driver has to save of one of its objects."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state in plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from a state."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a run begins."""
+
+    attempt: int
+    """Which life of the run; 0 is the first."""
+    checkpoint: Path | None
+    """What it goes on from; None for a new run."""
+    note: str
+    """What the person who watches should know of it; may be empty."""
+    output_dir: Path
+    """Of the run."""
+    driver: dict[str, Any]
+    """State of what lives in the driver, at this beginning."""
+    identity: RunIdentity
+    """Of the run and of this process."""
+    lock: FolderLock
+    """Of `output_dir`."""
+
+    def close(self) -> None:
+        """Let others have the folder, once nothing is written to it any more."""
+        self.lock.release()
+
+
+def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
+    """The checkpoint that a config asks for.
+
+    Args:
+        resume_from: false; true for the run's newest; or the path of a checkpoint.
+        output_dir: of the run.
+
+    Raises:
+        ValueError: naming the key, if there is none.
+    """
+    if resume_from is False:
+        return None
+    path = output_dir / "checkpoints/latest" if resume_from is True else Path(resume_from)
+    if not (path / "state" / "driver.json").is_file():
+        problem = f"{shown(resume_from)} given, and {path} is no checkpoint of a run"
+        fail("resume_from_checkpoint", problem, "false, or the path of a step_<n> folder")
+    return path.resolve()
+
+
+def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
+    """Compare a config with that of the checkpoint to resume from.
+
+    Args:
+        values: of the config, checked.
+        needs_reference: tells of a section whether its KL needs the reference.
+
+    Raises:
+        ValueError: for the first key that must not change and has, or a run that is at its end.
+    """
+    checkpoint = find_checkpoint(values["resume_from_checkpoint"], Path(values["output_dir"]))
+    if checkpoint is None:
+        return
+    saved: Any = OmegaConf.to_container(OmegaConf.load(checkpoint / "state" / "config.yaml"))
+    for key in FIXED:
+        _compare(key, _at(saved, key), _at(values, key))
+    before, now = ({k: config.get(k, {}) for k in KL_SECTIONS} for config in (saved, values))
+    if any(map(needs_reference, before.values())) != any(map(needs_reference, now.values())):
+        key = next(k for k in KL_SECTIONS if needs_reference(before[k]) != needs_reference(now[k]))
+        problem = "changed between 0 and not 0, and groups in the checkpoint's buffer were made so"
+        fail(f"{key}.kl_coeff", problem, shown(before[key].get("kl_coeff", 0)))
+    done = read_state(checkpoint / "state", "driver")["ledger"]["steps_done"]
+    if values["num_steps"] <= done:
+        problem = f"{values['num_steps']} given, and the checkpoint has done {done}"
+        fail("num_steps", problem, f"above {done}")
+
+
+def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning:
+    """Make or reopen the run's folder, and restore what lives in this process.
+
+    Args:
+        cfg: checked by preflight; written to the folder.
+        ledger: of the run, new.
+        prompts: that the ledger draws from, at their start.
+
+    Raises:
+        ValueError: if there is no such checkpoint, or the data set has other rows.
+    """
+    folder = real_path(cfg.output_dir)
+    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
+    if checkpoint is None:
+        identity = new_identity()
+        lock, moved_to = prepare_output_folder(folder, cfg, identity)
+        note = f"{cfg.output_dir} was in use: the earlier run is now {moved_to}" if moved_to else ""
+        start = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+        return Beginning(0, None, _noted(note, lock), folder, start, identity, lock)
+    if run_of(checkpoint) == folder:
+        lock = lock_folder(folder)
+        try:
+            return _go_on(cfg, folder, lock, ledger, prompts)
+        except BaseException:
+            lock.release()
+            raise
+    return _branch(cfg, folder, checkpoint, ledger, prompts)
+
+
+def _go_on(
+    cfg: DictConfig, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
+) -> Beginning:
+    """Another attempt in the folder of the run."""
+    wait_for_roles(folder, lock.died)
+    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)  # now that nobody writes
+    assert checkpoint is not None, "only a lock was taken"
+    state = _load(checkpoint, ledger, prompts)
+    known, saved = last_start(folder).get("run"), state.get("identity", {}).get("run")
+    if known is not None and saved not in (None, known):
+        problem = f"{shown(cfg.resume_from_checkpoint)} given, a checkpoint of run {saved}"
+        fail("resume_from_checkpoint", problem, f"one of run {known}, whose output_dir this is")
+    identity = new_identity(known or saved)
+    point_latest(checkpoint)  # what later steps left is superseded
+    attempt = last_attempt(folder) + 1
+    reopen_output_folder(folder, cfg, attempt, identity)
+    note = _noted(f"resumed from {checkpoint} (attempt {attempt})", lock)
+    return Beginning(attempt, checkpoint, note, folder, state, identity, lock)
+
+
+def _branch(
+    cfg: DictConfig, folder: Path, checkpoint: Path, ledger: Stateful, prompts: Stateful
+) -> Beginning:
+    """Another attempt in a folder of its own, from a checkpoint of another."""
+    state, run = _load(checkpoint, ledger, prompts), run_of(checkpoint)
+    identity = new_identity(state.get("identity", {}).get("run") or last_start(run).get("run"))
+    lock, moved_to = prepare_output_folder(folder, cfg, identity)
+    _copy_history(run, folder)
+    attempt = last_attempt(folder) + 1
+    note = f"resumed from {checkpoint} (attempt {attempt})"
+    if moved_to:
+        note += f"; {cfg.output_dir} was in use: the earlier run is now {moved_to}"
+    return Beginning(attempt, checkpoint, _noted(note, lock), folder, state, identity, lock)
+
+
+def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, Any]:
+    state = read_state(checkpoint / "state", "driver")
+    ledger.load_state_dict(copy.deepcopy(state["ledger"]))
+    prompts.load_state_dict(copy.deepcopy(state["prompts"]))
+    return state
+
+
+def _noted(note: str, lock: FolderLock) -> str:
+    if lock.atomic:
+        return note
+    missing = f"{lock.folder} has no file locks: start no two runs in it at the same moment"
+    return f"{note}; {missing}" if note else missing
+
+
+def roll_back(beginning: Beginning, ledger: Stateful, prompts: Stateful) -> Beginning:
+    """Set what lives in this process back to the run's last checkpoint, or to where it began.
+
+    Args:
+        beginning: of the attempt that ends.
+        ledger: of the run.
+        prompts: that the ledger draws from.
+    """
+    checkpoint, state = beginning.checkpoint, beginning.driver
+    latest = beginning.output_dir / "checkpoints" / "latest"
+    if latest.exists():
+        checkpoint = latest.resolve()
+        state = read_state(checkpoint / "state", "driver")
+    ledger.load_state_dict(copy.deepcopy(state["ledger"]))
+    prompts.load_state_dict(copy.deepcopy(state["prompts"]))
+    return replace(beginning, attempt=beginning.attempt + 1, checkpoint=checkpoint, driver=state)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint lies in, at checkpoints/step_<n>."""
+    return checkpoint.parent.parent
+
+
+def last_attempt(output_dir: Path) -> int:
+    """The last attempt that the receipts of a run know of; -1 where there is none."""
+    return last_start(output_dir).get("attempt", -1)
+
+
+def last_start(output_dir: Path) -> dict[str, Any]:
+    """The start record of the last attempt in a run's receipts; empty where there is none."""
+    path, start = output_dir / "receipts.jsonl", {}
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith('{"record": "start"') and line.endswith("\n"):
+                    start = json.loads(line)
+    return start
+
+
+def _copy_history(run: Path, folder: Path) -> None:
+    """Copy what the audit needs to follow a run from its start: receipts, and configs so far."""
+    for name in (END_FILE, "receipts.jsonl"):  # in this order: the first may be the older one
+        if (run / name).is_file():
+            shutil.copy2(run / name, folder)
+    for path in run.glob("config_attempt_*.yaml"):
+        shutil.copy2(path, folder)
+    last = last_attempt(folder)
+    if last >= 0 and (run / "config.yaml").is_file():
+        shutil.copy2(run / "config.yaml", folder / f"config_attempt_{last}.yaml")
+
+
+def _at(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _compare(key: str, saved: Any, given: Any) -> None:
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for name in saved | given:
+            _compare(f"{key}.{name}", saved.get(name), given.get(name))
+    elif saved != given:
+        problem = f"{shown(given)} given, and the checkpoint was written with another"
+        fail(key, problem, shown(saved))

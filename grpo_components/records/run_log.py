@@ -1,0 +1,210 @@
+"""What a run tells as it goes: to its folder, to the metric logger, to the person who watches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from grpo_components.cluster.supervision import root_cause
+from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.files import append_line
+from grpo_components.records.metrics import MetricLog
+from grpo_components.records.progress import Progress
+from grpo_components.records.step_metrics import mean
+from grpo_components.report.page import NoStepsError, write_report
+from grpo_components.report.run_files import FAILURES, first_and_last
+
+
+class RunLog:
+    """Metrics, sampled rollouts and progress of one run.
+
+    Args:
+        output_dir: folder of the run.
+        metric_logger: torchtune's.
+        log_every_n_steps: the metric logger gets every n-th step.
+        num_steps: of the run.
+        attempt: which life of the run.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        metric_logger: MetricLoggerInterface,
+        log_every_n_steps: int,
+        num_steps: int,
+        attempt: int,
+    ) -> None:
+        prints = type(metric_logger).__name__ == "StdoutLogger"
+        self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
+        self._progress = Progress(num_steps, plain=prints)
+        self._output_dir, self.attempt = output_dir, attempt
+        self._steps: list[Mapping[str, float]] = []
+        self._evaluations: list[Mapping[str, float]] = []
+        self._checkpoint = ""
+        self._started = self._last = time.perf_counter()
+        self._generated_tokens = self._counted_tokens = 0
+        self._trained_tokens = 0.0
+        self.phase, self.note = self._progress.phase, self._progress.note
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log a finished step; throughput is per second of wall time, evaluations included.
+
+        Args:
+            step: from 1.
+            metrics: of the step, with `trained_tokens`.
+        """
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        generated = self._generated_tokens - self._counted_tokens
+        self._counted_tokens = self._generated_tokens
+        trained = metrics.pop("trained_tokens")
+        metrics["throughput/generated_tokens_per_second"] = generated / seconds
+        metrics["throughput/trained_tokens_per_second"] = trained / seconds
+        self._trained_tokens += trained
+        self._steps.append(metrics)
+        self._metric_log.log(step, {"attempt": self.attempt, **metrics})
+        self._progress.update(step, metrics)
+
+    def generated(self, tokens: int) -> None:
+        """Count tokens sampled for training."""
+        self._generated_tokens += tokens
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show an evaluation; the one before the first step is logged as step 0."""
+        if not self._evaluations:  # the one before the attempt's first step
+            self._started = self._last = time.perf_counter()  # throughput counts from here
+            self._generated_tokens = self._counted_tokens = 0
+        self._evaluations.append(metrics)
+        if step == 0:
+            version = metrics["eval/policy_version"]
+            record = {"attempt": self.attempt, "policy_version": version, **metrics}
+            self._metric_log.log(0, record)
+            self._progress.update(0, metrics)
+        version, prompts = metrics["eval/policy_version"], metrics["eval/prompts"]
+        success = metrics["eval/success_rate"]
+        self.note(
+            f"step {step}: held-out success {success:.3f} on {prompts} prompts "
+            f"(policy version {version})"
+        )
+
+    def rollouts(
+        self,
+        step: int,
+        entries: Sequence[LedgerEntry],
+        texts: Sequence[Mapping[str, Any] | None],
+        advantages: Sequence[Any],
+        token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """Write trained groups as text.
+
+        Args:
+            step: that trained them.
+            entries: of the ledger.
+            texts: the first of these groups as a person would read them; what a checkpoint has
+                brought has none.
+            advantages: of each group's responses.
+            token_logprobs: of each response of a group, by group id; empty where not asked for.
+        """
+        groups: list[dict[str, Any]] = []
+        for entry, text, row in zip(entries, texts, advantages, strict=False):
+            if text is None:
+                continue
+            group = {"attempt": self.attempt, "group_id": entry.group_id, **text, "advantages": row}
+            if found := token_logprobs.get(entry.group_id):
+                both = zip(text["responses"], found, strict=True)
+                group["responses"] = [{**response, **logprobs} for response, logprobs in both]
+            groups.append(group)
+        self._metric_log.log_rollouts(step, groups)
+
+    def checkpoint(self, step: int, folder: str) -> None:
+        """Say where a checkpoint lies."""
+        self._checkpoint = folder
+        self.note(f"step {step}: saved {folder}")
+
+    def summary(
+        self, dropped_groups: Mapping[str, int], replay: str = "", skipped_steps: str = ""
+    ) -> None:
+        """Show the closing summary.
+
+        Args:
+            dropped_groups: how many were never trained, by reason.
+            replay: what a replay has shown; empty for a new run.
+            skipped_steps: how many there were, in words; empty for none.
+        """
+        dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
+        seconds = self._last - self._started
+        rows, logs = [], self._output_dir / "logs"
+        if self._steps:
+            rows.append(("reward", self._change_of_reward()))
+        if self._evaluations:
+            rows.append(("held-out success", self._change_of_success()))
+        if self._steps:
+            mean_staleness = mean([step["staleness/mean"] for step in self._steps])
+            most = max(step["staleness/max"] for step in self._steps)
+            staleness = f"{mean_staleness:.2f} policy versions in the mean, {most:.0f} at most"
+            generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
+            tokens = f"{generated:,.0f} generated, {trained:,.0f} trained"
+            rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
+            rows += [("steps skipped", skipped_steps)] if skipped_steps else []
+            rows += [("replay", replay)] if replay else []
+            rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
+        rows.append(("metrics", str(logs / "metrics.jsonl")))
+        if self._steps:
+            advice = (
+                "synchronously: add max_staleness=0 pull_every_m_rollouts=1\n"
+                "your own copy: tune cp async_grpo_full_finetune_distributed my_grpo.py"
+            )
+            rows += [("sample rollouts", str(logs / "rollouts.jsonl")), ("try next", advice)]
+        self._progress.summary(rows)
+
+    def _change_of_reward(self) -> str:
+        first, last = first_and_last(self._steps)
+        start, end = (mean([step["rollout/reward_mean"] for step in s]) for s in (first, last))
+        of_steps = f"means of {len(first)} steps" if len(first) > 1 else "one step each"
+        return f"{start:.2f} at the start, {end:.2f} at the end ({of_steps})"
+
+    def _change_of_success(self) -> str:
+        first, last = self._evaluations[0], self._evaluations[-1]
+        before, after = (each["eval/success_rate"] for each in (first, last))
+        if not self._steps:  # an evaluation alone
+            low, high = (first[f"eval/success_rate_{end}"] for end in ("low", "high"))
+            return f"{before:.3f}, between {low:.3f} and {high:.3f} with 95 % confidence"
+        return f"{before:.3f} before, {after:.3f} after"
+
+    def close(self) -> None:
+        """End the display, close the files and the logger, and write the report.
+
+        Called while an error ends the run, it leaves that in `logs/failures.jsonl` for the report.
+        """
+        if (error := sys.exception()) is not None:
+            with contextlib.suppress(OSError):  # maybe the very error: a full disk
+                self._write_failure(error)
+        self._progress.close()
+        self._metric_log.close()
+        if not self._steps and not self.attempt:
+            return
+        try:
+            self.note(f"report: {write_report(self._output_dir)}")
+        except NoStepsError:  # nor has an earlier attempt done one
+            return
+        except Exception as error:  # whatever it is, the run itself has nothing to do with it
+            self.note(f"no report was written: {type(error).__name__}: {error}")
+
+    def _write_failure(self, error: BaseException) -> None:
+        cause = root_cause(error)
+        told: str | None = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, RoleFailedError):
+            told = str(cause)
+        elif isinstance(cause, KeyboardInterrupt):
+            told = None
+        record = {"attempt": self.attempt, "error": told}
+        with (self._output_dir / "logs" / FAILURES).open("a", encoding="utf-8") as file:
+            append_line(file, json.dumps(record))

@@ -1,0 +1,152 @@
+"""The reward for code: the response's program against unit tests, in the sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+from grpo_components.rewards.assert_names import Asserts, read_asserts
+from grpo_components.rewards.maths import RESPONSE_CPU_S
+from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
+from grpo_components.rewards.sandbox.inside.asserts import ASSERTS, NAMES, PROGRAM, UNFIT
+
+_RUN_ASSERTS = Path(__file__).parent / "sandboxed" / "asserts.py"
+# A fence closes with as many of its own sign or more, and not farther to the right than it opened.
+# Possessive: a fence of 40,000 signs that turns out to be none is not tried again at each of them.
+_OPENING = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)([^`]*+)")
+_PYTHON = re.compile(r"\W*py(?:thon)?\d*(?!\w)", re.IGNORECASE)
+
+
+class CodeTests:
+    """1 if the program in the last fenced block of Python passes all its tests, else 0.
+
+    A block without a language is taken for Python where the response has none that says so.
+
+    The tests are the data set's `answer`, JSON of one of two forms:
+    `{"stdin_stdout": [{"input": "3\\n", "output": "9\\n"}]}` runs the program once for each input
+    and compares what it prints, line by line, without the blanks at the ends of lines;
+    `{"asserts": ["assert square(3) == 9"]}` runs Python statements that call the program's
+    functions and classes; `test_imports`, a list of statements, and `test_setup_code` beside them
+    run first, as in MBPP. The program never sees what is expected of it.
+
+    Args:
+        cpu_s: seconds of CPU time for each run of the program.
+        wall_s: seconds for all tests of a response together; below `timeouts.reward_s`.
+        memory_mib: of each run.
+
+    Raises:
+        ValueError: a setting is out of range, or this machine cannot contain programs.
+    """
+
+    max_reward = 1.0
+    response_cpu_s = RESPONSE_CPU_S
+
+    def __init__(self, cpu_s: int = 2, wall_s: float = 8.0, memory_mib: int = 512) -> None:
+        limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)
+        self.wall_s = wall_s
+        self._sandbox = CodeSandbox(limits)
+        self._run_asserts = _RUN_ASSERTS.read_text()
+
+    def __call__(
+        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
+    ) -> float:
+        """Score one response.
+
+        Args:
+            prompt_text: not used.
+            response_text: searched for the last fenced block of Python.
+            answer: the tests.
+            finish_reason: not used.
+
+        Raises:
+            ValueError: if the answer holds no tests.
+            SandboxError: if the program could not be started.
+        """
+        tests = _read_tests(answer)
+        program = _last_program(response_text)
+        if program is None:
+            return 0.0
+        if isinstance(tests, Asserts):
+            return float(self._holds(program, tests))
+        return float(self._prints(program, tests))
+
+    def _holds(self, program: str, asserts: Asserts) -> bool:
+        outcome = self._sandbox.run_connected(
+            self._run_asserts,
+            {ASSERTS: asserts.source, NAMES: json.dumps(asserts.program_names)},
+            self._run_asserts,
+            {PROGRAM: program},
+        )
+        if outcome.status == UNFIT:
+            problem = f"asserts that hand the program {outcome.stderr}"
+            raise ValueError(f"answer: {problem}; allowed: plain data, and what it gave")
+        return outcome.status == 0
+
+    def _prints(self, program: str, cases: list[dict[str, str]]) -> bool:
+        deadline = time.monotonic() + self.wall_s
+        for case in cases:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            outcome = self._sandbox.run(program, case["input"], wall_s=left_s)
+            if outcome.status != 0 or _lines(outcome.stdout) != _lines(case["output"]):
+                return False
+        return True
+
+
+def _last_program(response: str) -> str | None:
+    """The content of the last whole block of Python, or without one, of no language."""
+    programs: dict[bool, str] = {}
+    lines = iter(response.split("\n"))
+    for line in lines:
+        opening = _OPENING.fullmatch(line.rstrip())
+        if opening is None:
+            continue
+        indent, fence, language = opening.groups()
+        block: list[str] = []
+        for inside in lines:
+            if _closes(inside, indent, fence):
+                says_python = bool(_PYTHON.match(language))
+                if says_python or not language.strip():
+                    programs[says_python] = "\n".join(block)
+                break
+            block.append(inside.removeprefix(indent))
+    return programs.get(True, programs.get(False))
+
+
+def _closes(line: str, indent: str, fence: str) -> bool:
+    signs = line.rstrip()
+    bare = signs.lstrip(" \t")
+    is_fence = len(bare) >= len(fence) and bare == fence[0] * len(bare)
+    return is_fence and len(signs) - len(bare) <= len(indent)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _read_tests(answer: str) -> Asserts | list[dict[str, str]]:
+    """Statements, or cases with input and output."""
+    try:
+        tests = json.loads(answer)
+        before = imports, set_up = tests.pop("test_imports", []), tests.pop("test_setup_code", "")
+        (kind, cases), *more = tests.items()
+        fits = {
+            "asserts": lambda case: isinstance(case, str),
+            "stdin_stdout": lambda case: all(isinstance(case[k], str) for k in ("input", "output")),
+        }[kind]
+        known = not more and isinstance(cases, list) and cases and all(map(fits, cases))
+        known = known and isinstance(imports, list) and all(isinstance(i, str) for i in imports)
+        known = known and isinstance(set_up, str) and (kind == "asserts" or before == ([], ""))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        known = False
+    if not known:
+        raise ValueError(
+            f"answer: {answer[:60]!r} given; allowed: JSON with a list, not empty, of asserts, or "
+            'of {"input", "output"} under stdin_stdout'
+        )
+    if kind != "asserts":
+        return cases
+    return read_asserts("\n".join(filter(None, [*imports, set_up, *cases])))

@@ -1,0 +1,122 @@
+"""The first call of each reward of a config, in a process of its own, before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from grpo_components.objective.component_errors import ComponentError, told
+from grpo_components.rewards.pool import RewardSpec, Sample
+
+_START_TIMEOUT_S = 120.0
+"""To import and to build one reward; as in the pool."""
+_ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
+
+
+class RewardTrial:
+    """Rewards that are built and called, side by side with whatever the caller does meanwhile.
+
+    A reward may hang or end its process, and what it does to its process is no one else's matter.
+
+    Args:
+        rewards: by name.
+        samples: what each is called with, until one call gives a number.
+        timeout_s: deadline of one call.
+    """
+
+    def __init__(
+        self, rewards: dict[str, RewardSpec], samples: list[Sample], timeout_s: float
+    ) -> None:
+        self._rewards, self._timeout_s = rewards, timeout_s
+        self._connection, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_components.rewards.reward_trial", str(theirs.fileno())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a group of its own, to end with all that a reward has started
+        )
+        theirs.close()
+        self._connection.send((rewards, samples))
+
+    def finish(self) -> None:
+        """Wait until each reward has given a number.
+
+        Raises:
+            ComponentError: naming the first that gave none for any sample, or not in time.
+        """
+        name, doing, limit_s = next(iter(self._rewards), ""), "built", _START_TIMEOUT_S
+        while True:
+            try:
+                if not self._connection.poll(limit_s):
+                    problem = f"was not {doing} within {limit_s:g} s"
+                    raise self._refused(name, problem, "one that answers in time")
+                message = self._connection.recv()
+            except (EOFError, ConnectionError):
+                problem = f"ended its process while it was {doing}"
+                raise self._refused(name, problem, _ALLOWED) from None
+            if message is None:
+                return
+            name, doing, problem = message
+            if problem:
+                raise self._refused(name, problem, _ALLOWED)
+            limit_s = self._timeout_s if doing == "called" else _START_TIMEOUT_S
+
+    def close(self) -> None:
+        """End the process and those of its group, whatever they do."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None:  # until then nobody else has its number
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+
+    def _refused(self, name: str, problem: str, allowed: str) -> ComponentError:
+        where = f"rewards.{name}: {self._rewards[name].component}"
+        return ComponentError(f"{where} {problem}; allowed: {allowed}")
+
+
+def _problem_of(reward: Any, sample: Sample) -> str:
+    if not callable(reward):
+        return f"makes a {type(reward).__name__}, which cannot be called"
+    try:
+        value: Any = reward(**sample)
+        number = float(value)
+        _ = number >= getattr(reward, "max_reward", 1.0)
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
+        return f"raised {told(error)}"
+    return "" if math.isfinite(number) else f"gave {number}"
+
+
+def _serve(connection: Connection) -> None:
+    rewards, samples = connection.recv()
+    for name, spec in rewards.items():
+        connection.send((name, "built", ""))
+        try:
+            module, _, attribute = spec.component.rpartition(".")
+            reward = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
+            connection.send((name, "built", f"cannot be built, {told(error)}"))
+            return
+        problems = []
+        for sample in samples:
+            connection.send((name, "called", ""))
+            problems.append(_problem_of(reward, sample))
+            if not problems[-1]:  # one that fails for some samples costs those only
+                break
+        else:
+            connection.send((name, "called", problems[0]))
+            return
+    connection.send(None)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

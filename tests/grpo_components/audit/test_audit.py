@@ -1,0 +1,381 @@
+"""The audit passes an honest file and names the first rule that a corrupted one breaks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from grpo_components.audit.__main__ import RULES, main
+
+
+@pytest.fixture
+def records(tmp_path, write_run):
+    return write_run(tmp_path / "receipts.jsonl")
+
+
+@pytest.fixture
+def audit(tmp_path, capsys, write_receipts):
+    """Returns the exit code, the broken rules, and the last line; the records are chained again,
+    and stand alone, so that each rule shows what it finds by itself."""
+
+    def audit(records, *options):
+        folder = tmp_path / "alone"
+        write_receipts(folder, records)
+        code = main([str(folder), *options])
+        out = capsys.readouterr().out.splitlines()
+        return code, [line.split()[0] for line in out if " BROKEN: " in line], out[-1]
+
+    return audit
+
+
+def events(record, kind):
+    return [event for event in record["events"] if kind in event]
+
+
+def remove(record, kind, number=0):
+    record["events"].remove(events(record, kind)[number])
+
+
+def test_an_honest_run_passes_every_rule(records, audit):
+    assert audit(records) == (0, [], "every rule holds")
+
+
+def test_a_synchronous_run_passes(tmp_path, audit, write_run):
+    records = write_run(tmp_path / "receipts.jsonl", eta=0)
+    assert audit(records) == (0, [], "every rule holds")
+
+
+def test_every_rule_is_checked_and_listed(tmp_path, capsys, records, write_run, write_receipts):
+    sync = write_run(tmp_path / "receipts.jsonl", eta=0)
+    checked = set()
+    for run in (records, sync):
+        write_receipts(tmp_path, run)
+        main([str(tmp_path)])
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert {row[0] for row in rows} >= RULES.keys()
+        checked |= {row[0] for row in rows if row[1].isdecimal() and int(row[1])}
+    assert checked == RULES.keys()
+
+
+# Each changes a run of a start record [0], six steps [1] to [6] and an end record [7].
+def the_file_begins_without_start(r):
+    del r[0]
+
+
+def a_record_after_the_end(r):
+    r.append(r[6])
+
+
+def a_step_is_missing(r):
+    del r[3]
+
+
+def a_step_is_there_twice(r):
+    r.insert(3, r[2])
+
+
+def a_version_jumps(r):
+    for record in r[5:]:
+        record["policy_version"] += 1
+
+
+def a_version_goes_back(r):
+    r[6]["policy_version"] -= 2
+    return ("acknowledged",)
+
+
+def nobody_acknowledged_what_sampled(r):
+    r[5]["acknowledged"] = []
+    r[5]["generators"] = r[4]["generators"]
+
+
+def a_generator_goes_back(r):
+    r[6]["acknowledged"][0].update(version=1, checksum="weights 1", published="weights 1")
+    r[6]["generators"]["generator_0"] = {"version": 1, "checksum": "weights 1"}
+
+
+def a_generator_is_ahead(r):
+    r[2]["acknowledged"][0].update(version=9, checksum="weights 9", published="weights 9")
+    r[2]["generators"]["generator_0"] = {"version": 9, "checksum": "weights 9"}
+
+
+def two_generators_with_other_weights(r):
+    said = r[2]["acknowledged"][1]
+    said["checksum"] = said["published"] = "something else"
+
+
+def a_group_is_issued_twice(r):
+    issued = events(r[1], "issued")[1]
+    r[1]["events"].append(dict(issued))
+    r[1]["groups"]["issued"] += 1
+
+
+def a_number_is_left_out(r):
+    for event in r[6]["events"]:
+        event.update({key: 15 for key in event if event[key] == 14})
+    r[6]["trained"][1]["group_id"] = 15
+    return ("accounted",)
+
+
+def a_prompt_is_issued_twice(r):
+    first, second = events(r[4], "issued")
+    second["prompt_index"] = first["prompt_index"]
+    r[4]["trained"][1]["prompt_index"] = first["prompt_index"]
+
+
+def a_new_prompt_jumps_the_queue(r):
+    for items in (events(r[1], "issued")[3:], r[1]["trained"]):
+        items[0]["prompt_index"], items[1]["prompt_index"] = 2, 1
+
+
+def a_group_is_generated_twice(r):
+    r[2]["events"].insert(2, dict(events(r[2], "generated")[0]))
+    r[2]["groups"]["generated"]["count"] += 1
+
+
+def a_group_is_trained_again(r):
+    r[4]["events"].append(dict(events(r[2], "trained")[0]))
+    r[4]["groups"]["trained"]["count"] += 1
+
+
+def a_trained_group_was_never_generated(r):
+    remove(r[4], "generated")
+    r[4]["groups"]["generated"]["count"] = 1
+    r[4]["token_versions"], r[4]["max_staleness"] = {"2": 7}, 0
+
+
+def a_dropped_group_was_never_living(r):
+    r[4]["events"].append({"dropped": 0, "reason": "failed", "reissue": False})
+    r[4]["groups"]["dropped"]["failed"]["count"] = 1
+
+
+def a_batch_is_too_small(r):
+    remove(r[4], "trained")
+    left = r[4]["trained"].pop(0)
+    r[4]["groups"]["trained"]["count"] = 1
+    r[4]["token_versions"], r[4]["max_staleness"] = {"2": 7}, 0
+    r[7]["living"].append({**left, "state": "buffered"})
+
+
+def a_stale_group_is_dropped_at_eta_zero(r):
+    r[0]["max_staleness"] = 0
+    for record in r[1:7]:
+        record["token_versions"] = {str(record["trained_from"]): 14}
+        record["max_staleness"] = 0
+
+
+def a_group_vanishes(r):
+    r[0]["num_steps"], r[7]["finished"] = 7, False
+    r[7]["events"].append({"issued": 15, "prompt_index": 500, "epoch": 0})
+    r[7]["groups"]["issued"] += 1
+
+
+def a_handed_back_prompt_vanishes(r):
+    a_group_vanishes(r)
+    r[7]["events"].append({"dropped": 15, "reason": "failed", "reissue": True})
+    r[7]["groups"]["dropped"]["failed"]["count"] += 1
+
+
+def a_buffered_group_was_never_generated(r):
+    a_group_vanishes(r)
+    r[7]["living"].append({"group_id": 15, "prompt_index": 500, "epoch": 0, "state": "buffered"})
+
+
+def the_end_is_missing(r):
+    del r[7]
+
+
+def another_run_goes_on(r):
+    """Its two records are as they should be, but for the id."""
+    r[0] |= {"run": "a" * 32, "incarnation": "b" * 32}
+    start = r[0] | {"attempt": 1, "steps_done": 6, "run": "c" * 32}
+    start["policy_version"] = r[7]["policy_version"]
+    nothing = {"count": 0, "response_tokens_mean": None}
+    groups = {"issued": 0, "dropped": {}} | dict.fromkeys(
+        ("generated", "filtered", "trained"), nothing
+    )
+    generators = {name: {"version": 0, "checksum": None} for name in r[7]["generators"]}
+    empty = {"events": [], "acknowledged": [], "groups": groups, "generators": generators}
+    r += [start, r[7] | empty | {"attempt": 1}]
+
+
+CORRUPTIONS = {
+    "header": [the_file_begins_without_start, a_record_after_the_end],
+    "steps": [a_step_is_missing, a_step_is_there_twice],
+    "versions": [a_version_jumps, a_version_goes_back],
+    "sampled": [nobody_acknowledged_what_sampled],
+    "acknowledged": [a_generator_goes_back, a_generator_is_ahead],
+    "checksums": [two_generators_with_other_weights],
+    "issued": [a_group_is_issued_twice, a_number_is_left_out],
+    "prompts": [a_prompt_is_issued_twice],
+    "reissued": [a_new_prompt_jumps_the_queue],
+    "generated": [a_group_is_generated_twice],
+    "ended": [
+        a_group_is_trained_again,
+        a_trained_group_was_never_generated,
+        a_dropped_group_was_never_living,
+    ],
+    "batches": [a_batch_is_too_small],
+    "synchronous": [a_stale_group_is_dropped_at_eta_zero],
+    "accounted": [
+        a_group_vanishes,
+        a_handed_back_prompt_vanishes,
+        a_buffered_group_was_never_generated,
+    ],
+    "complete": [the_end_is_missing],
+    "one_run": [another_run_goes_on],
+}
+# One value is another: rule, where, value.
+EDITS = [
+    ("parses", (2, "extra"), 1),
+    ("parses", (4, "policy_version"), "3"),
+    ("parses", (1, "events", 0), {"eaten": 3}),
+    ("parses", (1, "token_versions"), {"x": 4}),
+    ("parses", (7, "living"), [{}]),
+    ("parses", (5, "correction_mass"), -0.1),
+    ("parses", (2, "events", 0), {"generated": 0, "response_tokens": -1.0}),
+    ("parses", (5, "token_versions"), {"\u0663": 10, "1": 4}),
+    ("parses", (5, "token_versions"), {"03": 10, "1": 4}),
+    ("parses", (5, "token_versions"), {"3": 10, "1" * 5000: 4}),
+    ("parses", (5, "correction_mass"), 1e300),
+    ("parses", (5, "policy_version"), 2**53 + 1),
+    ("header", (0, "attempt"), 1),
+    ("header", (0, "format"), 3),
+    ("header", (3, "attempt"), 1),
+    ("steps", (7, "step"), 5),
+    ("versions", (0, "policy_version"), 2),
+    ("contract", (6, "max_staleness"), 0),
+    ("contract", (0, "max_staleness"), 1),
+    ("contract", (5, "token_versions"), {"1": 4, "4": 10}),  # 4 is the next step's
+    ("contract", (5, "token_versions", "2"), 0),
+    ("checksums", (2, "acknowledged", 0, "checksum"), "something else"),
+    ("tokens", (5, "token_versions", "3"), 11),
+    ("hashes", (5, "batch_hash"), ""),
+    ("hashes", (5, "batch_hash"), "hash 2"),
+    ("correction", (5, "correction_mass"), None),
+    ("totals", (1, "groups", "issued"), 4),
+    ("totals", (1, "groups", "dropped", "stale", "count"), 0),
+    ("totals", (1, "groups", "dropped", "stale", "response_tokens_mean"), 1.0),
+    ("totals", (4, "trained", 0, "prompt_index"), 70),
+    ("totals", (4, "generators", "generator_1", "version"), 2),
+    ("complete", (0, "num_steps"), 7),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "corrupt"), [(rule, each) for rule, several in CORRUPTIONS.items() for each in several]
+)
+def test_a_corrupted_run_fails_and_the_broken_rule_is_named(records, rule, corrupt, audit):
+    consequences = corrupt(records) or ()
+    code, broken, last = audit(records)
+    assert (code, set(broken)) == (1, {rule, *consequences})
+    assert last.startswith(f"broken: {rule} ({RULES[rule]}): ")
+
+
+@pytest.mark.parametrize(("rule", "where", "value"), EDITS)
+def test_one_changed_value_fails_and_its_rule_is_named(records, rule, where, value, audit):
+    edited = records
+    for key in where[:-1]:
+        edited = edited[key]
+    edited[where[-1]] = value
+    code, broken, last = audit(records)
+    assert (code, broken) == (1, [rule])
+    assert last.startswith(f"broken: {rule} ({RULES[rule]}): ")
+
+
+def test_every_rule_has_a_corruption():
+    beside = {"chain", "config", "metrics", "loads"}  # test_chain.py and test_beside.py have theirs
+    assert {*CORRUPTIONS, *(rule for rule, _, _ in EDITS)} == RULES.keys() - beside
+
+
+def resumed(records):
+    """A run that was killed after step 5 and went on from step 3."""
+    again = json.loads(json.dumps(records))
+    for record in again:
+        record["attempt"] = 1
+    again[0].update(steps_done=3, policy_version=2)
+    acknowledgement = {"version": 2, "checksum": "weights 2", "published": "weights 2"}
+    again[4]["acknowledged"] = [{"generator": f"generator_{i}", **acknowledgement} for i in (0, 1)]
+    for record in again[4:6]:
+        record["generators"]["generator_1"] = {"version": 2, "checksum": "weights 2"}
+    return [*records[:6], again[0], *again[4:]]
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_and_its_last_attempt_counts(records, audit):
+    records = resumed(records)
+    assert audit(records) == (0, [], "every rule holds")
+    records[-2]["token_versions"]["4"] += 100
+    assert audit(records)[1] == ["tokens"]
+
+
+def test_a_group_that_starts_again_is_generated_again(records, audit):
+    records = resumed(records)
+    (generated, *_) = events(records[7], "generated")
+    again = {"restarted": generated["generated"]}
+    place = records[7]["events"].index(generated)
+    records[7]["events"].insert(place, again)  # lost before its end
+    assert audit(records) == (0, [], "every rule holds")
+    records[7]["events"][place : place + 2] = [generated, again]  # lost after it, never repeated
+    assert "ended" in audit(records)[1]
+    records[7]["events"][place + 1] = {"restarted": 10**6}
+    assert "generated" in audit(records)[1]
+
+
+def test_what_the_earlier_attempt_did_is_checked_too(records, audit):
+    records = resumed(records)
+    records[5]["correction_mass"] = None
+    assert audit(records)[1] == ["correction"]
+
+
+def test_the_same_version_has_the_same_weights_after_a_resume(records, audit):
+    records = resumed(records)
+    for said in records[7]["acknowledged"]:
+        said["checksum"] = said["published"] = "other weights"
+    assert "checksums" in audit(records)[1]
+
+
+@pytest.mark.parametrize("change", [{"steps_done": 7}, {"steps_done": 4}, {"attempt": 2}])
+def test_an_attempt_that_goes_on_from_elsewhere_is_refused(records, change, audit):
+    records = resumed(records)
+    records[6].update(change)
+    code, broken, _ = audit(records)
+    assert code == 1
+    assert broken[0] in ("steps", "versions", "header")
+
+
+def test_a_killed_run_passes_only_as_unfinished(tmp_path, records, audit):
+    torn = json.dumps(records[6])[:99]
+    assert audit(records[:6])[0] == 1
+    assert audit(records[:6], "--unfinished")[0] == 0
+    (tmp_path / "alone" / "receipts.jsonl").open("a").write(torn)
+    assert main([str(tmp_path / "alone"), "--unfinished"]) == 0
+    assert main([str(tmp_path / "alone")]) == 1
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_without_receipts_it_says_so_in_one_line(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "receipts.jsonl").write_text(content)
+    assert main([str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [f"no receipts in {tmp_path / 'receipts.jsonl'}"]
+
+
+@pytest.mark.parametrize("line", ["[]", "null", "{}", '{"record": []}', '{"record": "start"}', ""])
+def test_a_line_that_is_no_record_is_a_violation_and_no_crash(
+    tmp_path, capsys, records, line, write_receipts
+):
+    write_receipts(tmp_path, [records[0]])
+    (tmp_path / "receipts.jsonl").open("a").write(line + "\n")
+    assert main([str(tmp_path)]) == 1
+    assert " BROKEN: receipts.jsonl line 2: " in capsys.readouterr().out
+
+
+def test_the_module_runs_as_a_command(tmp_path, write_run):
+    write_run(tmp_path / "receipts.jsonl")
+    command = [sys.executable, "-m", "grpo_components.audit", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("every rule holds\n")

@@ -1,0 +1,138 @@
+"""The chain of an audited run: what was cut, moved or swapped is noticed; older runs have none."""
+
+import json
+
+import pytest
+
+from grpo_components.audit.__main__ import audit, main
+from grpo_components.audit.chain import Chain
+from grpo_components.audit.findings import Report
+from grpo_components.records.receipt_chain import END_FILE, ChainedFile
+
+
+@pytest.fixture
+def run(tmp_path, write_run):
+    write_run(tmp_path / "receipts.jsonl")
+    return tmp_path
+
+
+def broken(run, unfinished=False):
+    return audit(run / "receipts.jsonl", unfinished)[0].broken
+
+
+def rewrite(run, change):
+    path = run / "receipts.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    change(lines)
+    path.write_bytes(b"".join(lines))
+
+
+def test_each_removed_doubled_or_moved_line_is_noticed_and_where(run):
+    whole = (run / "receipts.jsonl").read_bytes()
+    for number in range(len(whole.splitlines())):
+        for change in (
+            lambda lines, n=number: lines.pop(n),
+            lambda lines, n=number: lines.insert(n, lines[n]),
+            lambda lines, n=number: lines.insert(n - 1, lines.pop(n)),
+        ):
+            rewrite(run, change)
+            if (run / "receipts.jsonl").read_bytes() != whole:
+                for unfinished in (False, True):
+                    found = broken(run, unfinished)
+                    assert "chain" in found and "receipts." in found["chain"], number
+            (run / "receipts.jsonl").write_bytes(whole)
+    assert not broken(run)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_a_cut_tail_is_noticed_where_a_killed_run_would_end_so(run, lost):
+    rewrite(run, lambda lines: lines.__delitem__(slice(-lost, None)))
+    assert list(broken(run, unfinished=True))[:1] == ["chain"]
+    assert END_FILE in broken(run, unfinished=True)["chain"]
+
+
+def test_a_line_end_that_is_lost_does_not_hide_the_last_record(run):
+    rewrite(run, lambda lines: lines.append(lines.pop()[:-1]))
+    assert "chain" in broken(run, unfinished=True)
+
+
+@pytest.mark.parametrize(
+    "said", [None, b"x", b'{"records": 8, "chain": "9999"}', b"9" * 10**5, b"\x1b[31m"]
+)
+def test_a_missing_or_damaged_end_file_is_noticed(run, said, capsys):
+    (run / END_FILE).unlink()
+    if said is not None:
+        (run / END_FILE).write_bytes(said)
+    assert main([str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "\nbroken: chain " in out and END_FILE in out.splitlines()[-1] and "\x1b" not in out
+
+
+def test_each_byte_of_the_end_file_counts(run):
+    path = run / END_FILE
+    whole = path.read_bytes()
+    for place, byte in enumerate(whole):
+        path.write_bytes(whole[:place] + bytes([byte ^ 1]) + whole[place + 1 :])
+        if path.read_bytes().split() != whole.split():
+            assert "chain" in broken(run), place
+
+
+def test_a_killed_run_may_have_one_record_more_and_a_living_one_any_number(run):
+    """It may be killed between the two files; while it is read it goes on."""
+    end = (run / END_FILE).read_text()
+    kept = {}
+    records = [json.loads(line) for line in (run / "receipts.jsonl").open()]
+    for record in records:
+        kept[record["chain"]] = len(kept) + 1
+    for chain, number in kept.items():
+        last = records[-1]["chain"]
+        (run / END_FILE).write_text(end.replace(f"{len(kept)},", f"{number},").replace(last, chain))
+        assert ("chain" in broken(run)) == (number < len(kept) - 1)
+        assert "chain" not in broken(run, unfinished=True)
+
+
+def test_an_older_versions_run_is_audited_without_a_chain_and_told_so(run, capsys):
+    def unchain(lines):
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            del record["chain"]
+        records[0]["format"] = 1
+        lines[:] = [json.dumps(record).encode() + b"\n" for record in records]
+
+    rewrite(run, unchain)
+    assert "chain" in broken(run), "its last hash is still there"
+    (run / END_FILE).unlink()
+    assert main([str(run)]) == 0
+    out = capsys.readouterr().out
+    [chain] = [line.split() for line in out.splitlines() if line.startswith("chain ")]
+    assert "\nnote: no chain: an older version" in out and chain[1:3] == ["0", "not"]
+    rewrite(run, lambda lines: lines.pop(3))
+    assert main([str(run)]) == 1, "all other rules are checked"
+
+
+def test_an_older_versions_run_that_goes_on_is_chained_from_there(tmp_path):
+    path = tmp_path / "receipts.jsonl"
+    path.write_text("one\ntwo\n")
+    file = ChainedFile(path)
+    file.append({"three": 3})
+    file.close()
+
+    def found():
+        report = Report()
+        chain = Chain(path, report)
+        for line in path.read_bytes().splitlines():
+            chain.follow(line)
+        chain.check_format(2)
+        chain.finish(unfinished=False)
+        return report
+
+    assert not found().broken and not found().notes
+    path.write_bytes(path.read_bytes().replace(b"one", b"eno"))
+    assert "chain" in found().broken
+
+
+def test_a_header_of_the_other_format_is_noticed(run):
+    rewrite(
+        run, lambda lines: lines.insert(0, lines.pop(0).replace(b'"format": 2', b'"format": 1'))
+    )
+    assert "has no hash" in broken(run)["chain"] or "its hash" in broken(run)["chain"]

@@ -1,0 +1,189 @@
+"""What two runs, or two lives of one at once, left in a folder is found; an honest run passes."""
+
+import json
+
+import pytest
+
+from grpo_components.audit.one_run import check_one_run
+from grpo_components.records.run_identity import RunIdentity
+from grpo_components.state_files import write_state
+
+RUN, OTHER = "a" * 32, "b" * 32
+FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
+
+
+def start(attempt, steps_done, incarnation, run=RUN):
+    record = {"record": "start", "attempt": attempt, "steps_done": steps_done}
+    return record | ({"run": run, "incarnation": incarnation} if run else {})
+
+
+def steps(attempt, *numbers):
+    return [{"record": "step", "attempt": attempt, "step": n, "policy_version": n} for n in numbers]
+
+
+def write_receipts(folder, *records):
+    text = "".join(f"{json.dumps(record)}\n" for record in records)
+    (folder / "receipts.jsonl").write_text(text)
+
+
+def write_config(folder, run, incarnation, name="config.yaml"):
+    (folder / name).write_text(f"# run: {run}\n# incarnation: {incarnation}\nseed: 1\n")
+
+
+def save(folder, step, incarnation, run=RUN, version=None, latest=True):
+    path = folder / "checkpoints" / f"step_{step}"
+    version = step if version is None else version
+    state = {"ledger": {"steps_done": step, "policy_version": version}, "prompts": {}}
+    if run:
+        state["identity"] = RunIdentity(run, incarnation).as_dict()
+    write_state(path / "state", "driver", state)
+    if latest:
+        (path.parent / "latest").unlink(missing_ok=True)
+        (path.parent / "latest").symlink_to(path.name)
+
+
+def problems(folder):
+    """What is wrong; something is checked in any case."""
+    found, checked = [], []
+
+    def check(rule, holds, otherwise):
+        checked.append(rule)
+        if not holds:
+            found.append(otherwise)
+        return holds
+
+    check_one_run(folder / "receipts.jsonl", check)
+    assert set(checked) == {"one_run"}
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run that was killed after step 5, and went on from step 4 to step 6."""
+    first = [start(0, 0, FIRST), *steps(0, 1, 2, 3, 4, 5)]
+    write_receipts(tmp_path, *first, start(1, 4, SECOND), *steps(1, 5, 6))
+    write_config(tmp_path, RUN, FIRST, "config_attempt_0.yaml")
+    write_config(tmp_path, RUN, SECOND)
+    for step, process in ((2, FIRST), (4, FIRST), (6, SECOND)):
+        save(tmp_path, step, process)
+    return tmp_path
+
+
+def test_a_run_of_two_lives_is_one(folder):
+    assert problems(folder) == []
+
+
+def test_so_is_one_that_began_before_runs_had_ids(folder):
+    first = [start(0, 0, None, run=None), *steps(0, 1, 2, 3, 4, 5)]
+    (folder / "config_attempt_0.yaml").write_text("seed: 1\n")
+    for step in (2, 4):
+        save(folder, step, None, run=None)
+    write_receipts(folder, *first)
+    (folder / "config.yaml").write_text("seed: 1\n")
+    assert problems(folder) == []
+    write_receipts(folder, *first, start(1, 4, SECOND), *steps(1, 5, 6))
+    write_config(folder, RUN, SECOND)
+    save(folder, 6, SECOND)
+    assert problems(folder) == []
+
+
+def test_receipts_alone_are_enough(tmp_path):
+    write_receipts(tmp_path, start(0, 0, FIRST), *steps(0, 1))
+    assert problems(tmp_path) == []
+
+
+def another_run_saved_here(folder):
+    save(folder, 7, THIRD, run=OTHER, latest=False)
+    return "step_7"
+
+
+def another_runs_checkpoint_replaced_ours(folder):
+    save(folder, 4, THIRD, run=OTHER, latest=False)
+    return "step_4"
+
+
+def another_life_saved_here(folder):
+    save(folder, 5, THIRD, latest=False)
+    return THIRD
+
+
+def the_first_life_lived_on_and_saved(folder):
+    save(folder, 6, FIRST)
+    return FIRST
+
+
+def latest_is_of_a_step_that_was_given_up(folder):
+    write_receipts(folder, start(0, 0, FIRST), *steps(0, 1, 2, 3, 4, 5), start(1, 4, SECOND))
+    save(folder, 5, FIRST)
+    return "step_5"
+
+
+def latest_has_another_version_than_its_step_left(folder):
+    save(folder, 6, SECOND, version=5)
+    return "version 5"
+
+
+def a_run_without_ids_saved_last(folder):
+    save(folder, 9, None, run=None)
+    return "step_9"
+
+
+def receipts_are_of_two_runs(folder):
+    write_receipts(folder, start(0, 0, FIRST), start(1, 0, SECOND, run=OTHER), *steps(1, 1, 6))
+    return OTHER
+
+
+def the_config_is_another_runs(folder):
+    write_config(folder, OTHER, SECOND)
+    return OTHER
+
+
+def the_config_is_of_another_life(folder):
+    write_config(folder, RUN, THIRD)
+    return THIRD
+
+
+def the_config_names_no_run(folder):
+    (folder / "config.yaml").write_text("seed: 1\n")
+    return "config.yaml"
+
+
+def an_earlier_config_is_another_runs(folder):
+    write_config(folder, OTHER, FIRST, "config_attempt_0.yaml")
+    return "config_attempt_0.yaml"
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        another_run_saved_here,
+        another_runs_checkpoint_replaced_ours,
+        another_life_saved_here,
+        the_first_life_lived_on_and_saved,
+        latest_is_of_a_step_that_was_given_up,
+        latest_has_another_version_than_its_step_left,
+        a_run_without_ids_saved_last,
+        receipts_are_of_two_runs,
+        the_config_is_another_runs,
+        the_config_is_of_another_life,
+        the_config_names_no_run,
+        an_earlier_config_is_another_runs,
+    ],
+)
+def test_mixed_lives_are_found_and_named(folder, mix):
+    named = mix(folder)
+    found = problems(folder)
+    assert any(named in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    "junk", ["", "[" * 10**5, "1e", "[]", '{"identity": 1, "ledger": []}', "é"]
+)
+def test_what_cannot_be_read_ends_nothing_and_shows_no_terminal_escapes(folder, junk):
+    state = folder / "checkpoints/step_6/state/driver.json"
+    state.write_text(junk, encoding="latin-1")
+    assert problems(folder)
+    state.write_text(json.dumps({"identity": {"run": "\x1b[2J" * 99, "incarnation": ["\x07"]}}))
+    with (folder / "receipts.jsonl").open("a") as file:
+        file.write(junk + "\n")
+    assert all(problem.isprintable() and len(problem) < 300 for problem in problems(folder))

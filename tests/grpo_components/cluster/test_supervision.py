@@ -1,0 +1,302 @@
+"""However a run ends, its exit code and its last line on stderr say how."""
+
+import asyncio
+import importlib
+import signal
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+from torchtune import config
+from yaml import YAMLError
+
+from grpo_components.cluster.role_host import RoleHost
+from grpo_components.cluster.supervision import exit_code, root_cause, undisturbed
+from grpo_components.errors import (
+    FailedSamplesError,
+    RoleFailedError,
+    SkippedStepsError,
+    StarvedError,
+)
+from grpo_components.objective.component_errors import ComponentError
+
+REFUSED = RoleFailedError("trainer_0", "loss: my.Loss returned shape ()", "/a.log", "refused")
+DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log", "died")
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The signal handlers of a fresh process, and pytest's own again afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def raising(error):
+    def main():
+        raise error
+
+    return main
+
+
+def interpolation_error():
+    OmegaConf.create({"a": "${nowhere}"}).a  # noqa: B018 -- raises
+
+
+def missing_key():
+    config = OmegaConf.create({"a": 1})
+    OmegaConf.set_struct(config, True)
+    config.b  # noqa: B018 -- raises
+
+
+def test_the_normal_end_is_0_and_says_nothing(capsys):
+    assert exit_code(lambda: None) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        raising(ValueError("loss.clip_low: 2 given;\n  allowed: above 0, at most 1")),
+        raising(YAMLError("while scanning\n  in line 3")),
+        interpolation_error,
+        missing_key,
+    ],
+)
+def test_a_wrong_config_is_2_and_one_line(main, capsys):
+    assert exit_code(main) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("config error: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+def test_the_line_of_a_wrong_config_has_all_of_the_message(capsys):
+    exit_code(raising(ValueError("optimizer: bad\n   lr  given")))
+    assert capsys.readouterr().err == "config error: optimizer: bad lr given\n"
+
+
+def test_the_line_of_a_wrong_config_has_300_characters_at_most(capsys):
+    exit_code(raising(ValueError(f"loss: {'x' * 5000}; allowed: a loss")))
+    err = capsys.readouterr().err
+    assert err.startswith("config error: loss: xxx") and err.endswith("; allowed: a loss\n")
+    assert len(err.rstrip("\n")) <= 300
+
+
+def through_torchtune(body, tmp_path, monkeypatch):
+    """The exit code of a recipe whose main is parsed by torchtune, as in a run."""
+
+    @config.parse
+    def recipe_main(cfg):
+        return body()
+
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1\n")
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", str(path)])
+    return exit_code(recipe_main)
+
+
+@pytest.mark.parametrize("code", [0, None, 7, "bye"])
+def test_code_below_the_recipe_cannot_end_the_run_silently(code, tmp_path, monkeypatch, capsys):
+    component = tmp_path / "component.py"
+    component.write_text(f"import sys\n\ndef call():\n    sys.exit({code!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("component", None)
+    call = importlib.import_module("component").call
+    assert through_torchtune(call, tmp_path, monkeypatch) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and f"component.py:4 called sys.exit({code!r})" in err
+
+
+def test_the_recipe_and_torchtune_may_end_the_process(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as normal_end:
+        through_torchtune(lambda: None, tmp_path, monkeypatch)
+    with pytest.raises(SystemExit) as of_a_fork:
+        through_torchtune(lambda: sys.exit(3), tmp_path, monkeypatch)
+    assert (normal_end.value.code, of_a_fork.value.code) == (None, 3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            DEAD,
+            "error: generator_0 died\n  its log: /runs/a/logs/generator_0.log\n",
+        ),
+        (REFUSED, "error: loss: my.Loss returned shape () (found by trainer_0)\n"),
+        (TimeoutError("no batch within 600 s"), "error: no batch within 600 s\n"),
+        (TimeoutError(), "error: TimeoutError\n"),
+        (SkippedStepsError("max_skipped_steps: 2"), "error: max_skipped_steps: 2\n"),
+        (FailedSamplesError("max_failed_samples: 2"), "error: max_failed_samples: 2\n"),
+        (StarvedError("10 groups in a row"), "error: 10 groups in a row\n"),
+        (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device\n"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_failure_of_the_world_is_1_and_its_cause_without_a_traceback(
+    error, line, wrapped, capsys
+):
+    raised = ExceptionGroup("loops", [ExceptionGroup("inner", [error])]) if wrapped else error
+    assert exit_code(raising(raised)) == 1
+    assert capsys.readouterr() == ("", line)
+
+
+def test_a_component_that_fails_in_a_loop_is_1_and_one_line_and_in_setup_2(capsys):
+    error = ComponentError("advantages: my.Ranks returned shape [3]; allowed: [B, G]")
+    assert exit_code(raising(ExceptionGroup("loops", [error]))) == 1
+    assert exit_code(raising(error)) == 2
+    assert capsys.readouterr() == ("", f"error: {error}\nconfig error: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "what"),
+    [
+        (ComponentError("loss: my.Loss returned None"), "refused", "loss: my.Loss returned None"),
+        (SystemExit(0), "raised", "failed: SystemExit: 0"),
+        (TimeoutError("a collective"), "waited", "failed: TimeoutError: a collective"),
+        (KeyError("x"), "raised", "failed: KeyError: 'x'"),
+    ],
+)
+def test_whatever_a_role_raises_is_its_failure_by_name(error, kind, what):
+    host = object.__new__(RoleHost)  # a real one takes over the streams of its process
+    host._name, host._log_file = "trainer_0", "/runs/a/logs/trainer_0.log"
+    with pytest.raises(RoleFailedError) as raised, host._named_failure("train_step"):
+        raise error
+    assert (raised.value.role, raised.value.kind, raised.value.what) == ("trainer_0", kind, what)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_unexpected_error_is_1_with_a_traceback_and_the_error_as_the_last_line(wrapped, capsys):
+    def forked_recipe():
+        try:
+            raise AssertionError("a bug in a fork")
+        except AssertionError as error:
+            if wrapped:
+                raise ExceptionGroup("loops", [error]) from None
+            raise
+
+    assert exit_code(forked_recipe) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and "in forked_recipe" in err
+    assert err.splitlines()[-1] == "error: a bug in a fork"
+
+
+def test_text_of_a_model_in_an_error_gives_the_terminal_no_orders(capsys):
+    for error in (ValueError, TimeoutError, AssertionError):
+        exit_code(raising(error("in 'a\x1b[2J'")))
+    failed = RoleFailedError("generator_0", "failed: KeyError: '\x1b[31m'", "/runs/log", "raised")
+    exit_code(raising(failed))
+    err = capsys.readouterr().err
+    assert "\x1b" not in err and err.count(r"\x1b[2J") >= 3 and r"\x1b[31m" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "- a\n- b\n", "just text", "3", "config: x\n", "a: [1, 2\n", "a: \x00\n", "1: 2\n", None],
+)
+def test_a_file_that_torchtune_cannot_take_for_a_config_is_2_and_one_line(
+    text, tmp_path, monkeypatch, capsys
+):
+    """Whatever torchtune raises on it: the recipe was not reached."""
+    reached = []
+
+    @config.parse
+    def recipe_main(cfg):
+        reached.append(cfg)
+        raise ValueError("seed: missing")  # as preflight would
+
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", str(path)])
+    assert exit_code(recipe_main) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("config error: ") and err.count("\n") == 1
+    assert ("missing" in err) == bool(reached)
+
+
+def test_a_value_error_of_a_running_loop_is_no_wrong_config(capsys):
+    assert exit_code(raising(ExceptionGroup("loops", [ValueError("not finite")]))) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: not finite"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "interrupted: all roles stopped\n"),
+        (signal.SIGTERM, 143, "terminated: all roles stopped\n"),
+    ],
+)
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_ctrl_c_and_sigterm_end_the_run_after_its_clean_up(number, code, line, in_loop, capsys):
+    cleaned_up = []
+
+    async def run():
+        asyncio.get_running_loop().call_soon(signal.raise_signal, number)
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(asyncio.Event().wait())  # a loop that would go on for ever
+
+    def main():
+        try:
+            asyncio.run(run()) if in_loop else signal.raise_signal(number)
+        finally:
+            cleaned_up.append(True)
+
+    assert exit_code(main) == code
+    assert capsys.readouterr() == ("", line)
+    assert cleaned_up == [True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_clean_up_is_not_disturbed_and_signals_work_again_after_it(number, fails):
+    received, finished = [], False
+
+    def handler(*_):
+        received.append(number)
+
+    signal.signal(number, handler)
+    try:
+        with undisturbed():
+            signal.raise_signal(number)
+            finished = True
+            if fails:
+                raise OSError("while cleaning up")
+    except OSError:
+        assert fails
+    assert finished
+    assert signal.getsignal(number) is handler
+    received.clear()
+    signal.raise_signal(number)
+    assert received == [number]
+
+
+def test_ctrl_c_during_the_clean_up_neither_stops_it_nor_changes_how_the_run_ended(capsys):
+    cleaned_up = []
+
+    def main():
+        try:
+            raise DEAD
+        finally:
+            with undisturbed():
+                signal.raise_signal(signal.SIGINT)
+                cleaned_up.append(True)
+
+    assert exit_code(main) == 1
+    assert cleaned_up and "generator_0 died" in capsys.readouterr().err
+
+
+def test_the_cause_is_the_role_that_failed_rather_than_what_failed_because_of_it():
+    others = [TimeoutError("no batch"), DEAD, OSError("closed")]
+    assert root_cause(ExceptionGroup("loops", others)) is DEAD
+    assert root_cause(ExceptionGroup("watching", [ExceptionGroup("loops", others)])) is DEAD
+
+
+def test_without_a_failed_role_the_cause_is_the_first_failure():
+    first, second = OSError("first"), OSError("second")
+    assert root_cause(ExceptionGroup("loops", [first, second])) is first
+    assert root_cause(first) is first

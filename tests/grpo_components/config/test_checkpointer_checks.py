@@ -1,0 +1,54 @@
+"""A checkpointer that a trainer could not read the base model with is refused by its key."""
+
+import pytest
+
+from grpo_components.config.checkpointer_checks import checkpoint_files
+
+HF = "torchtune.training.FullModelHFCheckpointer"
+NODE = {"_component_": HF, "checkpoint_files": ["a.safetensors", "b.safetensors"]}
+
+
+def test_files_are_named_or_numbered(tmp_path):
+    named = checkpoint_files(NODE, tmp_path, "/run")
+    assert named == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    numbered = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00002"}
+    names = [
+        path.name
+        for path in checkpoint_files(NODE | {"checkpoint_files": numbered}, tmp_path, "/run")
+    ]
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    checkpoint_files(NODE | {"_component_": "my_checkpointers.Mine"}, tmp_path, "/run")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        *(
+            ({"_component_": f"torchtune.training.{name}"}, "checkpointer._component_")
+            for name in ("FullModelMetaCheckpointer", "FullModelTorchTuneCheckpointer")
+        ),
+        ({"should_load_recipe_state": True}, "checkpointer.should_load_recipe_state"),
+        ({"resume_from_checkpoint": True}, "checkpointer.resume_from_checkpoint"),
+        ({"checkpoint_files": []}, "checkpointer.checkpoint_files"),
+        ({"checkpoint_files": "a"}, "checkpointer.checkpoint_files"),
+        ({"checkpoint_files": [1]}, "checkpointer.checkpoint_files"),
+        ({"checkpoint_files": {}}, "checkpointer.checkpoint_files.max_filename"),
+        (
+            {"checkpoint_files": {"filename_format": "{}-{}", "max_filename": "9" * 12}},
+            "checkpointer.checkpoint_files.max_filename",
+        ),
+        (
+            {"checkpoint_files": {"filename_format": 3, "max_filename": "00002"}},
+            "checkpointer.checkpoint_files",
+        ),
+        ({"output_dir": "/dev/null/x"}, "checkpointer.output_dir"),
+    ],
+)
+def test_what_would_fail_in_the_trainer_is_refused(change, key, tmp_path):
+    with pytest.raises(ValueError, match=rf"^{key}: .*; allowed: "):
+        checkpoint_files(NODE | change, tmp_path, "/run")
+
+
+def test_a_folder_of_its_own_lies_outside_of_the_base_model(tmp_path):
+    with pytest.raises(ValueError, match=r"^checkpointer\.output_dir: "):
+        checkpoint_files(NODE | {"output_dir": str(tmp_path / "x")}, tmp_path, "/run")

@@ -1,0 +1,424 @@
+"""Prompt data sets: what a row becomes, and what is said of one that cannot be used."""
+
+import json
+import re
+from functools import partial
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from grpo_components.data.datasets import (
+    code_dataset,
+    countdown_dataset,
+    gsm8k_dataset,
+    math_dataset,
+    prompt_dataset,
+)
+
+ROWS = [
+    {"question": "1 + 1?", "answer": "Count them.\n1+1=<<1+1=2>>2\n#### 2"},
+    {"question": "How {many}?", "answer": "#### is a mark.\n#### -1,234,567 "},
+    {"question": "Half?", "answer": "#### 0.5"},
+]
+
+
+class CharacterTokenizer:
+    """One token per character, after a token 0 that marks the beginning."""
+
+    def encode(self, text, add_bos, add_eos):
+        return [0] * add_bos + [ord(character) for character in text] + [1] * add_eos
+
+
+def load(source, **kwargs):
+    return gsm8k_dataset(CharacterTokenizer(), source=str(source), **kwargs)
+
+
+def write_lines(path, *lines):
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    return write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in ROWS))
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_becomes_a_prompt_and_its_final_answer(kind, request):
+    prompts = load(request.getfixturevalue(kind), prompt_template="Q: {question}\nA:")
+    texts = ["Q: 1 + 1?\nA:", "Q: How {many}?\nA:", "Q: Half?\nA:"]
+    assert [prompt["prompt_text"] for prompt in prompts] == texts
+    assert [prompt["answer"] for prompt in prompts] == ["2", "-1234567", "0.5"]
+    assert [prompt["prompt_index"] for prompt in prompts] == [0, 1, 2]
+    assert [prompt["prompt_ids"] for prompt in prompts] == [[0, *map(ord, text)] for text in texts]
+    assert prompts.max_prompt_length == max(len(prompt["prompt_ids"]) for prompt in prompts)
+
+
+def test_the_first_rows_can_be_used_alone(jsonl):
+    assert len(load(jsonl, num_rows=2)) == 2
+    assert len(load(jsonl, num_rows=100)) == 3
+
+
+def test_braces_in_a_template_other_than_the_question_stay(jsonl):
+    (prompt, *_) = load(jsonl, prompt_template=r"\boxed{} {x} {question}")
+    assert prompt["prompt_text"] == r"\boxed{} {x} 1 + 1?"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"{", "row 2"),
+        (b"\xff\xfe", "row 2"),
+        (b"[" * 100_000, "row 2"),
+        (b"\x1f\x8b\x08\x00gzip", "row 2"),
+        (b'{"question": "a\\ud800?", "answer": "#### 2"}', "row 2.*question.*no Unicode"),
+        (b'{"question": "a?", "answer": "#### 2\\udfff"}', "row 2.*answer.*no Unicode"),
+        (b"[]", "row 2.*question"),
+        (b'{"answer": "#### 2"}', "row 2.*question"),
+        (b'{"question": "a?"}', "row 2.*answer"),
+        (b'{"question": "", "answer": "#### 2"}', "row 2.*question"),
+        (b'{"question": " \\n", "answer": "#### 2"}', "row 2.*question"),
+        (b'{"question": 5, "answer": "#### 2"}', "row 2.*question"),
+        (b'{"question": "a?", "answer": null}', "row 2.*answer"),
+        (b'{"question": "a?", "answer": "2"}', "row 2.*answer.*####"),
+        (b'{"question": "a?", "answer": "2 ####"}', "row 2.*answer.*####"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, line, problem):
+    good = json.dumps(ROWS[0]).encode()
+    path = write_lines(tmp_path / "bad.jsonl", good, line, good)
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, {problem}"):
+        load(path)
+
+
+def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):
+    longest = load(jsonl).max_prompt_length
+    assert len(load(jsonl, max_prompt_tokens=longest)) == 3
+    problem = rf"rows\.jsonl, row 2.*question.*{longest} tokens.*max_prompt_tokens.*{longest - 1}"
+    with pytest.raises(ValueError, match=problem):
+        load(jsonl, max_prompt_tokens=longest - 1)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_missing_file_is_named(tmp_path, name):
+    with pytest.raises(ValueError, match=name):
+        load(tmp_path / "nowhere" / name)
+
+
+def test_a_file_without_rows_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"empty\.jsonl.*no rows"):
+        load(write_lines(tmp_path / "empty.jsonl"))
+
+
+@pytest.mark.parametrize("content", [b"question,answer", b"", b"PAR1" + bytes(64) + b"PAR1"])
+def test_a_file_that_is_no_parquet_is_named(tmp_path, content):
+    with pytest.raises(ValueError, match=r"bad\.parquet"):
+        load(write_lines(tmp_path / "bad.parquet", content))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([], "no rows"),
+        ([{"question": "a?"}], "row 1.*no field answer"),
+        ([ROWS[0], {"question": None, "answer": "#### 1"}], "row 2, field question"),
+        ([{"question": 1, "answer": 2}], "row 1, field question"),
+    ],
+)
+def test_a_parquet_row_that_cannot_be_used_is_named_with_its_file_and_field(
+    tmp_path, rows, problem
+):
+    path = tmp_path / "bad.parquet"
+    schema = None if rows else pyarrow.schema([("question", pyarrow.string())])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+    with pytest.raises(ValueError, match=rf"bad\.parquet.*{problem}"):
+        load(path)
+
+
+def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
+    asked = []
+
+    def load_dataset(path, name, split):
+        asked.append((path, name, split))
+        return ROWS
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert len(load("openai/gsm8k", name="main", split="test")) == 3
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):
+    def load_dataset(path, name, split):
+        raise ConnectionError("no way out")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"some/where.*no way out"):
+        load("some/where")
+
+
+def test_a_hub_data_set_with_a_broken_file_is_named_with_the_cause(tmp_path, monkeypatch):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", json.dumps(ROWS[0]).encode(), b'{"question":')
+    real, cache = datasets.load_dataset, str(tmp_path / "cache")
+    monkeypatch.setattr(
+        "datasets.load_dataset",
+        lambda path, name, split: real(str(folder), name, split=split, cache_dir=cache),
+    )
+    with pytest.raises(ValueError, match=r"^dataset some/where: cannot be loaded: .*JSON parse"):
+        load("some/where")
+
+
+# ---- which rows are used ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """Rows 0 to 29: the question of row n has n characters more than that of row 0."""
+    rows = [{"question": f"{n:02}{'x' * n}", "answer": str(n), "level": n % 3} for n in range(30)]
+    return write_lines(tmp_path / "numbered.jsonl", *(json.dumps(row).encode() for row in rows))
+
+
+def chosen(path, **kwargs):
+    prompts = prompt_dataset(CharacterTokenizer(), source=str(path), **kwargs)
+    assert all(int(prompt["answer"]) == prompt["prompt_index"] for prompt in prompts)
+    return [prompt["prompt_index"] for prompt in prompts], prompts.note
+
+
+def test_what_was_left_out_is_counted_by_reason_in_one_line(numbered):
+    indices, note = chosen(
+        numbered, filters={"level": {"max": 1}}, max_prompt_tokens=22, too_long="drop"
+    )
+    assert indices == [n for n in range(30) if n % 3 < 2 and n <= 19]
+    left_out = "10 filtered out, 6 longer than 22 tokens"
+    assert note == f"dataset {numbered}: 14 prompts of 30 rows; {left_out}"
+    assert chosen(numbered) == (list(range(30)), "")
+
+
+def test_the_first_rows_are_the_first_of_those_that_are_left(numbered):
+    filters = {"level": {"allowed": [2]}}
+    assert chosen(numbered, filters=filters, num_rows=3)[0] == [2, 5, 8]
+    assert chosen(numbered, filters=filters, num_rows=3, partition="1-2/2")[0] == [2, 5, 8]
+
+
+def test_the_parts_of_a_split_are_disjoint_and_cover_it(numbered):
+    train, note = chosen(numbered, partition="1-3/4")
+    validation, _ = chosen(numbered, partition="4/4")
+    assert sorted(train + validation) == list(range(30))
+    assert train and validation
+    assert note.endswith(f"{len(train)} prompts of 30 rows; {len(validation)} in other parts")
+
+
+def test_a_data_set_of_which_nothing_is_left_says_why(numbered):
+    with pytest.raises(ValueError, match=r"has no rows left: 30 filtered out"):
+        chosen(numbered, filters={"level": {"min": 3}})
+
+
+def test_a_filtered_row_need_not_be_usable(tmp_path):
+    path = write_lines(
+        tmp_path / "rows.jsonl", b'{"ok": 0}', json.dumps(ROWS[0] | {"ok": 1}).encode()
+    )
+    assert len(load(path, filters={"ok": {"allowed": [1]}})) == 1
+
+
+def test_columns_may_have_other_names_and_are_called_by_them(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", b'{"q": "1 + 1?", "a": "#### 2"}', b'{"q": "2?"}')
+    columns = {"question": "q", "answer": "a"}
+    assert load(path, columns=columns, num_rows=1)[0]["answer"] == "2"
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: has no field a; it has q$"):
+        load(path, columns=columns)
+
+
+def test_filters_look_at_the_sources_columns_whatever_the_fields_are_called(tmp_path):
+    rows = [{"question": "a?", "answer": kind, "gold": "#### 1"} for kind in ("yes", "no")]
+    path = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in rows))
+    columns, filters = {"answer": "gold"}, {"answer": {"allowed": ["no"]}}
+    assert [p["prompt_index"] for p in load(path, columns=columns, filters=filters)] == [1]
+
+
+def test_a_column_for_a_field_that_no_builder_asks_for_is_refused(jsonl):
+    with pytest.raises(ValueError) as refused:
+        load(jsonl, columns={"reply": "gold"})
+    message = "dataset.columns.reply: no field of the builder; allowed: answer, question"
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("too_long", "cut", "error | drop"),
+        *(("num_rows", value, "a whole number above 0") for value in (0, -1, "3", 1.5, True)),
+        *(("max_prompt_tokens", value, "a whole number above 0") for value in (0, "3")),
+        *(("columns", v, "the source's column by field") for v in ("q", ["q"], {"question": 1})),
+        *(("filters", value, "conditions by column") for value in ("q", ["q"], [])),
+        *(
+            ("prompt_template", value, "a text with {question} in it once")
+            for value in ("", "{}", "{question} {question}", None, {"question": None})
+        ),
+        *(("split", value, "a text") for value in (None, 1)),
+        *(("name", 1, "a text, or null"), ("chat_template", True, "a text, or null")),
+        ("system_prompt", 5, "a text, or null"),
+    ],
+)
+def test_a_key_that_is_wrong_is_told(jsonl, key, value, allowed):
+    with pytest.raises(ValueError) as refused:
+        load(jsonl, **{key: value})
+    assert str(refused.value) == f"dataset.{key}: {value!r} given; allowed: {allowed}"
+
+
+def test_a_known_answer_may_be_a_number(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", b'{"question": "6 * 7?", "answer": 42}')
+    assert prompt_dataset(CharacterTokenizer(), source=str(path))[0]["answer"] == "42"
+
+
+# ---- other formats ------------------------------------------------------------------------------
+
+
+def read_one(builder, tmp_path, **row):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(row).encode())
+    return builder(CharacterTokenizer(), source=str(path))[0]
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"So \boxed{5}.", "5"),
+        (r"\boxed{1}, then \boxed {\frac{1}{2}}$", r"\frac{1}{2}"),
+        (r"\boxed{4} and \boxed{ }, \boxed{unclosed", "4"),
+        (r"\boxed{\text{a } \{1, 2\}}", r"\text{a } \{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}$ or so.", r"\left\{ x \right."),
+        (r"\boxed{x \} y}", r"x \} y"),
+        (r"\boxed{1 \\}", r"1 \\"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"As $\boxed 5$.", "5"),
+        (r"So $\boxed -1,234.$", "-1,234"),
+        (r"$\boxed{1}$, or rather $\boxed2$", "2"),
+        (r"\fbox{E}", "E"),
+        (r"\boxed{6} \boxedeq{7}", "6"),
+    ],
+)
+def test_the_answer_of_a_math_problem_stands_in_its_last_box(tmp_path, solution, answer):
+    prompt = read_one(math_dataset, tmp_path, problem="x?", solution=solution)
+    assert prompt["answer"] == answer
+    assert prompt["prompt_text"].startswith("x?\n") and r"\boxed{}" in prompt["prompt_text"]
+
+
+def test_countdown_asks_for_the_target_and_hands_both_to_the_reward(tmp_path):
+    for numbers in ([3, 8, 1], "[3, 8, 1]"):  # a CSV file has texts only
+        prompt = read_one(countdown_dataset, tmp_path, numbers=numbers, target=24)
+        assert json.loads(prompt["answer"]) == {"numbers": [3, 8, 1], "target": 24}
+        assert "Make 24 out of the numbers 3, 8, 1:" in prompt["prompt_text"]
+
+
+def test_tests_of_two_kinds_in_one_table_are_told_apart(tmp_path):
+    """A Parquet file has both keys in every row, and a null under that of the other rows."""
+    rows = [{"prompt": "Write it.", "tests": tests} for tests in (STDIN, ASSERTS)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prompts = code_dataset(CharacterTokenizer(), source=str(tmp_path / "rows.parquet"))
+    assert [json.loads(prompt["answer"]) for prompt in prompts] == [STDIN, ASSERTS]
+
+
+STDIN = {"stdin_stdout": [{"input": "1\n", "output": "2\n"}, {"input": "", "output": ""}]}
+ASSERTS = {"asserts": ["assert f(1) == 2"]}
+
+
+@pytest.mark.parametrize(
+    ("tests", "answer"),
+    [
+        (STDIN, STDIN),
+        (json.dumps(STDIN), STDIN),
+        (ASSERTS, ASSERTS),
+        (ASSERTS["asserts"], ASSERTS),
+        ({"inputs": ["1\n", ""], "outputs": ["2\n", ""]}, STDIN),
+    ],
+)
+def test_the_tests_of_a_program_travel_in_the_answer(tmp_path, tests, answer):
+    prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests)
+    assert json.loads(prompt["answer"]) == answer
+
+
+BEFORE = {"test_imports": ["import math"], "test_setup_code": "root = Node(1)"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tests": ASSERTS["asserts"], **BEFORE},
+        {"tests": {**ASSERTS, **BEFORE}},
+        {"tests": json.dumps({**ASSERTS, **BEFORE})},
+        {"tests": ASSERTS, **BEFORE, "test_imports": '["import math"]'},
+        {"tests": ASSERTS, **BEFORE, "test_imports": "import math"},
+    ],
+)
+def test_what_mbpp_has_beside_the_asserts_travels_with_them(tmp_path, row):
+    prompt = read_one(code_dataset, tmp_path, prompt="Write f.", **row)
+    assert json.loads(prompt["answer"]) == {**ASSERTS, **BEFORE}
+
+
+@pytest.mark.parametrize("tests", [STDIN, ASSERTS])
+def test_what_is_empty_beside_the_tests_is_left_out(tmp_path, tests):
+    for imports, set_up in (([], ""), (None, None), ("", "")):
+        more = {"test_imports": imports, "test_setup_code": set_up}
+        prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests, **more)
+        assert json.loads(prompt["answer"]) == tests
+
+
+@pytest.mark.parametrize(
+    ("builder", "row", "problem"),
+    [
+        (math_dataset, {"problem": "x?", "solution": "5"}, "field solution: has no answer in "),
+        (math_dataset, {"problem": "x?"}, "has no field solution"),
+        (countdown_dataset, {"numbers": [], "target": 1}, "field numbers: must be a list of whole"),
+        (countdown_dataset, {"numbers": [1.5], "target": 1}, "field numbers: must be a list"),
+        (countdown_dataset, {"numbers": [True], "target": 1}, "field numbers: must be a list"),
+        (countdown_dataset, {"numbers": "[1", "target": 1}, "field numbers: is no JSON"),
+        (countdown_dataset, {"numbers": [1], "target": "x"}, "field target: is no JSON"),
+        (countdown_dataset, {"numbers": [1], "target": None}, "field target: must be a whole"),
+        *(
+            (code_dataset, {"prompt": "f?", "tests": tests}, "field tests: must be {")
+            for tests in (
+                *({}, [], 5, {"asserts": []}, {"asserts": [""]}, {"asserts": [1]}),
+                {**STDIN, **ASSERTS},
+                {"stdin_stdout": [{"input": "1"}]},
+                {"stdin_stdout": [{"input": 1, "output": "2"}]},
+                {"inputs": ["1"], "outputs": []},
+                {"inputs": 1, "outputs": 2},
+            )
+        ),
+        *(
+            (code_dataset, {"prompt": "f?", "tests": tests, **more}, f"field {min(more)}: ")
+            for tests, more in (
+                (ASSERTS, {"test_imports": [1]}),
+                (ASSERTS, {"test_setup_code": ["x = 1"]}),
+                (STDIN, {"test_imports": ["import math"]}),
+            )
+        ),
+    ],
+)
+def test_a_row_of_another_format_is_named_with_its_field(tmp_path, builder, row, problem):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1.*{re.escape(problem)}"):
+        read_one(builder, tmp_path, **row)
+
+
+def test_a_format_of_ones_own_is_one_function(tmp_path):
+    def true_or_false(row):
+        return f"True or false: {row.text('claim')}", str(row.value("holds")).lower()
+
+    claims_dataset = partial(prompt_dataset, read=true_or_false)
+    prompt = read_one(claims_dataset, tmp_path, claim="1 = 2", holds=False)
+    assert (prompt["prompt_text"], prompt["answer"]) == ("True or false: 1 = 2", "false")
+
+
+def test_a_format_of_ones_own_that_gives_no_texts_is_told_with_its_row(jsonl):
+    for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
+        with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: read as .*; allowed: question"):
+            prompt_dataset(CharacterTokenizer(), source=str(jsonl), read=read)

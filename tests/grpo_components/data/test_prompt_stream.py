@@ -1,0 +1,149 @@
+"""A restored stream of prompts goes on as if it had never stopped."""
+
+import copy
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_components.data.prompt_mix import MixedPart, PromptMix
+from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.state_files import read_state, write_state
+
+
+def stream(num_rows=5, shuffle=True, seed=3):
+    rows = [{"prompt_index": i} for i in range(num_rows)]
+    return PromptStream(rows, shuffle=shuffle, seed=seed)
+
+
+class Prompts(list):
+    max_prompt_length = 1
+
+
+def mix(*parts, shuffle=True, seed=3):
+    """A stream over parts, each (number of rows, weight), with indices that leave gaps."""
+    built, first = {}, 0
+    for number, (num_rows, weight) in enumerate(parts):
+        rows = Prompts({"prompt_index": 2 * i} for i in range(num_rows))
+        built[f"part_{number}"] = MixedPart(rows, weight, first)
+        first += 2 * num_rows
+    return PromptStream(PromptMix(built), shuffle=shuffle, seed=seed), built
+
+
+def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
+    pairs = list(islice(stream(num_rows=20), 60))
+    orders = [[row["prompt_index"] for row, e in pairs if e == epoch] for epoch in range(3)]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_without_shuffling_the_rows_keep_their_order():
+    assert [(r["prompt_index"], e) for r, e in islice(stream(2, shuffle=False), 5)] == [
+        *((0, 0), (1, 0), (0, 1), (1, 1), (0, 2)),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 6),
+    shuffle=st.booleans(),
+    lives=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+)
+def test_however_often_it_is_restored_it_yields_what_it_would_have(
+    tmp_path_factory, num_rows, shuffle, lives
+):
+    """At the start, within an epoch, at its very end, and again right after a restore."""
+    folder = tmp_path_factory.mktemp("state")
+    whole = list(islice(stream(num_rows, shuffle), sum(lives) + 12))
+    current, seen = stream(num_rows, shuffle), []
+    for number, length in enumerate(lives):
+        seen += islice(current, length)
+        write_state(folder, f"{number}", current.state_dict())
+        current = stream(num_rows, shuffle)
+        current.load_state_dict(read_state(folder, f"{number}"))
+    seen += islice(current, 12)
+    assert seen == whole
+
+
+@given(num_rows=st.integers(1, 6), before=st.integers(0, 9), beyond=st.integers(0, 9))
+def test_one_in_use_goes_back_to_an_earlier_state(num_rows, before, beyond):
+    current = stream(num_rows)
+    whole = list(islice(stream(num_rows), before + 12))
+    list(islice(current, before))
+    state = copy.deepcopy(current.state_dict())
+    list(islice(current, beyond))
+    current.load_state_dict(state)
+    assert list(islice(current, 12)) == whole[before:]
+
+
+def test_another_number_of_rows_is_refused():
+    with pytest.raises(ValueError, match="dataset: it has 4 rows; allowed: the 5 rows"):
+        stream(4).load_state_dict(stream(5).state_dict())
+
+
+PARTS = st.lists(st.tuples(st.integers(1, 5), st.floats(0.05, 9)), min_size=1, max_size=4)
+
+
+@given(parts=PARTS, seed=st.integers(0, 9), length=st.integers(1, 80))
+def test_each_part_of_a_mix_has_its_share_at_any_time(parts, seed, length):
+    whole, _ = mix(*parts, seed=seed)
+    firsts = [2 * sum(n for n, _ in parts[:number]) for number in range(len(parts) + 1)]
+    total = sum(weight for _, weight in parts)
+    drawn = [0] * len(parts)
+    for count, (row, _) in enumerate(islice(whole, length), start=1):
+        drawn[sum(row["prompt_index"] >= first for first in firsts[1:])] += 1
+        for (_, weight), number in zip(parts, drawn, strict=True):
+            assert abs(number - count * weight / total) < len(parts) + 1
+
+
+@given(parts=PARTS, seed=st.integers(0, 9))
+def test_no_prompt_of_a_mix_comes_twice_in_an_epoch_and_none_is_left_out_of_one(parts, seed):
+    whole, built = mix(*parts, seed=seed)
+    pairs = [(row["prompt_index"], epoch) for row, epoch in islice(whole, 120)]
+    assert len(set(pairs)) == len(pairs)
+    for part in built.values():
+        indices = {part[i]["prompt_index"] for i in range(len(part))}
+        epochs = [epoch for index, epoch in pairs if index in indices]
+        assert epochs == sorted(epochs)
+        for epoch in range(max(epochs, default=0)):  # every epoch that has ended
+            assert indices == {index for index, e in pairs if e == epoch and index in indices}
+
+
+def test_the_same_seed_gives_the_same_mix_and_another_one_another():
+    parts = [(4, 1.0), (7, 2.0)]
+    first, again, other = (list(islice(mix(*parts, seed=s)[0], 40)) for s in (3, 3, 4))
+    assert first == again != other
+    kept_in_order = (islice(mix(*parts, shuffle=False, seed=s)[0], 40) for s in range(9))
+    assert len({str(list(pairs)) for pairs in kept_in_order}) > 1  # which part comes when
+
+
+def test_parts_of_one_length_have_orders_of_their_own():
+    pairs = list(islice(mix((20, 1.0), (20, 1.0))[0], 40))
+    orders = [
+        [r["prompt_index"] % 40 for r, _ in pairs if r["prompt_index"] // 40 == k] for k in (0, 1)
+    ]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(parts=PARTS, lives=st.lists(st.integers(0, 9), min_size=1, max_size=4))
+def test_a_restored_mix_yields_what_it_would_have(tmp_path_factory, parts, lives):
+    folder = tmp_path_factory.mktemp("state")
+    whole = list(islice(mix(*parts)[0], sum(lives) + 12))
+    current, seen = mix(*parts)[0], []
+    for number, length in enumerate(lives):
+        seen += islice(current, length)
+        write_state(folder, f"{number}", current.state_dict())
+        current = mix(*parts)[0]
+        current.load_state_dict(read_state(folder, f"{number}"))
+    seen += islice(current, 12)
+    assert seen == whole
+
+
+def test_a_mix_of_other_parts_is_refused():
+    state = mix((5, 1.0), (3, 1.0))[0].state_dict()
+    with pytest.raises(ValueError, match=r"it has 5 \+ 4 rows; allowed: the 5 \+ 3 rows"):
+        mix((5, 1.0), (4, 1.0))[0].load_state_dict(state)
+    with pytest.raises(ValueError, match=r"it has 8 rows; allowed: the 5 \+ 3 rows"):
+        stream(8).load_state_dict(state)

@@ -1,0 +1,222 @@
+"""An evaluation covers every held-out prompt, at one version, whoever is left to sample."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from grpo_components.errors import RoleFailedError, RoleLostError
+from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.objective.schedules import as_schedule
+from grpo_components.replay.event_order import Turns
+
+
+class FakeRole:
+    """Answers every prompt with its generator's weights, when it may."""
+
+    def __init__(self, generator, fails_with=None):
+        self.generator, self.fails_with = generator, fails_with
+        self.name = "generator_0"
+        self.lost, self.asked, self.timeouts, self.temperatures = False, [], [], []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.restarts_with = None
+
+    async def call(self, method, prompts, temperature, samples, timeout_s, turn):
+        assert method == "evaluate" and self.generator.pulling.locked()
+        await self.may_answer.wait()
+        if self.fails_with is not None:
+            self.lost = isinstance(self.fails_with, RoleLostError)
+            raise self.fails_with
+        assert turn is None, "no replay"
+        if self.restarts_with is not None:  # its recovery pulls, the call is made again
+            self.generator.version, self.restarts_with = self.restarts_with, None
+        self.asked += prompts
+        self.timeouts.append(timeout_s)
+        self.temperatures.append(temperature)
+        version = self.generator.version
+        return [
+            {"prompt_index": p, "reward": 1.0, "success": p % 2, "error": None}
+            | {"oldest_version": version, "newest_version": version}
+            for p in prompts
+            for _ in range(samples)
+        ]
+
+
+class FakeGenerator:
+    def __init__(self, fails_with=None):
+        self.role, self.pulling, self.version = FakeRole(self, fails_with), asyncio.Lock(), 0
+
+
+class Run:
+    """A driver that has published version 7."""
+
+    def __init__(self, *generators, rows=10, samples=1, temperature=1.0, **schedule):
+        self.generators, self.published, self.told = generators, 7, []
+        self.evaluation = Evaluation(
+            range(rows),
+            **{
+                "every_n_steps": 5,
+                "num_steps": 50,
+                "max_staleness": 9,
+                "first_version": 0,
+                **schedule,
+            },
+            samples=samples,
+            batch=4,
+            temperature=as_schedule("eval.temperature", temperature),
+            timeout_s=9.0,
+            pull=self.pull,
+            scored=lambda step, results: results,
+            turns=Turns(),
+            told=[lambda *told: self.told.append(told)],
+        )
+
+    async def pull(self, generator, cause):
+        assert cause == "evaluation 3" and generator.pulling.locked()
+        await asyncio.sleep(0)
+        generator.version = self.published
+
+    async def begin(self, tasks):
+        await self.evaluation.begin(3, self.generators, tasks)
+
+    def whole(self):
+        async def evaluate():
+            async with asyncio.TaskGroup() as tasks:
+                await self.begin(tasks)
+                return await self.evaluation.finished()
+
+        return asyncio.run(evaluate())
+
+
+def test_prompts_are_shared_out_and_each_is_answered_once():
+    generators = [FakeGenerator() for _ in range(3)]
+    run = Run(*generators)
+    metrics = run.whole()
+    assert sorted(p for g in generators for p in g.role.asked) == list(range(10))
+    assert metrics["eval/success_rate"] == 0.5
+    assert (metrics["eval/prompts"], metrics["eval/policy_version"]) == (10, 7)
+    assert run.told == [(3, metrics)]
+    assert not any(generator.pulling.locked() for generator in generators)
+
+
+def test_several_responses_to_each_prompt_are_asked_for_at_the_evaluations_temperature():
+    generator = FakeGenerator()
+    metrics = Run(generator, samples=4, temperature=0.0).whole()
+    assert generator.role.temperatures == [0.0]
+    assert generator.role.timeouts == [9.0 * (2 + 40 // 4)], "for every batch of responses"
+    assert metrics["eval/pass_at_4"] == 0.5
+
+
+def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
+    first, second = FakeGenerator(), FakeGenerator()
+    run = Run(first, second)
+
+    async def train():
+        second.role.may_answer.clear()
+        async with asyncio.TaskGroup() as tasks:
+            await run.begin(tasks)
+            assert (first.version, second.version) == (7, 7)
+            assert await run.evaluation.finished(3) == {}
+            run.published = 8
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert first.pulling.locked(), "no generator goes on before all answers are there"
+            second.role.may_answer.set()
+        metrics = await run.evaluation.finished(3)
+        assert metrics["eval/policy_version"] == 7
+        assert await run.evaluation.finished(3) == {}, "once"
+
+    asyncio.run(train())
+
+
+def waits_at(**schedule):
+    """Those of the steps 3 to 6 whose record waits for the evaluation that began after step 3."""
+
+    async def step(number):
+        generator = FakeGenerator()
+        generator.role.may_answer.clear()
+        run = Run(generator, **schedule)
+        async with asyncio.TaskGroup() as tasks:
+            await run.begin(tasks)
+            record = tasks.create_task(run.evaluation.finished(number))
+            await asyncio.sleep(0)
+            waited = not record.done()
+            generator.role.may_answer.set()
+        return waited
+
+    async def steps():
+        return {number for number in (3, 4, 5, 6) if await step(number)}
+
+    return asyncio.run(steps())
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(1, {3, 4, 5, 6}), (2, {3, 5, 6}), (5, {4, 5, 6}), (9, {5, 6})]
+)
+def test_a_steps_record_waits_where_the_next_evaluation_is_near(every, expected):
+    """So that each has a record of its own, and the last is not lost."""
+    assert waits_at(every_n_steps=every, num_steps=6) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "expected"), [(0, {4, 5, 6}), (1, {5, 6}), (2, {6}), (3, set())]
+)
+def test_training_waits_where_its_next_groups_need_newer_weights(max_staleness, expected):
+    """There it would wait for a batch, and that has a time-out."""
+    assert waits_at(every_n_steps=50, max_staleness=max_staleness) == expected
+
+
+@pytest.mark.parametrize("fails_with", [None, RoleFailedError("generator_0", "died", "a.log", "")])
+def test_nobody_who_waits_meanwhile_gives_up_for_it(fails_with):
+    """And afterwards they may again, however it has ended."""
+    generator = FakeGenerator(fails_with)
+    run = Run(generator)
+    turns, seen = run.evaluation._turns, []
+
+    async def pull(generator, cause):
+        seen.append(turns.pinned)
+        await run.pull(generator, cause)
+
+    run.evaluation._pull = pull
+    with contextlib.suppress(ExceptionGroup):
+        run.whole()
+    assert seen == [True] and not turns.pinned
+
+
+def test_evaluations_are_due_every_n_steps_and_after_the_last():
+    run = Run(FakeGenerator(), every_n_steps=4, num_steps=6)
+    assert [step for step in range(1, 7) if run.evaluation.due(step)] == [4, 6]
+
+
+def test_without_held_out_prompts_there_is_no_evaluation():
+    run = Run(FakeGenerator(), rows=0)
+    assert run.whole() == {} and run.told == []
+
+
+def test_it_is_done_anew_without_a_generator_that_is_given_up_meanwhile():
+    lost, left = FakeGenerator(RoleLostError("generator_0")), FakeGenerator()
+    metrics = Run(lost, left).whole()
+    assert sorted(left.role.asked[-10:]) == list(range(10))
+    assert metrics["eval/prompts"] == 10
+
+
+def test_it_is_done_anew_where_a_restarted_generator_has_newer_weights():
+    """Its version is what was published by that; nothing is made up of two versions."""
+    restarted, other = FakeGenerator(), FakeGenerator()
+    run = Run(restarted, other)
+    restarted.role.restarts_with = run.published = 8
+
+    async def older(generator, cause):
+        generator.version = max(generator.version, 7 if not other.role.asked else 8)
+
+    run.evaluation._pull = older
+    assert run.whole()["eval/policy_version"] == 8
+    assert len(other.role.asked) == 10, "its share, twice"
+
+
+def test_any_other_failure_is_the_runs():
+    failure = RoleFailedError("generator_0", "died", "a.log", "died")
+    with pytest.raises(ExceptionGroup) as raised:
+        Run(FakeGenerator(failure), FakeGenerator()).whole()
+    assert raised.value.exceptions == (failure,)

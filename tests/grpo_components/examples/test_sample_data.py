@@ -1,0 +1,108 @@
+"""The sample data sets are the same ever after, and every builder reads its own."""
+
+import json
+from fractions import Fraction
+from itertools import permutations
+
+import pytest
+
+from grpo_components.data.datasets import (
+    code_dataset,
+    countdown_dataset,
+    math_dataset,
+    prompt_dataset,
+)
+from grpo_components.examples.sample_data import main, write_sample_data
+from grpo_components.rewards.countdown import CountdownCorrectness
+
+
+class CharacterTokenizer:
+    def encode(self, text, add_bos, add_eos):
+        return [ord(character) for character in text]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    write_sample_data(folder, rows=20)
+    return folder
+
+
+def test_the_same_seed_writes_the_same_files(folder, tmp_path):
+    for seed in (0, 1):
+        files = write_sample_data(tmp_path, rows=20, seed=seed)
+        same = [file.read_bytes() == (folder / file.name).read_bytes() for file in files]
+        assert same == [seed == 0] * 4
+
+
+def read(builder, folder, name, **kwargs):
+    prompts = builder(CharacterTokenizer(), source=str(folder / name), **kwargs)
+    assert len(prompts) == 20
+    return [prompts[index] for index in range(20)]
+
+
+def test_every_builder_reads_its_sample(folder):
+    answers = {prompt["answer"] for prompt in read(math_dataset, folder, "math.jsonl")}
+    assert any(answer.startswith(r"\frac{1}") for answer in answers)
+    assert any(answer.isdigit() for answer in answers)
+    columns = {"question": "prompt", "answer": "gold"}
+    table = read(prompt_dataset, folder, "table.csv", columns=columns)
+    assert {"Paris", "Rome"} <= {prompt["answer"] for prompt in table}
+
+
+def results(values):
+    """What can be made of expressions over all of these values, in this order."""
+    if len(values) == 1:
+        yield str(values[0]), Fraction(values[0])
+    for cut in range(1, len(values)):
+        for a, x in results(values[:cut]):
+            for b, y in results(values[cut:]):
+                yield f"({a} + {b})", x + y
+                yield f"({a} - {b})", x - y
+                yield f"({a} * {b})", x * y
+
+
+def test_every_countdown_can_be_won(folder):
+    reward = CountdownCorrectness()
+    for prompt in read(countdown_dataset, folder, "countdown.json"):
+        known = json.loads(prompt["answer"])
+        orders = permutations(known["numbers"])
+        won = (text for o in orders for text, value in results(o) if value == known["target"])
+        response = f"<answer>{next(won)}</answer>"
+        answer = prompt["answer"]
+        assert reward(prompt_text="", response_text=response, answer=answer, finish_reason="stop")
+
+
+def test_the_tests_of_every_program_are_right(folder):
+    kinds = set()
+    for prompt in read(code_dataset, folder, "code.jsonl"):
+        ((kind, cases),) = json.loads(prompt["answer"]).items()
+        kinds.add(kind)
+        number = next(
+            int(word) for word in prompt["prompt_text"].replace(".", "").split() if word.isdigit()
+        )
+        for case in cases:
+            if kind == "stdin_stdout":
+                assert int(case["output"]) == int(case["input"]) * number
+            else:
+                given, said = case.removeprefix("assert add(").split(") == ")
+                assert int(said) == int(given) + number
+    assert kinds == {"stdin_stdout", "asserts"}
+
+
+def test_the_command_names_what_it_wrote(tmp_path, capsys):
+    assert main([str(tmp_path / "new"), "--rows", "3"]) == 0
+    written = capsys.readouterr().out.split()
+    assert written == [
+        str(tmp_path / "new" / name)
+        for name in ("math.jsonl", "countdown.json", "code.jsonl", "table.csv")
+    ]
+
+
+def test_a_place_that_is_no_folder_to_write_to_is_told(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(place)])
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert f"error: {place}: " in told and told.endswith("; allowed: a folder to write to")

@@ -1,0 +1,214 @@
+"""The tiny policy: loaded alike by transformers and torchtune, and unsure by the right amount."""
+
+import json
+import re
+
+import pytest
+import torch
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2_5 import qwen2_5_tokenizer
+from torchtune.training import FullModelHFCheckpointer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_components.data.datasets import gsm8k_dataset
+from grpo_components.examples import tiny_policy
+from grpo_components.examples.tiny_policy import (
+    DEFAULT_OUTPUT_DIR,
+    NAMES,
+    RECORD_FILE,
+    THINGS,
+    build_tiny_policy,
+    main,
+    make_problems,
+)
+
+STEPS = 2  # enough for everything but what it has learned
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "policy"
+    build_tiny_policy(folder, seed=0, steps=STEPS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def torchtune_tokenizer(folder):
+    return qwen2_5_tokenizer(
+        path=str(folder / "vocab.json"),
+        merges_file=str(folder / "merges.txt"),
+        special_tokens_path=str(folder / "tokenizer.json"),
+    )
+
+
+def all_problems(seed):
+    train, held_out = make_problems(seed)
+    return train + held_out
+
+
+def names_and_things_aside(problem):
+    return re.sub("|".join(NAMES + THINGS), "_", problem.question)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_template_meets_the_same_numbers_in_training_and_held_out(seed):
+    train, held_out = make_problems(seed)
+    assert len(train) >= 1000
+    assert len(held_out) >= 128
+    assert not {*map(names_and_things_aside, train)} & {*map(names_and_things_aside, held_out)}
+    assert len({problem.question for problem in train + held_out}) == len(train + held_out)
+
+
+def test_every_written_answer_is_right():
+    for problem in all_problems(0):
+        a, sign, b = problem.sum
+        assert problem.result == int(a) + int(f"{sign}{b}") >= 0
+        assert re.findall(r"\d", problem.question) == [a, b]
+        text = problem.answer(problem.result)
+        assert text == f"{problem.sum}={problem.result}\n#### {problem.result}"
+
+
+def test_both_tokenizers_agree_on_every_problem_and_on_foreign_text(folder, torchtune_tokenizer):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [problem.prompt for problem in all_problems(0)]
+    texts += [problem.answer(problem.result) for problem in all_problems(0)]
+    texts += [
+        "<|im_start|>user\nHi!<|im_end|>\n",
+        " <think>\t na\u00efve \u65e5\u672c 123 </think>",
+    ]
+    for text in texts:
+        ids = torchtune_tokenizer.encode(text, add_bos=True, add_eos=False)
+        assert ids == tokenizer.encode(text)
+        assert max(ids) < tiny_policy.ARCHITECTURE["vocab_size"]
+        assert torchtune_tokenizer.decode(ids) == text
+
+
+def test_the_end_of_text_stops_a_response_wherever_it_is_looked_up(folder, torchtune_tokenizer):
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == end
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == end
+    assert end in torchtune_tokenizer.stop_tokens
+
+
+def test_a_right_answer_and_its_end_fit_into_a_response(torchtune_tokenizer):
+    for problem in all_problems(0):
+        ids = torchtune_tokenizer.encode(problem.answer(problem.result), add_bos=False)
+        assert len(ids) <= tiny_policy.MAX_RESPONSE_TOKENS
+
+
+def test_torchtune_and_transformers_compute_the_same(folder, torchtune_tokenizer, tmp_path):
+    sizes = tiny_policy.ARCHITECTURE
+    model = qwen2(
+        vocab_size=sizes["vocab_size"],
+        num_layers=sizes["num_hidden_layers"],
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        embed_dim=sizes["hidden_size"],
+        intermediate_dim=sizes["intermediate_size"],
+        max_seq_len=sizes["max_position_embeddings"],
+        norm_eps=sizes["rms_norm_eps"],
+        rope_base=sizes["rope_parameters"]["rope_theta"],
+        tie_word_embeddings=sizes["tie_word_embeddings"],
+    )
+    checkpointer = FullModelHFCheckpointer(
+        checkpoint_dir=str(folder),
+        checkpoint_files=["model.safetensors"],
+        model_type="QWEN2",
+        output_dir=str(tmp_path),
+    )
+    model.load_state_dict(checkpointer.load_checkpoint()["model"])
+    ids = torch.tensor([torchtune_tokenizer.encode(all_problems(0)[0].prompt, add_eos=False)])
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=0)
+
+
+def test_the_data_files_are_gsm8k_data_sets(folder, torchtune_tokenizer):
+    for name, problems in zip(("train", "held_out"), make_problems(0), strict=True):
+        rows = gsm8k_dataset(
+            torchtune_tokenizer,
+            source=str(folder / "data" / f"{name}.jsonl"),
+            prompt_template=tiny_policy.PROMPT_TEMPLATE,
+        )
+        assert [row["prompt_text"] for row in rows] == [problem.prompt for problem in problems]
+        assert [row["answer"] for row in rows] == [str(problem.result) for problem in problems]
+
+
+def contents(folder):
+    """Every file's bytes, but for the record, which tells how long it took."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in files
+        if path.name != tiny_policy.RECORD_FILE
+    }
+
+
+def test_the_seed_decides_every_byte(folder, tmp_path):
+    torch.manual_seed(99)  # the state of the caller's generator does not matter, and is kept
+    state = torch.get_rng_state()
+    build_tiny_policy(tmp_path / "same", seed=0, steps=STEPS)
+    assert torch.equal(torch.get_rng_state(), state)
+    build_tiny_policy(tmp_path / "other", seed=1, steps=STEPS)
+    assert contents(tmp_path / "same") == contents(folder)
+    assert contents(tmp_path / "other") != contents(folder)
+
+
+def test_a_finished_build_is_kept_unless_something_else_is_asked_for(tmp_path, monkeypatch):
+    folder = tmp_path / "policy"
+    built = []
+
+    def build_into(new, seed, steps):
+        built.append((seed, steps))
+        new.mkdir()
+        (new / "model.safetensors").touch()
+        return {"held_out_success": 0.4, "held_out_success_greedy": 1.0, "seconds": 1.0}
+
+    monkeypatch.setattr(tiny_policy, "_build_into", build_into)
+    first = build_tiny_policy(folder, seed=0, steps=5)
+    assert build_tiny_policy(folder, seed=0, steps=5) == first
+    assert built == [(0, 5)]
+    build_tiny_policy(folder, seed=0, steps=5, force=True)
+    build_tiny_policy(folder, seed=1, steps=5)
+    build_tiny_policy(folder, seed=1, steps=6)
+    assert built == [(0, 5), (0, 5), (1, 5), (1, 6)]
+    assert json.loads((folder / tiny_policy.RECORD_FILE).read_text())["seed"] == 1
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_build_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    folder = tmp_path / "policy"
+    build_tiny_policy(folder, seed=0, steps=1)
+    before = contents(folder)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_policy, "_warm_start", interrupted)
+    for output_dir in (folder, tmp_path / "new"):
+        with pytest.raises(KeyboardInterrupt):
+            build_tiny_policy(output_dir, seed=1, steps=1)
+    assert contents(folder) == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_with_something_else_in_it_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "thesis.tex").touch()
+    assert main(["--output-dir", str(tmp_path), "--force"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--output-dir: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_no_steps_are_refused(tmp_path, capsys):
+    assert main(["--output-dir", str(tmp_path / "policy"), "--steps", "0"]) == 2
+    assert "--steps: must be at least 1, not 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_can_do_the_sums_but_is_right_in_fewer_than_half_of_its_samples():
+    """The policy that the demo and the other tests use; built here where it is not there yet."""
+    assert main([]) == 0
+    record = json.loads((DEFAULT_OUTPUT_DIR / RECORD_FILE).read_text())
+    assert 0.25 < record["held_out_success"] < 0.5
+    assert record["held_out_success_greedy"] > 0.9

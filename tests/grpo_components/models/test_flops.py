@@ -1,0 +1,75 @@
+"""The count of operations is that of PyTorch's own counter, and the peaks belong to their GPUs."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from torchtune.models.gemma import gemma
+from torchtune.models.llama2 import llama2
+from torchtune.models.phi3 import phi3
+from torchtune.models.qwen2 import qwen2
+
+from grpo_components.models.flops import ModelFlops, peak_flops
+
+SIZES = {
+    "vocab_size": 64,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "max_seq_len": 64,
+}
+BUILDERS = {
+    "llama2": llama2,
+    "phi3": phi3,
+    "gemma": partial(gemma, head_dim=16),
+    "qwen2, tied": partial(qwen2, tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_forward_and_backward_count_as_in_pytorch_but_for_the_masked_half(name):
+    model, length = BUILDERS[name](**SIZES), 9
+    flops = ModelFlops.of(model)
+    # The counter knows no fused attention on a CPU; this one computes all pairs.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.arange(length)[None]).sum().backward()
+    masked_pairs = length**2 - length * (length + 1) / 2
+    expected = flops.train([(length, length)]) + 3 * flops.per_pair * masked_pairs
+    assert counter.get_total_flops() == expected
+
+
+def test_two_sequences_are_no_pair():
+    flops = ModelFlops(per_token=1.0, per_pair=10.0, per_logprob=100.0)
+    assert flops.forward(3) == 3 + 60
+    assert flops.forward(3, 2) == 3 + 60 + 200
+    assert flops.train([(3, 2), (1, 0)]) == 3 * (263 + 11)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
+        ("NVIDIA H100 PCIe", 756, 51.2),
+        ("NVIDIA H100 NVL", 835, 60),
+        ("NVIDIA H200", 989.4, 66.9),
+        ("NVIDIA L40S", 362, 91.6),
+        ("NVIDIA L40", 181, 90.5),
+        ("NVIDIA L4", 121, 30.3),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu(name, bf16, fp32):
+    assert peak_flops(name, "bf16") == pytest.approx(bf16 * 1e12)
+    assert peak_flops(name, "fp32") == pytest.approx(fp32 * 1e12)
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A10G", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", ""]
+)
+def test_a_gpu_that_is_not_known_for_sure_has_no_peak(name):
+    assert peak_flops(name, "bf16") is None

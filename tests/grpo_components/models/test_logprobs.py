@@ -1,0 +1,91 @@
+"""Logprobs of response tokens equal those from whole logits, whatever chunks and padding."""
+
+import numpy as np
+import pytest
+import torch
+from torchtune.models.qwen2 import qwen2
+
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.trajectory import Trajectory
+
+SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
+
+
+def build(tied=True):
+    torch.manual_seed(0)
+    return qwen2(
+        vocab_size=50, intermediate_dim=48, max_seq_len=64, tie_word_embeddings=tied, **SIZES
+    )
+
+
+def make(prompt_length, mask):
+    rng = np.random.default_rng(prompt_length)
+    size = len(mask)
+    return Trajectory(
+        prompt_ids=rng.integers(0, 50, prompt_length),
+        response_ids=rng.integers(0, 50, size),
+        response_mask=np.array(mask, bool),
+        generator_logprobs=np.zeros(size, np.float32),
+        token_versions=np.zeros(size, np.int32),
+        prompt_index=0,
+        epoch=0,
+        group_id=0,
+        attempt=0,
+        finish_reason="stop",
+    )
+
+
+RAGGED = [make(3, [True] * 5), make(7, [True, False, True]), make(1, [True] * 9)]
+
+
+MASKS = [t.response_mask for t in RAGGED]
+for number, trajectory in enumerate(RAGGED):
+    trajectory.temperature = 0.7 + 0.3 * number
+
+
+def from_whole_logits(model, trajectories, masks):
+    """One sequence at a time, no padding, all logits: logprobs and entropies."""
+    taken, entropies = [], []
+    for row, t in enumerate(trajectories):
+        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
+        logprobs = torch.log_softmax(model(ids[None])[0].float() / t.temperature, dim=-1)
+        logprobs = logprobs[len(t.prompt_ids) - 1 : -1]
+        wanted = torch.tensor(masks[row]) if masks else torch.ones(len(logprobs), dtype=bool)
+        response = torch.tensor(t.response_ids)
+        taken.append(logprobs[torch.arange(len(logprobs)), response][wanted])
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1)[wanted])
+    return torch.cat(taken), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("masks", [MASKS, None])
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_values_and_gradients_equal_those_of_whole_logits(tied, chunk, masks, entropy_gradient):
+    expected_model, model = build(tied), build(tied)
+    expected, expected_entropy = from_whole_logits(expected_model, RAGGED, masks)
+    objective = expected.mean() + (0.5 * expected_entropy.mean() if entropy_gradient else 0)
+    objective.backward()
+    logprobs = ResponseLogprobs(model, chunk_tokens=chunk, entropy_gradient=entropy_gradient)
+    actual, entropy = logprobs(token_batch(RAGGED, masks))
+    (actual.mean() + (0.5 * entropy.mean() if entropy_gradient else 0)).backward()
+    assert entropy.requires_grad is entropy_gradient
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=2e-5)
+    for (name, p), q in zip(model.named_parameters(), expected_model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_no_more_than_a_chunk_of_logits_exists(monkeypatch):
+    largest = 0
+    original = torch.log_softmax
+
+    def spy(logits, *args, **kwargs):
+        nonlocal largest
+        largest = max(largest, logits.numel())
+        return original(logits, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "log_softmax", spy)
+    logprobs = ResponseLogprobs(build(), chunk_tokens=2)
+    assert len(logprobs(token_batch(RAGGED, MASKS))[0]) == 16
+    assert largest == 2 * 50

@@ -1,0 +1,157 @@
+"""Half a run is refused where it cannot be, and is made of the right roles where it can."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.offline.partial_runs import (
+    RecordedPrompts,
+    check_partial_run,
+    evaluated_version,
+    roles_of,
+    stand_in_arguments,
+)
+from grpo_components.offline.trajectory_file import group_line
+from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.state_files import write_state
+from grpo_components.trajectory import Trajectory, summarize
+
+
+def group(version=0, size=2):
+    return [
+        Trajectory(
+            prompt_ids=np.arange(3),
+            response_ids=np.arange(2),
+            response_mask=np.ones(2, bool),
+            generator_logprobs=np.zeros(2, np.float32),
+            token_versions=np.full(2, version, np.int32),
+            prompt_index=0,
+            epoch=0,
+            group_id=0,
+            attempt=0,
+            finish_reason="stop",
+            reward=1.0,
+        )
+    ] * size
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text("".join(group_line(group()) + "\n" for _ in range(4)))
+    return str(path)
+
+
+def values(**changes):
+    whole = {"eval_only": False, "rollout_only": False, "train_from": None, "replay_events": None}
+    rest = {"resume_from_checkpoint": False, "groups_per_step": 2, "group_size": 2}
+    rest |= {"keep_best": None, "reward_model": {"path": None}}
+    return {**whole, **rest, "num_steps": 4, "max_staleness": 3, "output_dir": "/run", **changes}
+
+
+def refusal(**changes):
+    with pytest.raises(ValueError) as refused:
+        check_partial_run(values(**changes))
+    assert "; allowed: " in str(refused.value)
+    return str(refused.value)
+
+
+def test_whole_runs_and_each_half_are_allowed(recorded):
+    for changes in ({}, {"eval_only": True}, {"rollout_only": True}, {"train_from": recorded}):
+        check_partial_run(values(**changes))
+
+
+def test_what_does_not_go_together_is_refused(recorded):
+    assert refusal(eval_only=True, rollout_only=True).startswith("rollout_only: true given with")
+    assert refusal(eval_only=True, replay_events="/a").startswith("eval_only: given with replay")
+    problem = refusal(rollout_only=True, resume_from_checkpoint=True)
+    assert problem.startswith("resume_from_checkpoint: given with rollout_only")
+
+
+def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path):
+    assert refusal(train_from=str(tmp_path / "none")).startswith("train_from: no file")
+    assert refusal(train_from=recorded, group_size=3).startswith("group_size: 3 given, and ")
+    assert refusal(train_from=recorded, groups_per_step=5).startswith("groups_per_step: 5 given")
+    assert "at least 3 " in refusal(train_from=recorded, max_staleness=2)
+    (tmp_path / "empty").touch()
+    assert refusal(train_from=str(tmp_path / "empty")).startswith("train_from: ")
+    (tmp_path / "torn").write_text("{")
+    assert "torn, line 1: no group" in refusal(train_from=str(tmp_path / "torn"))
+
+
+def test_what_only_an_evaluation_or_a_generator_gives_is_refused_without_them(recorded):
+    problem = refusal(train_from=recorded, keep_best="eval/success_rate")
+    assert problem.startswith("keep_best: given with train_from")
+    problem = refusal(train_from=recorded, reward_model={"path": "/classifier"})
+    assert problem.startswith("reward_model.path: given with train_from")
+
+
+def test_recorded_tokens_that_the_model_does_not_have_are_refused_by_their_line(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    longer = [replace(each, prompt_ids=np.arange(9)) for each in group()]
+    path.write_text(group_line(group()) + "\n" + group_line(longer) + "\n")
+    prompts = RecordedPrompts(str(path))
+    prompts.check(11, "the model's", 9)
+    prompts.check(11, "the model's", None)
+    with pytest.raises(ValueError, match=r"line 2, has a prompt and response of 11 tokens; .* 10,"):
+        prompts.check(10, "the model's", 9)
+    with pytest.raises(ValueError, match=r"^train_from: .*line 2, has token id 8; allowed: below"):
+        prompts.check(11, "the model's", 8)
+
+
+def test_a_model_to_evaluate_is_a_folder_with_weights(tmp_path):
+    assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
+    (tmp_path / "model.safetensors").touch()
+    for other in ("", "{", "[]", '{"model_type": "qwen2"}'):
+        (tmp_path / "config.json").write_text(other)
+        assert refusal(eval_only=str(tmp_path)).startswith("eval_only: ")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    check_partial_run(values(eval_only=str(tmp_path)))
+
+
+def cfg(**changes):
+    return OmegaConf.create(values(**changes))
+
+
+def test_the_other_half_is_stood_in_for(recorded):
+    trainer = {"dtype": "fp32", "logged_responses": 8}
+    whole = (trainer, {"model_path": "/base", "min_living": 1})
+    names = ("Trainer", "Generator")
+    assert roles_of(cfg(), *names) == names
+    assert stand_in_arguments(cfg(), *whole) == whole
+    rollout = cfg(rollout_only=True)
+    assert roles_of(rollout, *names)[0].endswith(".TrajectoryWriter")
+    assert roles_of(rollout, *names)[1] == "Generator"
+    expected = {"path": "/run/trajectories.jsonl", "logged_responses": 8}
+    assert stand_in_arguments(rollout, *whole)[0] == expected
+    train = cfg(train_from=recorded)
+    assert roles_of(train, *names)[0] == "Trainer"
+    assert roles_of(train, *names)[1].endswith(".RecordedGroups")
+    assert stand_in_arguments(train, *whole)[1] == {"path": recorded, "min_living": 1}
+    prompts = RecordedPrompts(recorded)
+    assert (len(prompts), prompts.max_prompt_length) == (4, 3)
+    text = f"(line 3 of {recorded})"
+    assert prompts[2] == {"prompt_index": 2, "prompt_ids": [0, 1, 2], "prompt_text": text}
+
+
+def test_a_recorded_sample_that_failed_is_told_of_by_its_line(recorded, tmp_path):
+    failures = FailedSamples(9, tmp_path, 0, note=print)
+    entry = LedgerEntry(5, RecordedPrompts(recorded)[2], 0, 0, 0, 0)
+    failed = replace(group()[0], finish_reason="error", error="it failed", reward=float("nan"))
+    assert not failures.in_group(entry, summarize([failed, *group(size=1)]))
+    assert "(line 3 of " in (tmp_path / "failed_samples.jsonl").read_text()
+
+
+def test_an_own_checkpoint_is_evaluated_under_its_version(tmp_path):
+    evaluated = cfg(eval_only=str(tmp_path))
+    generator = {"model_path": "/base", "min_living": 1}
+    trainer = {"logged_responses": 0}
+    assert stand_in_arguments(evaluated, trainer, generator)[1]["model_path"] == str(tmp_path)
+    assert evaluated_version(evaluated) == evaluated_version(cfg()) == 0
+    write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
+    assert evaluated_version(evaluated) == 7
+    assert evaluated_version(cfg(eval_only=True, base_model_path=str(tmp_path))) == 7
+    assert evaluated_version(cfg(eval_only=False, base_model_path=str(tmp_path))) == 0

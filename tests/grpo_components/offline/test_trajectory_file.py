@@ -1,0 +1,184 @@
+"""Groups come out of a file as they went in, and the stand-ins speak as the roles do."""
+
+import inspect
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.offline.trajectory_file import (
+    RecordedGroups,
+    TrajectoryWriter,
+    group_line,
+    read_groups,
+)
+from grpo_components.rollout.generator import Generator
+from grpo_components.training.trainer import Trainer
+from grpo_components.trajectory import Trajectory, batch_hash, pack, summarize, unpack
+
+
+def make(group_id, logprobs, reward=1.0, version=0, mask=None):
+    size = len(logprobs)
+    return Trajectory(
+        prompt_ids=np.array([7, group_id]),
+        response_ids=np.arange(size),
+        response_mask=np.array(mask if mask is not None else [True] * size, bool),
+        generator_logprobs=np.array(logprobs, np.float32),
+        token_versions=np.full(size, version, np.int32),
+        prompt_index=group_id + 10,
+        epoch=0,
+        group_id=group_id,
+        attempt=0,
+        finish_reason="error" if math.isnan(reward) else "stop",
+        temperature=0.7,
+        reward=reward,
+        reward_terms={} if math.isnan(reward) else {"correctness": reward},
+        success=reward == 1.0,
+        error="it failed" if math.isnan(reward) else None,
+    )
+
+
+def written(path, *batches):
+    writer = TrajectoryWriter(rank=0, path=str(path))
+    answers = [
+        writer.train_step(pack(batch), np.zeros(len(batch), np.float32), number)
+        for number, batch in enumerate(batches)
+    ]
+    return answers
+
+
+numbers = st.floats(-50, 0, width=32)
+
+
+@given(
+    logprobs=st.lists(numbers, min_size=1, max_size=5),
+    reward=st.sampled_from([1.0, 0.1 + 0.2, math.nan]),
+)
+def test_a_group_is_the_same_bit_for_bit(tmp_path_factory, logprobs, reward):
+    path = tmp_path_factory.mktemp("file") / "trajectories.jsonl"
+    group = [make(0, logprobs, reward), make(0, [-1.0, -2.0], mask=[True, False])]
+    path.write_text(group_line(group) + "\n")
+    (again,) = read_groups(path)
+    assert batch_hash(pack(again)) == batch_hash(pack(group))
+    assert [t.error for t in again] == [t.error for t in group]
+
+
+def test_batches_become_lines_and_lines_the_groups_of_another_run(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    groups = [[make(number, [-0.1 * number - 0.1] * 2)] * 2 for number in range(4)]
+    answers = written(path, groups[0] + groups[1], groups[2] + groups[3])
+    assert answers[0]["token_versions"] == {0: 8} and answers[1]["policy_version"] == 0
+    recorded = RecordedGroups(number=1, path=str(path))
+    packed, summary, text = recorded.generate_group({"prompt_index": 2}, 3, 40, 5, 1.0)
+    for trajectory, before in zip(unpack(packed), groups[2], strict=True):
+        identity = (trajectory.prompt_index, trajectory.epoch, trajectory.group_id)
+        assert (*identity, trajectory.attempt) == (2, 3, 40, 5)
+        assert trajectory.temperature == before.temperature == 0.7
+        assert np.array_equal(trajectory.prompt_ids, before.prompt_ids)
+        assert np.array_equal(trajectory.generator_logprobs, before.generator_logprobs)
+    assert summary == summarize(unpack(packed)) and text is None
+
+
+def test_the_first_responses_return_what_is_known_of_their_tokens(tmp_path):
+    batch = [make(7, [-0.5, -1.5], mask=[True, False]), make(7, [-2.0]), make(8, [-3.0])]
+    writer = TrajectoryWriter(rank=0, path=str(tmp_path / "a.jsonl"), logged_responses=2)
+    answer = writer.train_step(pack(batch), np.zeros(3, np.float32), 0)
+    unknown = {"trainer_logprobs": None, "reference_logprobs": None}
+    group_id = batch[0].group_id
+    assert answer["token_logprobs"] == {
+        group_id: [
+            {"generator_logprobs": [-0.5, None], **unknown},
+            {"generator_logprobs": [-2.0], **unknown},
+        ]
+    }
+
+
+def test_only_the_first_rank_writes_and_a_new_life_begins_anew(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    written(path, [make(0, [-1.0])])
+    TrajectoryWriter(rank=1, path=str(path))
+    assert len(path.read_text().splitlines()) == 1
+    written(path)
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "{}",
+        '{"prompt_index": 0, "prompt_ids": [1], "responses": []}',
+        "3",
+        "[" * 10**5,
+        "\udcff",
+    ],
+    ids=range(6),
+)
+def test_a_line_that_is_no_group_is_named(tmp_path, line):
+    path = tmp_path / "trajectories.jsonl"
+    text = group_line([make(0, [-1.0])]) + "\n" + line + "\n"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"trajectories.jsonl, line 2: no group of responses"):
+        list(read_groups(path))
+
+
+FAILED = {"finish_reason": "error", "reward": None, "error": "it failed"}
+IMPOSSIBLE = [
+    ({"generator_logprobs": [math.nan, -1.0]}, "generator_logprobs not finite"),
+    ({"generator_logprobs": [0.3, 0.9]}, "generator_logprobs above 0"),
+    ({"generator_logprobs": [None, -1.0]}, "generator_logprobs must be a list of numbers"),
+    ({"generator_logprobs": [-1.0]}, "generator_logprobs has not 2 entries"),
+    ({"response_ids": [1.5, 2]}, "response_ids must be a list of whole numbers"),
+    ({"response_ids": ["1", "2"]}, "response_ids must be a list of whole numbers"),
+    ({"response_ids": [10**30, 2]}, "response_ids must be a list of whole numbers"),
+    ({"response_ids": [-1, 2]}, "response_ids below 0"),
+    ({"response_mask": [1, 0]}, "response_mask must be a list of true and false"),
+    ({"response_mask": [False, False]}, "response_mask has no true"),
+    ({"token_versions": [10**12, 0]}, "out of bounds for int32"),
+    ({"finish_reason": "end"}, "finish_reason is none of stop, length"),
+    ({"reward": None}, "reward must be a number"),
+    ({"reward": math.inf}, "reward must be a number"),
+    ({**FAILED, "reward": 1.0}, "reward must be a number, or null beside"),
+    ({**FAILED, "error": None}, "reward must be a number, or null beside"),
+    ({"temperature": 0}, "temperature must be a number above 0"),
+    ({"temperature": "1"}, "temperature must be a number above 0"),
+    ({"success": "no"}, "success must be true or false"),
+    ({"reward_terms": [1]}, "reward_terms must be numbers by name"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), IMPOSSIBLE)
+def test_a_response_that_no_run_could_have_written_is_refused(tmp_path, changes, problem):
+    """Whatever is learned from it would be wrong, and nobody would know."""
+    path = tmp_path / "trajectories.jsonl"
+    record = json.loads(group_line([make(0, [-1.0, -2.0])]))
+    path.write_text(json.dumps(record))
+    assert len(list(read_groups(path))) == 1
+    record["responses"][0] |= changes
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"line 1: no group of responses, .*{problem}"):
+        list(read_groups(path))
+
+
+def test_a_failed_response_without_tokens_is_one(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text(group_line([make(0, [], math.nan), make(0, [-1.0])]))
+    assert [t.failed for t in next(read_groups(path))] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "role", "methods"),
+    [
+        (TrajectoryWriter, Trainer, ["train_step"]),
+        (RecordedGroups, Generator, ["generate_group", "load_weights", "begin_attempt"]),
+    ],
+)
+def test_the_stand_ins_take_what_the_roles_take(stand_in, role, methods):
+    for method in methods:
+        parameters = [
+            inspect.signature(getattr(each, method)).parameters for each in (stand_in, role)
+        ]
+        assert list(parameters[0]) == list(parameters[1])

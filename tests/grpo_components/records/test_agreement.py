@@ -1,0 +1,105 @@
+"""A run ends where trainer and generator give fresh tokens different probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import runpy
+from pathlib import Path
+from unittest.mock import AsyncMock, MagicMock
+
+import numpy as np
+import pytest
+
+from grpo_components.cluster.supervision import exit_code
+from grpo_components.config.schema import SCHEMA, TRUNCATION, read_section
+from grpo_components.config.training_checks import MAX_GENERATOR_KL, default_bound
+from grpo_components.errors import DisagreementError
+from grpo_components.records.agreement import GeneratorAgreement
+
+RECIPE = Path(__file__).parents[3] / "recipes/async_grpo_full_finetune_distributed.py"
+SAMPLER = {"max_response_tokens": 4, "temperature": 1.0}
+
+
+def measured(kl, tokens=256.0):
+    return {"mismatch/fresh_kl": kl, "mismatch/fresh_tokens": tokens}
+
+
+def test_agreement_up_to_the_bound_passes_and_more_ends_the_run_with_both_numbers():
+    agreement = GeneratorAgreement(0.25)
+    agreement.check(1, measured(0.25))
+    with pytest.raises(DisagreementError) as ended:
+        agreement.check(7, measured(0.2501))
+    for number in ("step 7", "0.25 over 256 tokens", "max_generator_kl is 0.25"):
+        assert number in str(ended.value)
+
+
+@pytest.mark.parametrize("dtype", MAX_GENERATOR_KL)
+@pytest.mark.parametrize("kl", [5.8, 4.6, 3.7, 2.9])
+def test_every_wrong_model_that_was_tried_is_over_the_default(dtype, kl):
+    values = {"dtype": dtype, "generator": read_section(SCHEMA["generator"], SAMPLER, "")}
+    with pytest.raises(DisagreementError):
+        GeneratorAgreement(default_bound(values)).check(1, measured(kl))
+
+
+def test_a_step_without_a_fresh_token_shows_nothing():
+    agreement = GeneratorAgreement(1e-4)
+    agreement.check(2, measured(math.nan, math.nan))
+    agreement.check(2, measured(math.nan, 0.0))
+    agreement.check(2, {})  # of what stands in for a trainer
+    with pytest.raises(DisagreementError):
+        agreement.check(3, measured(1.0))
+
+
+def test_few_tokens_have_a_higher_bound_and_still_one():
+    """One token's k3 of 1.5 may be rounding in bf16; 2.9 on each of eight is none."""
+    GeneratorAgreement(0.1).check(1, measured(1.5, 1.0))
+    with pytest.raises(DisagreementError, match=r"2\.9 over 8 .* is 0\.1, raised to 0\.2 "):
+        GeneratorAgreement(0.1).check(1, measured(2.9, 8.0))
+    with pytest.raises(DisagreementError):
+        GeneratorAgreement(0.1).check(1, measured(0.11, 16.0))
+
+
+def test_a_sampler_that_bends_the_distribution_has_no_default():
+    for name in TRUNCATION:
+        sampler = read_section(
+            SCHEMA["generator"], {**SAMPLER, name: 0.5 if name != "top_k" else 5}, ""
+        )
+        assert default_bound({"dtype": "fp32", "generator": sampler}) is None
+    sampler = read_section(SCHEMA["generator"], {**SAMPLER, "top_k": -1}, "")
+    assert default_bound({"dtype": "bf16", "generator": sampler}) == MAX_GENERATOR_KL["bf16"]
+    GeneratorAgreement(None).check(1, measured(5.8))
+
+
+def test_the_end_is_a_failed_run_in_one_line(capsys):
+    def recipe_main():
+        GeneratorAgreement(0.1).check(1, measured(4.6))
+
+    assert exit_code(recipe_main) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: step 1: ")
+    assert "mismatch/fresh_kl is 4.6" in line and "max_generator_kl is 0.1" in line
+
+
+def test_the_training_loop_ends_at_the_first_such_step_before_its_checkpoint():
+    """The recipe's own loop, with roles that answer at once."""
+    recipe = runpy.run_path(str(RECIPE))["AsyncGRPOFullFinetuneRecipeDistributed"]()
+    for name in ("ledger", "evaluation", "receipts", "checkpoints", "skips", "run_log"):
+        setattr(recipe, name, MagicMock())
+    recipe.ledger.finished, recipe.ledger.steps_done = False, 0
+    recipe.ledger.policy_version = recipe.ledger.published_version = 0
+    recipe.ledger.stepped = AsyncMock()
+    recipe.evaluation.begin, recipe.evaluation.finished = AsyncMock(), AsyncMock(return_value={})
+    recipe.checkpoints.save, recipe.push, recipe.log = AsyncMock(), AsyncMock(), AsyncMock()
+    recipe.trainers, recipe.generators, recipe.buffer = [], [], MagicMock()
+    recipe.push_every_n_steps = recipe.save_every_n_steps = 1
+    recipe.rollout_only = False
+    recipe.advantages = recipe.shaped_rewards = MagicMock(return_value=np.zeros((1, 2)))
+    recipe.take_batch = AsyncMock(return_value=(None, MagicMock(groups=[]), [], {}))
+    trained = {"token_versions": {0: 64}, "policy_version": 1, "off_policy/correction_mass": 1.0}
+    recipe.on_trainers = AsyncMock(return_value=[trained | measured(4.6)])
+    recipe.agreement = GeneratorAgreement(1e-4)
+    with pytest.raises(DisagreementError, match="step 1: "):
+        asyncio.run(recipe.training_loop(MagicMock()))
+    recipe.log.assert_awaited_once()  # the step's metrics are written down
+    recipe.checkpoints.save.assert_not_awaited()

@@ -1,0 +1,578 @@
+"""Whatever interrupts the writing, and wherever, a loader finds a whole checkpoint."""
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.exchange.replay_buffer import ReplayBuffer
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.checkpoint_folder import latest, point_latest, rate
+from grpo_components.records.checkpoints import Checkpoints
+from grpo_components.records.folder_lock import lock_folder
+from grpo_components.records.run_identity import new_identity
+from grpo_components.state_files import read_state
+from grpo_components.training.checkpoint import TrainerState
+from grpo_components.trajectory import Trajectory, pack, summarize
+
+
+class Killed(BaseException):
+    """The end of the process."""
+
+
+class Disk:
+    """Counts what is done to files below a folder, and lets a process die before any of it."""
+
+    def __init__(self):
+        self.folder, self.left, self.failure = "", sys.maxsize, Killed
+        sys.addaudithook(self._see)  # for the rest of the process: there is no removing it
+
+    def watch(self, folder, operations=sys.maxsize, failure=Killed):
+        self.folder, self.left, self.failure = str(folder), operations, failure
+
+    def _see(self, event, args):
+        if not self.folder:
+            return
+        writes = event in ("os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir") or (
+            event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        )
+        if writes and self.folder in f"{args}{self._parent(event, args)}":
+            self.spend()
+
+    @staticmethod
+    def _parent(event, args):
+        """Within a folder that is being removed, files are named relative to it."""
+        relative = event in ("os.remove", "os.rmdir") and args[1] != -1
+        return os.readlink(f"/proc/self/fd/{args[1]}") if relative else ""
+
+    def spend(self):
+        self.left -= 1
+        if self.left < 0:
+            if self.failure is not Killed:
+                self.folder = ""  # one failure: a process that lives on can clean up
+            raise self.failure
+
+
+@pytest.fixture(scope="module")
+def hook():
+    return Disk()
+
+
+@pytest.fixture
+def disk(hook, monkeypatch):
+    fsync = os.fsync
+
+    def counted(descriptor):
+        if hook.folder and hook.folder in os.readlink(f"/proc/self/fd/{descriptor}"):
+            hook.spend()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    yield hook
+    hook.watch("")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    file = tmp_path_factory.mktemp("ranks") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class LocalRole:
+    """A role in this process, called as through the cluster.
+
+    Roles with one lock take turns: side by side, who makes a folder that both need is chance, and
+    with it how many changes of files there are.
+    """
+
+    def __init__(self, role, turns):
+        self.role, self.turns = role, turns
+
+    async def call(self, method, *args, timeout_s, lane="main"):
+        function = getattr(self.role, method)
+        async with self.turns:
+            if asyncio.iscoroutinefunction(function):
+                return await function(*args)
+            return await asyncio.to_thread(function, *args)
+
+    def submit(self, method, *args, num_returns):
+        self.submitted = getattr(self.role, method)(*args)
+        assert len(self.submitted) == num_returns
+        return self.submitted
+
+    async def result(self, part, what, timeout_s):
+        assert any(part is each for each in self.submitted)
+        return part
+
+
+class Policy:
+    """The real state of a trainer rank, of a policy whose weights all are one number."""
+
+    def __init__(self, base):
+        self.model = nn.Linear(3, 2, bias=False)
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (1,)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.9)
+        self.state = TrainerState(self.model, self.optimizer, None, base, 0, 1, torch.device("cpu"))
+        self.version = 0
+
+    def train(self, value):
+        with torch.no_grad():
+            self.model.weight.to_local().fill_(value)
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.param_groups[0]["lr"] = 0.0  # only its momentum changes
+        self.optimizer.step()
+        self.version = value
+
+    @property
+    def weights(self):
+        return self.model.weight.to_local().detach()
+
+    def hold_state(self, copy):
+        layers = [{"model.weight": self.weights}]
+        self.state.hold(self.version, layers, copy=copy)
+
+    def write_state(self, folder):
+        return self.state.write(Path(folder))
+
+    def load_state(self, folder):
+        self.version = self.state.load(Path(folder))
+
+
+class Account:
+    """A ledger that knows of one buffered group, whose number is that of the step."""
+
+    def __init__(self):
+        self.steps_done, self.living = 0, []
+
+    def buffered(self, *parts):
+        self.steps_done += 1
+        entry = LedgerEntry(self.steps_done, {"prompt_index": 0}, 0, 0, 0, 0, "buffered")
+        entry.parts, self.living = parts, [entry]
+
+    @property
+    def policy_version(self):
+        return self.steps_done
+
+    def in_state(self, state):
+        return [entry for entry in self.living if entry.state == state]
+
+    def state_dict(self):
+        living = [vars(entry) | {"parts": ()} for entry in self.living]
+        return {
+            "steps_done": self.steps_done,
+            "policy_version": self.policy_version,
+            "living": living,
+        }
+
+    def load_state_dict(self, state):
+        self.steps_done = state["steps_done"]
+        self.living = [LedgerEntry(**entry) for entry in state["living"]]
+
+
+class Run:
+    """The driver of a run with one trainer and a buffer."""
+
+    def __init__(self, tmp_path, **options):
+        base = tmp_path / "base"
+        base.mkdir(exist_ok=True)
+        for name in ("config.json", "generation_config.json", "model.safetensors", "old.bin"):
+            (base / name).write_text(name)
+        self.folder = tmp_path / "run" / "checkpoints"
+        self.ledger, self.policy, self.told = Account(), Policy(base), []
+        self.identity = new_identity()
+        contract = StalenessContract(9, 1)
+        self.buffer = ReplayBuffer(capacity=9, contract=contract, timeout_s=5.0)
+        self.checkpoints = Checkpoints(
+            self.folder,
+            OmegaConf.create({"seed": 7}),
+            self.ledger,
+            self.ledger,
+            **{
+                "writes": True,
+                "keep_last_n": None,
+                "keep_best": None,
+                "failure": "error",
+                "in_background": False,
+                "verify": lambda: None,
+                **options,
+            },
+            timeout_s=60.0,
+            saved=lambda step, folder: self.told.append((step, folder)),
+            note=self.told.append,
+            identity=self.identity,
+        )
+
+    async def step(self):
+        number = self.ledger.steps_done + 1
+        self.policy.train(number)
+        member = Trajectory(
+            prompt_ids=np.arange(2),
+            response_ids=np.arange(number),
+            response_mask=np.ones(number, bool),
+            generator_logprobs=np.zeros(number, np.float32),
+            token_versions=np.zeros(number, np.int32),
+            prompt_index=0,
+            epoch=0,
+            group_id=number,
+            attempt=0,
+            finish_reason="stop",
+        )
+        parts = (pack([member]), summarize([member]))
+        self.ledger.buffered(*parts)
+        await self.buffer.add(*parts)
+        self.checkpoints.hold()
+
+    def roles(self):
+        turns = asyncio.Lock()
+        return [LocalRole(self.policy, turns)], LocalRole(self.buffer, turns)
+
+    async def save(self, step=None):
+        trainers, buffer = self.roles()
+        await self.checkpoints.save(step or self.ledger.steps_done, trainers, buffer)
+
+    async def restore(self, folder):
+        self.ledger.load_state_dict(read_state(folder / "state", "driver")["ledger"])
+        trainers, buffer = self.roles()
+        await self.checkpoints.restore(folder, trainers, buffer)
+
+
+def state_of(folder, tmp_path):
+    """The step that all parts of a checkpoint are of; fails where they are not one."""
+    run = Run(tmp_path)
+    asyncio.run(run.restore(folder))
+    step = run.ledger.steps_done
+    whole = torch.full((2, 3), float(step))
+    assert torch.equal(load_file(folder / "model.safetensors")["model.weight"], whole)
+    assert torch.equal(run.policy.weights, whole)
+    assert run.policy.version == step
+    (momentum,) = (s["momentum_buffer"] for s in run.policy.optimizer.state.values())
+    assert torch.equal(momentum.to_local(), torch.full((2, 3), expected_momentum(step)))
+    _, taken = asyncio.run(run.buffer.take(1, 0))
+    assert [group.group_id for group in taken.groups] == [step]
+    assert OmegaConf.load(folder / "state" / "config.yaml") == {"seed": 7}
+    for name in ("config.json", "generation_config.json"):
+        assert (folder / name).read_text() == name
+    assert not (folder / "old.bin").exists()
+    return step
+
+
+def expected_momentum(step):
+    momentum = 0.0
+    for number in range(step):  # gradients add up: nothing sets them to zero here
+        momentum = np.float32(0.9 * momentum + number + 1) if number else np.float32(1.0)
+    return float(momentum)
+
+
+def test_a_checkpoint_has_every_part_of_one_moment_and_latest_points_at_it(tmp_path):
+    async def main():
+        run = Run(tmp_path)
+        await run.step()
+        await run.save()
+        assert run.told == [(1, str(run.folder / "step_1"))]
+        return run.folder
+
+    folder = asyncio.run(main())
+    assert latest(folder) == folder / "step_1"
+    assert state_of(folder / "latest", tmp_path) == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1"]
+
+
+def test_a_checkpoint_names_its_run_and_process(tmp_path):
+    async def main():
+        run = Run(tmp_path)
+        await run.step()
+        await run.save()
+        state = read_state(run.folder / "step_1" / "state", "driver")
+        assert state["identity"] == {
+            "run": run.identity.run,
+            "incarnation": run.identity.incarnation,
+        }
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failure", ["error", "warn"])
+def test_nothing_is_written_to_a_folder_that_is_another_runs_now(tmp_path, failure):
+    async def main():
+        lock = lock_folder(tmp_path / "run")
+        run = Run(tmp_path, failure=failure, verify=lock.verify)
+        await run.step()
+        await run.save()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        others = run.folder / ".step_2.unfinished" / "model.safetensors"
+        others.parent.mkdir(parents=True)
+        others.write_text("half of it")
+        await run.step()
+        if failure == "error":
+            with pytest.raises(OSError, match="no longer the folder of this run"):
+                await run.save()
+        else:
+            await run.save()
+            assert "no longer the folder of this run" in run.told[-1]
+        assert [path for path in run.folder.rglob("*") if path.is_file()] == [others]
+        lock.release()
+
+    asyncio.run(main())
+
+
+def test_written_in_the_background_it_is_still_that_of_its_moment(tmp_path):
+    async def main():
+        run = Run(tmp_path, in_background=True)
+        await run.step()
+        await run.save()
+        await run.step()  # changes all that was held, in place
+        await run.save()  # waits for the first
+        assert run.told == [(1, str(run.folder / "step_1"))]
+        await run.step()
+        await run.checkpoints.finish()
+        return run.folder
+
+    folder = asyncio.run(main())
+    assert [state_of(folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
+
+
+def test_the_last_n_stay_and_never_goes_what_latest_points_to(tmp_path):
+    async def main():
+        run = Run(tmp_path, keep_last_n=2)
+        for _ in range(4):
+            await run.step()
+            await run.save()
+        names = sorted(path.name for path in run.folder.iterdir())
+        assert names == ["latest", "step_3", "step_4"]
+        # Another attempt goes on from step 3: what it gave up goes before what it made.
+        point_latest(run.folder / "step_3")
+        for step, kept in ((4, ["step_3", "step_4"]), (10, ["step_10", "step_4"])):
+            await run.step()
+            await run.save(step)
+            names = sorted(path.name for path in run.folder.iterdir())
+            assert names == ["latest", *kept]
+            assert latest(run.folder) == run.folder / f"step_{step}"
+
+    asyncio.run(main())
+
+
+def prepared(tmp_path):
+    """A folder whose latest checkpoint is step 1, beside a step 2 of an attempt given up."""
+
+    async def main():
+        run = Run(tmp_path)
+        await run.step()
+        await run.save()
+        shutil.copytree(run.folder / "step_1", run.folder / "step_2")
+        return run
+
+    return asyncio.run(main())
+
+
+def test_killed_before_any_change_of_a_file_a_whole_checkpoint_is_found(tmp_path, disk):
+    run = prepared(tmp_path)
+    asyncio.run(run.step())
+    initial = tmp_path / "initial"
+    shutil.copytree(run.folder, initial, symlinks=True)
+    run.checkpoints = Run(tmp_path, keep_last_n=1).checkpoints
+    run.checkpoints._ledger = run.checkpoints._prompts = run.ledger
+    found = []
+    for operations in range(1000):
+        shutil.rmtree(run.folder)
+        shutil.copytree(initial, run.folder, symlinks=True)
+        run.checkpoints.hold()
+        disk.watch(run.folder, operations)
+        try:
+            asyncio.run(run.save())
+        except (Killed, OSError, RuntimeError):
+            disk.watch("")
+        else:
+            break
+        # Under its last name every folder is whole: a loader that takes any of them is right, too.
+        names = [path.name for path in run.folder.glob("step_*")]
+        assert run.folder / os.readlink(run.folder / "latest") in list(run.folder.iterdir())
+        for folder in {run.folder / name for name in names}:
+            assert len(list(folder.rglob("*"))) == len(list((initial / "step_1").rglob("*")))
+        found.append(int(os.readlink(run.folder / "latest").removeprefix("step_")))
+        if operations % 8 == 0 or found[-2:] == [1, 2]:
+            assert state_of(run.folder / "latest", tmp_path) == found[-1]
+    disk.watch("")
+    assert found == sorted(found) and set(found) == {1, 2}
+    assert found.count(1) > 20, "the hook sees few of the changes"
+    assert found.count(2) > 5, "removing the old ones was not interrupted"
+    assert state_of(run.folder / "latest", tmp_path) == 2
+    assert sorted(path.name for path in run.folder.iterdir()) == ["latest", "step_2"]
+
+
+@pytest.mark.parametrize("operations", [1, 3, 9, 20])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_an_error_that_names_the_last_checkpoint(
+    tmp_path, disk, operations, in_background
+):
+    run = prepared(tmp_path)
+    asyncio.run(run.step())
+    run.checkpoints._in_background = in_background
+    full = OSError(28, "No space left on device")
+
+    async def main():
+        disk.watch(run.folder, operations, failure=full)
+        await run.save()
+        await run.checkpoints.finish()
+
+    with pytest.raises(OSError, match=r"step 2 could not be written: .*No space left") as told:
+        asyncio.run(main())
+    names = sorted(path.name for path in run.folder.iterdir())
+    assert names == ["latest", "step_1", "step_2"], "what was half written is still there"
+    assert str(told.value).endswith(f"the last one is {run.folder / 'step_1'}")
+    assert state_of(run.folder / "latest", tmp_path) == 1
+
+
+def test_a_failure_in_the_background_is_told_at_the_next_step(tmp_path, disk):
+    async def main():
+        run = Run(tmp_path, in_background=True)
+        await run.step()
+        disk.watch(run.folder, 0, failure=OSError(28, "No space left on device"))
+        await run.save()
+        await asyncio.wait([run.checkpoints._writing])
+        with pytest.raises(OSError, match="the last one is none"):
+            await run.step()
+
+    asyncio.run(main())
+
+
+def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path, disk):
+    async def main():
+        run = Run(tmp_path, failure="warn")
+        await run.step()
+        await run.save()
+        await run.step()
+        disk.watch(run.folder, 9, failure=OSError(28, "No space left on device"))
+        await run.save()
+        disk.watch("")
+        assert latest(run.folder) == run.folder / "step_1"
+        assert "checkpoint of step 2 could not be written" in run.told[-1]
+        await run.step()
+        await run.save()
+        assert run.told[-1] == (3, str(run.folder / "step_3"))
+        return run.folder
+
+    folder = asyncio.run(main())
+    assert state_of(folder / "latest", tmp_path) == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1", "step_3"]
+
+
+def test_the_random_state_of_a_rank_goes_on(tmp_path):
+    async def main():
+        run = Run(tmp_path)
+        await run.step()
+        await run.save()
+        drawn = torch.rand(3)
+        torch.manual_seed(0)
+        await run.restore(run.folder / "step_1")
+        assert torch.equal(torch.rand(3), drawn)
+
+    asyncio.run(main())
+
+
+SUCCESS = "eval/success_rate"
+
+
+def rating(version, success):
+    return {"eval/policy_version": version, SUCCESS: success, "eval/reward_mean_low": math.nan}
+
+
+async def saved_and_rated(run, *successes, before=True):
+    """Steps with these ratings, each known before or after its checkpoint is written."""
+    for success in successes:
+        await run.step()
+        step = run.ledger.steps_done
+        if before:
+            run.checkpoints.evaluated(step, rating(step, success))
+        await run.save()
+        if not before:
+            run.checkpoints.evaluated(step, rating(step, success))
+
+
+def best_of(run):
+    link = run.folder / "best"
+    return os.readlink(link) if link.is_symlink() else None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_best_checkpoint_stays_whatever_comes_after_it(tmp_path, before):
+    run = Run(tmp_path, keep_last_n=1, keep_best=SUCCESS)
+    asyncio.run(saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before))
+    assert best_of(run) == "step_2", "of equal ones the first"
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        *("best", "latest", "step_2", "step_5")
+    ]
+    assert json.loads((run.folder / "best/evaluation.json").read_text()) == {
+        "eval/policy_version": 2,
+        SUCCESS: 0.75,
+    }
+    assert state_of(run.folder / "step_2", tmp_path) == 2
+    assert any("step 2: best checkpoint, eval/success_rate 0.750" in str(t) for t in run.told)
+
+
+def test_a_link_that_lies_in_a_checkpoint_is_not_written_through(tmp_path):
+    own = tmp_path / "own"
+    own.write_text("mine")
+    for name in (".evaluation.json.unfinished", "evaluation.json"):
+        (tmp_path / "step_1").mkdir(exist_ok=True)
+        (tmp_path / "step_1" / name).symlink_to(own)
+    rate(tmp_path / "step_1", {"eval/success_rate": 0.5})
+    assert own.read_text() == "mine"
+    assert json.loads((tmp_path / "step_1/evaluation.json").read_text()) == {
+        "eval/success_rate": 0.5
+    }
+
+
+def test_an_evaluation_of_other_weights_rates_no_checkpoint(tmp_path):
+    """As of a generator that was restarted during the evaluation, with newer weights."""
+    run = Run(tmp_path, keep_best=SUCCESS)
+
+    async def newer():
+        await saved_and_rated(run, 0.5)
+        await run.step()
+        await run.save()
+        run.checkpoints.evaluated(2, rating(3, 0.9))
+
+    asyncio.run(newer())
+    assert best_of(run) == "step_1" and not (run.folder / "step_2/evaluation.json").exists()
+
+
+def test_a_run_that_goes_back_has_the_best_of_what_it_goes_on_from(tmp_path):
+    first = Run(tmp_path, keep_best=SUCCESS)
+    asyncio.run(saved_and_rated(first, 0.5, 0.25, 0.75))
+    assert best_of(first) == "step_3"
+    again = Run(tmp_path, keep_best=SUCCESS)
+
+    async def go_on():
+        point_latest(first.folder / "step_2")  # as a run does that resumes from it
+        await again.restore(first.folder / "step_2")
+        assert best_of(again) == "step_1"
+        again.checkpoints.evaluated(2, rating(2, 0.625))  # as a resumed run's first evaluation
+        assert best_of(again) == "step_2"
+        await saved_and_rated(again, 0.5625)
+
+    asyncio.run(go_on())
+    assert best_of(again) == "step_2", "step 3 of the attempt that was given up counts no more"
+    rated = json.loads((again.folder / "step_3/evaluation.json").read_text())
+    assert rated[SUCCESS] == 0.5625
+
+
+def test_without_keep_best_there_is_none(tmp_path):
+    run = Run(tmp_path)
+    asyncio.run(saved_and_rated(run, 0.5))
+    assert best_of(run) is None and not (run.folder / "step_1/evaluation.json").exists()

@@ -1,0 +1,101 @@
+"""Failed samples: each is counted and written down with its prompt, and too many end the run."""
+
+import json
+import math
+
+import pytest
+
+from grpo_components.errors import FailedSamplesError
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.trajectory import GroupSummary
+
+
+def entry(number):
+    prompt = {"prompt_index": number, "prompt_text": f"question {number}", "answer": "1"}
+    return LedgerEntry(100 + number, prompt, 2, 0, 0, 0)
+
+
+def summary(*errors, scored=2):
+    size = len(errors) + scored
+    rewards = [math.nan] * len(errors) + [0.5] * scored
+    reasons = ["error"] * len(errors) + ["stop"] * scored
+    return GroupSummary(
+        0, 0, rewards, [False] * size, [3] * size, [3] * size, 0, 0, reasons, list(errors)
+    )
+
+
+def results(*errors):
+    return [
+        {"prompt_index": i, "prompt_text": f"held out {i}", "reward": 1.0, "error": error}
+        for i, error in enumerate(errors)
+    ]
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def failures(tmp_path, notes):
+    return FailedSamples(5, tmp_path, 1, notes.append)
+
+
+def records(tmp_path):
+    path = tmp_path / "failed_samples.jsonl"
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def test_where_nothing_fails_nothing_is_written(failures, tmp_path, notes):
+    assert failures.in_group(entry(3), summary()) is False
+    assert len(failures.in_evaluation(4, results(None, None))) == 2
+    assert failures.count() == 0 and not notes and list(tmp_path.iterdir()) == []
+
+
+def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
+    failures, tmp_path, notes
+):
+    assert failures.in_group(entry(3), summary("a", "b", "a")) is False
+    scored = failures.in_evaluation(4, results(None, "c\x1b[2J", None))
+    assert [result["prompt_index"] for result in scored] == [0, 2]
+    group, evaluation = records(tmp_path)
+    assert group == {
+        "attempt": 1,
+        "group_id": 103,
+        "epoch": 2,
+        "prompt_index": 3,
+        "prompt": "question 3",
+        "errors": {"a": 2, "b": 1},
+    }
+    assert (evaluation["evaluation"], evaluation["prompt"]) == (4, "held out 1")
+    assert "\x1b" not in (tmp_path / "failed_samples.jsonl").read_text()
+    (note,) = notes
+    assert "3 failed in group 103: a" in note and str(tmp_path) in note
+    assert failures.count() == 4
+    assert failures.count() == 0
+
+
+def test_a_group_in_which_nothing_was_scored_says_so(failures):
+    assert failures.in_group(entry(3), summary("a", "b", scored=0)) is True
+
+
+def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file(
+    failures, tmp_path
+):
+    for _ in range(3):  # rare ones never do, however long the run is
+        failures.in_group(entry(1), summary("a", "b", "c", "d"))
+        assert failures.count() == 4
+    failures.in_group(entry(1), summary("a", "b", "c", "d"))
+    with pytest.raises(FailedSamplesError) as ended:
+        failures.in_group(entry(7), summary("x" * 5000))
+    text = str(ended.value)
+    assert text.startswith("max_failed_samples: 5 given, and 5 samples failed since the last")
+    assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "failed_samples.jsonl"))
+    assert len(text) < 1000
+    assert records(tmp_path)[-1]["errors"] == {"x" * 5000: 1}, "the record of the last one is kept"
+
+
+def test_an_evaluation_without_any_score_ends_the_run(failures):
+    with pytest.raises(FailedSamplesError, match=r"no sample of an evaluation .* first: timed out"):
+        failures.in_evaluation(0, results("timed out", "crashed"))

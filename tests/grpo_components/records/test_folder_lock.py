@@ -1,0 +1,231 @@
+"""A folder has one living process at most; a dead one keeps nobody out, whoever has its pid."""
+
+import errno
+import fcntl
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_components.records import folder_lock
+from grpo_components.records.folder_lock import (
+    LOCK,
+    SILENT_S,
+    lock_folder,
+    read_holder,
+    refuse_folder_in_use,
+)
+
+TAKE = """
+import sys
+from pathlib import Path
+from grpo_components.records.folder_lock import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+sys.stdout.write("locked\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start():
+    """Start a process that takes a folder and keeps it until its input ends."""
+    processes = []
+
+    def holder(folder):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", TAKE, str(folder)], **pipes)
+        processes.append(process)
+        assert process.stdout.readline() == "locked\n"
+        return process
+
+    yield holder
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def refusal(folder):
+    with pytest.raises(ValueError) as refused:
+        lock_folder(folder)
+    assert re.fullmatch(r"output_dir: [^\n]+; allowed: [^\n]+", str(refused.value))
+    return str(refused.value)
+
+
+def write_holder(folder, age_s=0.0, **changes):
+    """Leave the lock of another process."""
+    (folder / LOCK).unlink(missing_ok=True)
+    lock = lock_folder(folder)
+    record = json.loads((folder / LOCK).read_text()) | changes
+    lock.release()
+    (folder / LOCK).write_text(json.dumps(record).ljust(1024))
+    then = time.time() - age_s
+    os.utime(folder / LOCK, (then, then))
+    return record
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system without flock."""
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_a_folder_in_use_is_refused_with_pid_host_and_start(tmp_path, start):
+    process = start(tmp_path / "run")
+    holder = read_holder(tmp_path / "run")
+    assert holder is not None and holder.pid == process.pid
+    for check in (lock_folder, refuse_folder_in_use):
+        with pytest.raises(ValueError) as refused:
+            check(tmp_path / "run")
+        in_use = f"in use by pid {process.pid} on {holder.host}, started {holder.started}; "
+        assert in_use in str(refused.value)
+    assert read_holder(tmp_path / "run") == holder
+
+
+@pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
+def test_however_a_process_ends_the_next_one_gets_the_folder(tmp_path, start, end):
+    process = start(tmp_path)
+    if end == "exit":
+        process.communicate()
+        assert not (tmp_path / LOCK).exists()
+    else:  # and nobody has asked how it ended: it is a zombie
+        process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGTERM)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        refuse_folder_in_use(tmp_path)
+    lock = lock_folder(tmp_path)
+    assert read_holder(tmp_path).pid == os.getpid()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_process_still_has_its_folder(tmp_path, start):
+    process = start(tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    os.utime(tmp_path / LOCK, (0, 0))  # it gives no sign of life
+    assert f"pid {process.pid} on " in refusal(tmp_path)
+
+
+def test_the_lock_ends_with_what_holds_it_and_is_released_once(tmp_path):
+    lock = lock_folder(tmp_path)
+    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+    lock.release()
+    again = lock_folder(tmp_path)
+    lock.release()
+    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+    del again
+    gc.collect()
+    lock_folder(tmp_path).release()
+    assert not any(thread.name.startswith("beat") for thread in threading.enumerate())
+
+
+def test_a_fork_does_not_release_what_its_parent_has(tmp_path):
+    lock = lock_folder(tmp_path)
+    if (pid := os.fork()) == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+
+
+def test_a_pid_that_another_process_has_now_is_no_obstacle(tmp_path, no_locks):
+    ours = write_holder(tmp_path)
+    assert f"pid {os.getpid()} on " in refusal(tmp_path)
+    write_holder(tmp_path, start_ticks=ours["start_ticks"] - 1)
+    refuse_folder_in_use(tmp_path)
+    lock = lock_folder(tmp_path)
+    assert not lock.atomic
+    assert read_holder(tmp_path).start_ticks == ours["start_ticks"]
+
+
+@pytest.mark.parametrize("elsewhere", [{"boot": "another"}, {"pid_namespace": "another"}])
+def test_another_host_has_the_folder_while_it_gives_signs_of_life(tmp_path, no_locks, elsewhere):
+    write_holder(tmp_path, age_s=SILENT_S / 2, host="far", pid=7, **elsewhere)
+    assert "in use by pid 7 on far, started 2" in refusal(tmp_path)
+    write_holder(tmp_path, age_s=2 * SILENT_S, host="far", **elsewhere)
+    lock_folder(tmp_path)
+
+
+def test_a_lock_of_this_machine_that_is_free_is_stale_however_young(tmp_path):
+    """Its kernel knows: the file was left by a container, say, that was killed."""
+    write_holder(tmp_path, pid_namespace="another", host="container")
+    lock_folder(tmp_path).release()
+    write_holder(tmp_path, boot="another", host="far")  # of other kernels it does not
+    assert " on far, started " in refusal(tmp_path)
+
+
+def test_signs_of_life_are_given_until_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_S", 0.001)
+    lock = lock_folder(tmp_path)
+    for _ in range(3):
+        os.utime(tmp_path / LOCK, (0, 0))
+        while (tmp_path / LOCK).stat().st_mtime < 1:
+            assert lock.release.alive
+    lock.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 1024])
+def test_what_a_crash_left_of_a_lock_is_no_obstacle(tmp_path, content):
+    (tmp_path / LOCK).write_bytes(content)
+    lock_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["mine", "{}", '{"pid": 1}', "[" * 900, "[1]", "x" * 5000])
+def test_a_file_of_that_name_that_no_run_wrote_stays_as_it_is(tmp_path, content):
+    (tmp_path / LOCK).write_text(content)
+    assert f"holds {LOCK}, which no run wrote" in refusal(tmp_path)
+    assert (tmp_path / LOCK).read_text() == content
+
+
+def test_a_link_or_a_folder_of_that_name_is_refused_and_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("")
+    (tmp_path / LOCK).symlink_to(tmp_path / "mine")
+    refusal(tmp_path)
+    assert (tmp_path / "mine").read_text() == ""
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).mkdir()
+    refusal(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
+def test_a_run_whose_folder_is_no_longer_its_own_is_told(tmp_path, how):
+    folder = tmp_path / "run"
+    lock = lock_folder(folder)
+    lock.verify()
+    (folder / LOCK).unlink() if how == "removed" else folder.rename(tmp_path / "moved")
+    other = lock_folder(folder) if how == "replaced" else None
+    with pytest.raises(OSError, match="no longer the folder of this run"):
+        lock.verify()
+    lock.release()
+    assert other is None or read_holder(folder), "it releases its own alone"
+
+
+def test_a_folder_that_was_moved_before_it_could_be_locked_is_looked_for_again(
+    tmp_path, monkeypatch
+):
+    """Who moves a folder aside has locked it; the next must not get the lock of the old one."""
+    folder: Path = tmp_path / "run"
+    flock, calls = fcntl.flock, []
+
+    def moved_meanwhile(descriptor, how):
+        if not calls:
+            folder.rename(tmp_path / "moved")
+        calls.append(how)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", moved_meanwhile)
+    lock = lock_folder(folder)
+    lock.verify()
+    assert len(calls) == 2 and folder.is_dir()

@@ -1,0 +1,80 @@
+"""Nobody goes on in a folder while a role of a dead driver may still write there."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grpo_components.records import leftover_roles
+from grpo_components.records.folder_lock import LOCK, lock_folder, read_holder
+from grpo_components.records.leftover_roles import wait_for_roles
+
+
+@pytest.fixture
+def role():
+    """A process that ends when its input does."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield process
+
+
+@pytest.fixture
+def died(tmp_path):
+    """The driver that had the folder and died."""
+    (tmp_path / "logs").mkdir()
+    lock = lock_folder(tmp_path)
+    record = (tmp_path / LOCK).read_bytes()
+    lock.release()
+    (tmp_path / LOCK).write_bytes(record)
+    return read_holder(tmp_path)
+
+
+def record(folder, pid, started, torn='{"role": "tra'):
+    lines = [{"role": "trainer_0", "pid": pid, "node": "a", "attempt": 0, "started": started}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "logs" / "roles.jsonl").write_text(f"[]\n{text}{torn}")
+
+
+def test_a_role_that_still_runs_is_waited_for_and_then_named(tmp_path, monkeypatch, role, died):
+    record(tmp_path, role.pid, time.time())
+    monkeypatch.setattr(leftover_roles, "WAIT_S", 0.1)
+    with pytest.raises(ValueError, match=f"^output_dir: .* by trainer_0, pid {role.pid}, of a run"):
+        wait_for_roles(tmp_path, died)
+    role.kill()  # and nobody has asked how it ended: it is a zombie
+    wait_for_roles(tmp_path, died)
+
+
+def test_a_role_that_ends_meanwhile_is_no_obstacle(tmp_path, monkeypatch, role, died):
+    record(tmp_path, role.pid, time.time())
+    wait_procs = leftover_roles.psutil.wait_procs
+
+    def end(processes, timeout):
+        assert [process.pid for process in processes] == [role.pid]
+        role.communicate()
+        return wait_procs(processes, timeout)
+
+    monkeypatch.setattr(leftover_roles.psutil, "wait_procs", end)
+    wait_for_roles(tmp_path, died)
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_a_process_with_the_pid_of_a_role_is_not_taken_for_it(
+    tmp_path, monkeypatch, role, died, seconds
+):
+    """The role was of a run before the driver's, or its time is none that can be."""
+    monkeypatch.setattr(leftover_roles, "WAIT_S", 0.0)
+    record(tmp_path, role.pid, time.time() + seconds)
+    wait_for_roles(tmp_path, died)
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 4194305, 10**30])
+def test_what_is_no_pid_is_passed_over(tmp_path, monkeypatch, died, pid):
+    monkeypatch.setattr(leftover_roles, "WAIT_S", 0.0)
+    record(tmp_path, pid, time.time())
+    wait_for_roles(tmp_path, died)
+
+
+def test_where_no_driver_died_nothing_is_looked_for(tmp_path):
+    wait_for_roles(tmp_path, None)

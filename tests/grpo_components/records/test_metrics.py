@@ -1,0 +1,195 @@
+"""Every step's metrics reach the file, and torchtune's own loggers as often as asked."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchtune import config
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from grpo_components.records.metrics import MetricLog
+from grpo_components.records.rollout_table import rollout_rows
+
+LOGGERS = "torchtune.training.metric_logging"
+
+
+class RecordingLogger(MetricLoggerInterface):
+    """Keeps what a logger is told."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.closed = 0
+
+    def log_dict(self, payload, step):
+        self.logged.append((step, dict(payload)))
+
+    def close(self):
+        self.closed += 1
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_step_is_one_line_at_once(tmp_path):
+    log = MetricLog(str(tmp_path), RecordingLogger(), log_every_n_steps=10)
+    for step in (1, 2, 3):
+        log.log(step, {"loss/total": 0.5 * step, "policy_version": step})
+        assert len(lines(tmp_path / "logs/metrics.jsonl")) == step, "flushed before close"
+    last = lines(tmp_path / "logs/metrics.jsonl")[-1]
+    assert last == {"step": 3, "loss/total": 1.5, "policy_version": 3}
+    assert isinstance(last["policy_version"], int)
+    log.close()
+
+
+def test_what_json_does_not_know_becomes_null_and_stays_a_gap_for_the_logger(tmp_path):
+    logger = RecordingLogger()
+    log = MetricLog(str(tmp_path), logger, log_every_n_steps=1)
+    log.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+    log.close()
+    [line] = lines(tmp_path / "logs/metrics.jsonl")
+    assert line == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
+    [(_, payload)] = logger.logged
+    assert all(math.isnan(payload[key]) for key in "abc") and payload["d"] == 1.0
+
+
+def test_tensors_and_arrays_are_numbers(tmp_path):
+    log = MetricLog(str(tmp_path), RecordingLogger(), log_every_n_steps=1)
+    log.log(
+        1,
+        {
+            "tensor": torch.tensor(0.5),
+            "one": torch.tensor([2.0]),
+            "array": np.float32(0.25),
+            "nan": torch.tensor(math.nan),
+            "count": np.int64(3),
+        },
+    )
+    log.close()
+    [line] = lines(tmp_path / "logs/metrics.jsonl")
+    assert line == {"step": 1, "tensor": 0.5, "one": 2.0, "array": 0.25, "nan": None, "count": 3}
+
+
+def test_the_logger_gets_every_nth_step_and_every_evaluation(tmp_path):
+    logger = RecordingLogger()
+    log = MetricLog(str(tmp_path), logger, log_every_n_steps=4)
+    for step in range(11):
+        log.log(step, {"eval/success_rate": 0.5} if step in (0, 5, 10) else {"lr": 1e-6})
+    log.close()
+    assert [step for step, _ in logger.logged] == [0, 4, 5, 8, 10]
+    assert [line["step"] for line in lines(tmp_path / "logs/metrics.jsonl")] == list(range(11))
+
+
+def test_rollouts_are_written_as_text_one_group_a_line(tmp_path):
+    log = MetricLog(str(tmp_path), RecordingLogger(), log_every_n_steps=1)
+    responses = [{"text": "a\nb \u00e9", "reward": math.nan, "versions": np.array([1, 2])}]
+    log.log_rollouts(7, [{"prompt": "1+1?", "responses": responses}, {"prompt": "2+2?"}])
+    log.log_rollouts(8, [])
+    log.close()
+    first, second = lines(tmp_path / "logs/rollouts.jsonl")
+    expected = [{"text": "a\nb \u00e9", "reward": None, "versions": [1, 2]}]
+    assert first == {"step": 7, "prompt": "1+1?", "responses": expected}
+    assert second == {"step": 7, "prompt": "2+2?"}
+
+
+def test_closing_closes_the_logger(tmp_path):
+    logger = RecordingLogger()
+    log = MetricLog(str(tmp_path), logger, log_every_n_steps=1)
+    log.close()
+    assert logger.closed == 1
+    with pytest.raises(ValueError, match="closed file"):
+        log.log(1, {})
+
+
+def group() -> dict[str, Any]:
+    """Of two responses, the second of which has failed."""
+    known = {"response_tokens": 2, "finish_reason": "stop", "tokens": ["4", "\n"]}
+    scored = {"reward": 1.1, "reward_terms": {"right": 1.0, "form": 0.1}, "success": True}
+    failed = {"reward": None, "reward_terms": {}, "success": False, "error": "timed out"}
+    logprobs = {"generator_logprobs": [-1.5, None], "reference_logprobs": None}
+    return {
+        **{"attempt": 0, "group_id": 3, "prompt_index": 9, "epoch": 1, "prompt": "2+2?"},
+        **{"answer": "4", "advantages": [0.5, -0.5]},
+        "responses": [
+            {"response": "4\n", **known, **scored, **logprobs, "versions": [0, 1], "error": None},
+            {"response": "", **known, **failed, **logprobs, "versions": None},
+        ],
+    }
+
+
+def test_the_table_has_a_row_for_each_response_and_a_column_for_each_reward():
+    columns, rows = rollout_rows(7, [group()])
+    scored, failed = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert (scored["step"], scored["group_id"], scored["prompt"]) == (7, 3, "2+2?")
+    assert (scored["response"], scored["reward"], scored["advantage"]) == ("4\n", 1.1, 0.5)
+    assert (scored["reward_terms/right"], scored["reward_terms/form"]) == (1.0, 0.1)
+    assert (scored["oldest_version"], scored["newest_version"]) == (0, 1)
+    assert json.loads(scored["generator_logprobs"]) == [-1.5, None]
+    assert (failed["reward"], failed["reward_terms/right"], failed["error"]) == (
+        *(None, None),
+        "timed out",
+    )
+    assert "reference_logprobs" not in columns and "trainer_logprobs" not in columns
+
+
+def run_with(output_dir: Path, node: dict[str, Any], rollouts: Sequence[Any] = ()) -> None:
+    """Log two steps, one of them with an evaluation and a NaN, through a real torchtune logger."""
+    logger = config.instantiate(OmegaConf.create(node))
+    log = MetricLog(str(output_dir), logger, log_every_n_steps=1)
+    log.log(0, {"eval/success_rate": 0.25})
+    log.log_rollouts(1, rollouts)
+    log.log(1, {"loss/total": 0.125, "policy_version": 1, "grad_norm": math.nan})
+    log.close()
+    assert len(lines(output_dir / "logs/metrics.jsonl")) == 2
+
+
+def test_with_torchtunes_stdout_logger(tmp_path, capsys):
+    run_with(tmp_path, {"_component_": f"{LOGGERS}.StdoutLogger"})
+    assert "Step 1 | loss/total:0.125 policy_version:1 grad_norm:nan" in capsys.readouterr().out
+
+
+def test_with_torchtunes_disk_logger(tmp_path):
+    folder = tmp_path / "logs/disk"
+    run_with(tmp_path, {"_component_": f"{LOGGERS}.DiskLogger", "log_dir": str(folder)})
+    [file] = folder.iterdir()
+    assert "Step 1 | loss/total:0.125 policy_version:1" in file.read_text()
+
+
+def test_with_torchtunes_tensorboard_logger(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "logs/tensorboard"
+    node = {"_component_": f"{LOGGERS}.TensorBoardLogger", "log_dir": str(folder)}
+    run_with(tmp_path, node)
+    [run] = folder.iterdir()
+    events = EventAccumulator(str(run))
+    events.Reload()
+    assert {"eval/success_rate", "loss/total", "grad_norm"} <= set(events.Tags()["tensors"])
+    [event] = events.Tensors("loss/total")
+    assert event.step == 1
+
+
+def test_with_torchtunes_wandb_logger_offline(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    node = {"_component_": f"{LOGGERS}.WandBLogger", "log_dir": str(tmp_path / "logs")}
+    groups = [group(), group() | {"answer": ["4", "four"]}, group() | {"answer": 4}]
+    run_with(tmp_path, node, groups)
+    wandb.teardown()  # offline, `finish` returns before the file is written; the exit waits
+    [run] = (tmp_path / "logs/wandb").glob("offline-run-*")
+    [record] = run.glob("*.wandb")
+    assert b"loss/total" in record.read_bytes()
+    [table] = run.glob("files/media/table/rollouts_*.json")
+    written = json.loads(table.read_text())
+    assert (written["columns"], written["data"]) == rollout_rows(1, groups)
+    assert [json.loads(line) for line in (tmp_path / "logs/rollouts.jsonl").open()] == [
+        {"step": 1, **each} for each in groups
+    ]

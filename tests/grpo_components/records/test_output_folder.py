@@ -1,0 +1,254 @@
+"""No run overwrites another or takes its folder: one that ended is moved aside whole."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from grpo_components.files import append_line
+from grpo_components.records.folder_lock import LOCK, lock_folder, read_holder
+from grpo_components.records.output_folder import (
+    prepare_output_folder,
+    real_path,
+    reopen_output_folder,
+)
+from grpo_components.records.run_identity import new_identity
+
+CONFIG = {
+    "output_dir": "/runs/a",
+    "base_model_path": "/models/a",
+    "max_staleness": 1,
+    "groups_per_step": 2,
+    "group_size": 2,
+    "path": "${base_model_path}/x.json",
+}
+FORK = multiprocessing.get_context("fork")
+
+
+def cfg(**changes):
+    return OmegaConf.create({"seed": 1, **CONFIG, **changes})
+
+
+def prepare(folder, **changes):
+    """Start a run; returns its lock and where an earlier one is."""
+    lock, moved_to = prepare_output_folder(real_path(folder), cfg(**changes), new_identity())
+    return lock, moved_to
+
+
+def whole_run(folder, **changes):
+    """A run that starts and ends; returns where an earlier one is."""
+    lock, moved_to = prepare(folder, **changes)
+    (Path(folder) / "receipts.jsonl").write_text('{"record": "start"}\n')
+    lock.release()
+    return moved_to
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_fresh_folder_is_made_with_its_parents_and_nothing_is_moved(tmp_path, exists):
+    folder = tmp_path / "runs" / "a"
+    if exists:
+        folder.mkdir(parents=True)
+    lock, moved_to = prepare(folder)
+    assert moved_to is None
+    assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "logs", LOCK]
+    assert [p.name for p in folder.parent.iterdir()] == ["a"]
+    lock.release()
+    assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "logs"]
+
+
+def test_the_config_is_written_as_it_was_resolved(tmp_path):
+    whole_run(tmp_path / "a")
+    written = OmegaConf.load(tmp_path / "a" / "config.yaml")
+    assert written == {"seed": 1, **CONFIG, "path": "/models/a/x.json"}
+    assert "${" not in (tmp_path / "a" / "config.yaml").read_text()
+
+
+def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
+    moved = [whole_run(tmp_path / "a", seed=seed) for seed in range(4)]
+    assert moved == [None, *(tmp_path / f"a-{number}" for number in (1, 2, 3))]
+    seeds = {p.name: OmegaConf.load(p / "config.yaml").seed for p in tmp_path.iterdir()}
+    assert seeds == {"a-1": 0, "a-2": 1, "a-3": 2, "a": 3}
+
+
+def test_whatever_a_run_left_is_moved_with_it(tmp_path):
+    whole_run(tmp_path / "a")
+    deep = tmp_path / "a" / "checkpoints" / "step_1"
+    deep.mkdir(parents=True)
+    (deep / "model.safetensors").write_bytes(b"weights")
+    moved = whole_run(tmp_path / "a")
+    assert moved is not None
+    kept = moved / "checkpoints" / "step_1" / "model.safetensors"
+    assert kept.read_bytes() == b"weights"
+    assert not (tmp_path / "a" / "checkpoints").exists()
+
+
+@settings(max_examples=20)
+@given(taken=st.sets(st.integers(1, 5)), as_file=st.booleans())
+def test_no_name_that_is_taken_is_used(tmp_path_factory, taken, as_file):
+    parent: Path = tmp_path_factory.mktemp("runs")
+    for number in taken:
+        other = parent / f"a-{number}"
+        other.write_text("mine") if as_file else other.mkdir()
+    before = {p.name for p in parent.iterdir()}
+    whole_run(parent / "a")
+    moved = whole_run(parent / "a")
+    assert moved is not None and moved.name not in before
+    assert moved.name == f"a-{min(set(range(1, 7)) - taken)}"
+
+
+def test_a_slash_at_the_end_changes_nothing(tmp_path):
+    whole_run(f"{tmp_path}/a/")
+    assert whole_run(f"{tmp_path}/a/") == tmp_path / "a-1"
+
+
+def test_of_a_link_its_target_is_moved_and_the_link_leads_to_the_new_run(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for seed in (0, 1):
+        moved = whole_run(tmp_path / "link", seed=seed)
+    assert moved == tmp_path / "a-1"
+    assert OmegaConf.load(tmp_path / "link" / "config.yaml").seed == 1
+
+
+@pytest.mark.parametrize("spelling", ["{0}", "{0}/", "{0}/../a", "link", "{0}/./logs/..", "a"])
+def test_a_living_run_stays_where_it_is_however_its_folder_is_spelled(
+    tmp_path, monkeypatch, spelling
+):
+    lock, _ = prepare(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"output_dir: .*in use by pid {os.getpid()} on "):
+        prepare(spelling.format(tmp_path / "a"))
+    lock.verify()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "link"]
+
+
+def race(folder, gate, results, done):
+    """One of several processes that start a run at the same moment."""
+    gate.wait()
+    try:
+        _, moved_to = prepare(folder)
+    except ValueError as error:
+        results.put((os.getpid(), str(error)))
+    else:
+        results.put((os.getpid(), moved_to))
+    done.wait()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a run", "a run that was killed"])
+def test_of_several_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_path, before):
+    if before != "nothing":
+        whole_run(tmp_path / "a")
+    if before == "a run that was killed":
+        lock = lock_folder(tmp_path / "a")
+        record = json.loads((tmp_path / "a" / LOCK).read_text())
+        lock.release()
+        (tmp_path / "a" / LOCK).write_text(json.dumps(record | {"start_ticks": 1}).ljust(1024))
+    number, results = 5, FORK.Queue()
+    gate, done = FORK.Barrier(number), FORK.Event()
+    processes = [
+        FORK.Process(target=race, args=(tmp_path / "a", gate, results, done), daemon=True)
+        for _ in range(number)
+    ]
+    for process in processes:
+        process.start()
+    told = [results.get(timeout=60) for _ in processes]
+    winners = [pid for pid, outcome in told if not isinstance(outcome, str)]
+    holder = read_holder(tmp_path / "a")
+    done.set()
+    for process in processes:
+        process.join()
+    assert len(winners) == 1, told
+    assert holder is not None and holder.pid == winners[0]
+    refusals = [outcome for _, outcome in told if isinstance(outcome, str)]
+    assert all(" is in use by pid " in refusal for refusal in refusals), told
+    moved = {p.name for p in tmp_path.iterdir()}
+    assert moved == ({"a"} if before == "nothing" else {"a", "a-1"})
+    assert not (tmp_path / "a-1" / LOCK).exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"thesis.tex": "ten years"},
+        {"config.yaml": "seed: 1", "logs/run.log": ""},  # another program's
+        {"config.yaml": OmegaConf.to_yaml(cfg())},  # mine, to start runs with
+        {"config.yaml": OmegaConf.to_yaml(cfg()), "logs/mine.log": ""},
+        {"receipts.jsonl": '{"record": "start"}'},
+        {"checkpoints/step_1/model.safetensors": ""},
+        {LOCK: "mine"},
+        {".thesis.tex.swp": ""},
+    ],
+)
+def test_what_is_no_runs_is_refused_by_name_and_stays_as_it_is(tmp_path, content):
+    for name, text in content.items():
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).write_text(text)
+    before = {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")}
+    with pytest.raises(ValueError, match=f"^output_dir: {tmp_path}/a .*; allowed: "):
+        prepare(tmp_path / "a")
+    assert {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.md", "logs/thesis.tex", "checkpoints/step_x/a", "other/run.log", ".a.swp"]
+)
+def test_a_run_with_something_else_in_it_is_refused_with_the_name(tmp_path, name):
+    whole_run(tmp_path / "a")
+    (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "a" / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"^output_dir: .*holds {name}, which no run wrote; "):
+        prepare(tmp_path / "a")
+    assert (tmp_path / "a" / name).read_text() == "mine"
+    assert not (tmp_path / "a" / LOCK).exists() and not (tmp_path / "a-1").exists()
+
+
+def test_empty_folders_and_placeholders_are_in_nobodys_way(tmp_path):
+    (tmp_path / "a" / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "a" / ".gitkeep").touch()
+    assert whole_run(tmp_path / "a") is None
+    assert (tmp_path / "a" / "data" / "deep").is_dir()
+    assert whole_run(tmp_path / "a") == tmp_path / "a-1"
+
+
+def test_a_folder_that_cannot_be_moved_is_refused_and_stays(tmp_path, monkeypatch):
+    whole_run(tmp_path / "a")
+
+    def rename(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(
+        ValueError, match=r"^output_dir: .* cannot be moved aside: Permission denied"
+    ):
+        prepare(tmp_path / "a")
+    monkeypatch.undo()
+    assert whole_run(tmp_path / "a") == tmp_path / "a-1"
+
+
+def test_a_reopened_folder_keeps_everything_but_a_torn_line(tmp_path):
+    folder = tmp_path / "a"
+    whole_run(folder, seed=0)
+    for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl"):
+        (folder / name).write_text('{"step": 1}\n{"step": 2}\n{"st')
+    (folder / "checkpoints").mkdir()
+    for attempt in (1, 2):
+        reopen_output_folder(folder, cfg(seed=attempt), attempt, new_identity())
+    for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl"):
+        assert (folder / name).read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (folder / "checkpoints").is_dir()
+    names = ("config_attempt_0.yaml", "config_attempt_1.yaml", "config.yaml")
+    assert [OmegaConf.load(folder / name).seed for name in names] == [0, 1, 2]
+
+
+def test_a_full_disk_names_the_file_once_and_for_all(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")  # every write to it finds the disk full
+    with path.open("a") as file:
+        with pytest.raises(OSError, match=r"cannot be written: No space left.*metrics\.jsonl"):
+            append_line(file, "a record")
+        assert file.closed, "what is left of the line is not tried again"

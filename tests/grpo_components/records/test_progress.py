@@ -1,0 +1,257 @@
+"""A live display in a terminal, plain lines elsewhere; the same numbers in both."""
+
+import io
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from grpo_components.records.progress import Progress, sparkline
+
+METRICS = {
+    "rollout/reward_mean": 0.514,
+    "rollout/success_rate": 0.436,
+    "staleness/mean": 1.25,
+    "staleness/max": 2.0,
+    "buffer/size": 6,
+    "throughput/generated_tokens_per_second": 1234.5,
+    "throughput/trained_tokens_per_second": 987.6,
+}
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pipe(clock: Clock | None = None) -> Console:
+    return Console(file=io.StringIO(), get_time=clock or Clock(), highlight=False)
+
+
+def terminal(clock: Clock, width: int = 80, encoding: str = "utf-8") -> Console:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    return Console(file=file, get_time=clock, force_terminal=True, width=width, _environ={})
+
+
+def text(console: Console) -> str:
+    file = console.file
+    if isinstance(file, io.StringIO):
+        return file.getvalue()
+    assert isinstance(file, io.TextIOWrapper)
+    raw = file.buffer.getvalue().decode(file.encoding)  # pyright: ignore
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw).replace("\r", "")
+
+
+def test_a_pipe_gets_a_line_for_some_steps_and_the_last():
+    console = pipe()
+    progress = Progress(47, console)
+    for step in range(48):
+        progress.update(step, METRICS)
+    progress.close()
+    steps = [int(number) for number in re.findall(r"^step +(\d+)/47 ", text(console), re.M)]
+    assert steps == [1, 2, 3, 4, 5, 10, 20, 30, 40, 47]
+
+
+def test_a_plain_line_says_it_all_and_is_never_wrapped():
+    clock = Clock()
+    console = pipe(clock)
+    progress = Progress(100, console)
+    progress.update(0, {"eval/success_rate": 0.4})
+    clock.now += 3
+    progress.update(1, METRICS)
+    assert text(console) == (
+        "step   1/100  reward 0.51  success 0.44  staleness 1.2 (max 2)  buffer 6"
+        "  tokens/s 1,234 generated, 988 trained  ETA 4:57\n"
+    )
+
+
+def test_a_pipe_sees_no_control_codes_even_with_forced_colours(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    progress = Progress(2)
+    progress.phase("starting roles")
+    progress.update(1, METRICS)
+    progress.note("saved /somewhere")
+    progress.close()
+    out = capfd.readouterr().out
+    assert "\x1b[?25l" not in out and "\x1b[2K" not in out, "no cursor movement"
+    assert "starting roles ..." in out and "saved /somewhere" in out
+
+
+def test_what_is_missing_or_nan_is_a_dash():
+    console = pipe()
+    Progress(3, console).update(1, {"rollout/reward_mean": math.nan})
+    line = text(console)
+    assert "reward -  success -  staleness - (max -)  buffer -" in line
+    assert line.endswith("ETA -\n")
+
+
+@pytest.mark.parametrize("note", ["[bold]literal[/bold] {braces} %s", "a" * 200])
+def test_a_note_is_one_line_as_it_is(note):
+    console = pipe()
+    Progress(1, console).note(note)
+    assert text(console) == note + "\n"
+
+
+def test_the_time_left_follows_the_recent_steps_and_counts_down():
+    clock = Clock()
+    progress = Progress(1000, pipe(clock))
+    for step in range(101):
+        progress.update(step, METRICS)
+        clock.now += 10 if step < 50 else 2  # the slow beginning is forgotten
+    clock.now -= 2
+    assert progress._fields()["left"] == "30:00"
+    clock.now += 60
+    assert progress._fields()["left"] == "29:00"
+    clock.now += 3600 * 9
+    assert progress._fields()["left"] == "0:00"
+
+
+def test_a_terminal_shows_everything_within_its_width():
+    clock = Clock()
+    console = terminal(clock)
+    progress = Progress(100, console)
+    progress.phase("starting roles")
+    for step in range(43):
+        progress.update(step, METRICS | {"eval/success_rate": 0.5})
+        clock.now += 1
+    progress.note("step 25: held-out success 0.50")
+    progress.close()
+    shown = text(console)
+    last = shown.rstrip().splitlines()[-3:]
+    assert last[0].startswith("step 42/100") and last[0].rstrip().endswith("ETA 0:57")
+    assert last[1].startswith("reward 0.51   success 0.44   held-out 0.50   ")
+    assert last[2] == ("staleness 1.2 (max 2)   buffer 6   tokens/s 1,234 generated, 988 trained")
+    assert "step 25: held-out success 0.50" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_the_live_display_shows_the_phase_until_the_next_step():
+    clock = Clock()
+    console = terminal(clock)
+    progress = Progress(100, console)
+    progress.phase("evaluating")
+    clock.now += 61
+    with console.capture() as captured:
+        console.print(progress._render())
+    assert "evaluating (1:01)" in captured.get()
+    progress.update(0, {})
+    with console.capture() as captured:
+        console.print(progress._render())
+    assert "evaluating" not in captured.get()
+    assert "step 0/100" in captured.get()
+    progress.close()
+
+
+def test_a_terminal_without_unicode_gets_no_blocks():
+    console = terminal(Clock(), encoding="ascii")
+    progress = Progress(10, console)
+    progress.phase("starting roles")
+    progress.update(1, METRICS)
+    progress.close()
+    assert "reward 0.51" in text(console)
+
+
+def test_a_logger_that_prints_gets_plain_lines_in_a_terminal():
+    console = terminal(Clock())
+    progress = Progress(10, console, plain=True)
+    progress.phase("starting roles")
+    progress.update(1, METRICS)
+    progress.close()
+    assert text(console).splitlines()[0] == "starting roles ..."
+    assert text(console).count("\n") == 2
+
+
+@pytest.mark.parametrize("make", [pipe, terminal])
+def test_the_summary_comes_last_and_aligned(make):
+    console = make(Clock())
+    progress = Progress(10, console)
+    path = "/a/long/path" * 12
+    progress.summary(
+        [("reward", "0.4 -> 0.9"), ("checkpoint", path), ("next", "this\nthat"), ("", "")]
+    )
+    progress.close()
+    lines = text(console).splitlines()[-5:]
+    assert lines[0] == "reward      0.4 -> 0.9"
+    assert lines[1] == f"checkpoint  {path}"
+    assert lines[2:4] == ["next        this", "            that"]
+
+
+def test_closing_twice_is_closing_once():
+    console = terminal(Clock())
+    progress = Progress(10, console)
+    progress.close()
+    before = text(console)
+    progress.close()
+    assert text(console) == before
+
+
+@pytest.mark.parametrize(
+    ("values", "levels"),
+    [
+        ([], []),
+        ([0.0, 1.0], [0, 7]),
+        ([-1.0, 2.0], [0, 7]),
+        ([0.0, 1.0, 0.0, 1.0], [4, 4]),
+        ([0.0] * 50 + [1.0] * 50, [0, 7]),
+    ],
+)
+def test_a_sparkline_averages_equal_stretches(values, levels):
+    assert sparkline(values, 2) == "".join(chr(0x2581 + level) for level in levels)
+
+
+def test_in_a_real_terminal_the_cursor_comes_back_and_prints_are_kept(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from grpo_components.records.progress import Progress\n"
+        "progress = Progress(3)\n"
+        "progress.phase('starting roles')\n"
+        "for step in (1, 2, 3):\n"
+        "    print(f'a stray print {step}')\n"
+        "    progress.update(step, {'rollout/reward_mean': step / 3})\n"
+        "progress.summary([('reward', '0.33 -> 1.00')])\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while chunk := _read(ours):
+            shown += chunk
+    os.close(ours)
+    assert process.returncode == 0
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
+    for expected in (b"a stray print 3", b"step 3/3", b"reward 1.00", b"0.33 -> 1.00"):
+        assert expected in shown
+    assert shown.rindex(b"0.33 -> 1.00") > shown.rindex(b"step 3/3")
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # Linux says EIO when the other side has closed
+        return b""
+
+
+@pytest.mark.parametrize("make", [pipe, lambda: terminal(Clock())])
+def test_a_note_with_text_of_a_model_is_one_line_that_gives_no_orders(make):
+    console = make()
+    progress = Progress(3, console)
+    progress.note("reward: ValueError: 'a\x1b[2J\x1b]0;mine\x07\nb [bold]c[/bold]'")
+    progress.close()
+    raw = console.file
+    written = raw.getvalue() if isinstance(raw, io.StringIO) else raw.buffer.getvalue().decode()
+    assert "\x1b[2J" not in written and "\x1b]" not in written and "\x07" not in written
+    shown = r"'a\x1b[2J\x1b]0;mine\x07 b [bold]c[/bold]'"
+    assert shown in written, "all of it, and no markup"

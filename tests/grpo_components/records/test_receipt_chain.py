@@ -1,0 +1,112 @@
+"""The chain goes on whatever becomes of its writer, and hides nothing that was lost."""
+
+import errno
+import json
+
+import pytest
+
+from grpo_components.records import receipt_chain
+from grpo_components.records.receipt_chain import END_FILE, ChainedFile, End, link, read_end, split
+
+
+def write(path, *values):
+    file = ChainedFile(path)
+    for value in values:
+        file.append({"value": value})
+    file.close()
+
+
+def is_chained(path):
+    chain = ""
+    for line in path.read_bytes().splitlines():
+        fields, stated = split(line)
+        if stated != link(chain, fields):
+            return False
+        chain = stated
+    return True
+
+
+@pytest.fixture
+def path(tmp_path):
+    write(tmp_path / "receipts.jsonl", 1, "two", {"three": 3.5})
+    return tmp_path / "receipts.jsonl"
+
+
+def test_each_hash_is_of_its_record_and_of_those_before(path):
+    assert is_chained(path)
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert read_end(path) == End(3, last["chain"])
+    assert {k: v for k, v in last.items() if k != "chain"} == {"value": {"three": 3.5}}
+
+
+def test_the_next_life_goes_on_and_cuts_a_torn_line(path):
+    with path.open("a") as file:
+        file.write('{"value": 4, "cha')
+    write(path, 5)
+    assert is_chained(path)
+    assert [json.loads(line)["value"] for line in path.read_text().splitlines()][-1] == 5
+    assert read_end(path).records == 4
+
+
+def test_killed_between_record_and_end_file_the_chain_goes_on(path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(receipt_chain.os, "pwrite", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write(path, 4)
+    assert (len(path.read_text().splitlines()), read_end(path).records) == (4, 3)
+    write(path, 5)
+    assert is_chained(path) and read_end(path).records == 5
+
+
+@pytest.mark.parametrize("end", [b"", b"damaged", None])
+def test_without_a_readable_end_file_it_goes_on_from_the_last_record(path, end):
+    path.with_name(END_FILE).unlink()
+    if end is not None:
+        path.with_name(END_FILE).write_bytes(end)
+    write(path, 4)
+    assert is_chained(path) and read_end(path).records == 4
+
+
+def test_lost_records_leave_a_gap_that_no_later_record_closes(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    write(path, 4)
+    write(path, 5)
+    assert not is_chained(path)
+
+
+def test_records_of_an_older_version_are_chained_by_the_first_new_one(tmp_path):
+    path = tmp_path / "receipts.jsonl"
+    path.write_text('{"value": 1}\n{"value": 2}\n')
+    write(path, 3)
+    first, second, third = path.read_bytes().splitlines()
+    fields, stated = split(third)
+    assert split(second) == (second, None)
+    assert stated == link(link(link("", first), second), fields)
+    assert read_end(path) == End(3, stated)
+
+
+def test_a_link_in_the_place_of_the_end_file_is_not_followed(path, tmp_path):
+    own = tmp_path / "own"
+    own.write_text("mine")
+    path.with_name(END_FILE).unlink()
+    path.with_name(END_FILE).symlink_to(own)
+    with pytest.raises(OSError) as refused:
+        write(path, 4)
+    assert refused.value.errno == errno.ELOOP
+    assert own.read_text() == "mine"
+
+
+def test_an_end_file_that_cannot_be_written_is_an_error_with_its_name(path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(receipt_chain.os, "pwrite", full)
+    file = ChainedFile(path)
+    with pytest.raises(OSError, match=END_FILE):
+        file.append({"value": 4})
+    assert file.closed
+    file.close()

@@ -1,0 +1,312 @@
+"""A run goes on where its checkpoint says, or says in one line what keeps it from that."""
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_components.audit.__main__ import audit
+from grpo_components.config.preflight import needs_reference
+from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.checkpoint_folder import latest, point_latest
+from grpo_components.records.receipt_chain import read_end
+from grpo_components.records.receipts import Receipts
+from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
+from grpo_components.state_files import write_state
+
+VALUES = {
+    "seed": 1,
+    "dtype": "fp32",
+    "base_model_path": "/models/a",
+    "model": {"_component_": "qwen2", "num_layers": 2},
+    "tokenizer": {"_component_": "qwen2_5_tokenizer"},
+    "checkpointer": {"model_type": "QWEN2", "output_dir": "/runs/a"},
+    "dataset": {"_component_": "gsm8k", "num_rows": 9},
+    "shuffle": True,
+    "group_size": 4,
+    "groups_per_step": 2,
+    "num_steps": 20,
+    "num_trainers": 1,
+    "num_generators": 1,
+    "max_staleness": 1,
+    "rollouts_in_flight": 4,
+    "loss": {"_component_": "GRPOLoss", "kl_coeff": 0.0},
+    "reward_shaping": {"kl_coeff": 0.0},
+    "optimizer": {"_component_": "AdamW", "lr": 1e-3},
+    "lr_scheduler": None,
+}
+
+
+def parts(num_rows=9):
+    prompts = PromptStream([{"prompt_index": i} for i in range(num_rows)], shuffle=True, seed=1)
+    return Ledger(StalenessContract(1, 2), 20, prompts), prompts
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that has three checkpoints and one attempt."""
+    folder = tmp_path / "run"
+    ledger, prompts = parts()
+    for step in (2, 4, 6):
+        checkpoint = folder / "checkpoints" / f"step_{step}"
+        for _ in range(5):
+            next(prompts)
+        ledger.steps_done = ledger.policy_version = step
+        state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+        write_state(checkpoint / "state", "driver", state)
+        OmegaConf.save(OmegaConf.create(VALUES), checkpoint / "state" / "config.yaml")
+    point_latest(checkpoint)
+    receipts(folder, parts()[0], 0).close()
+    (folder / "logs").mkdir()
+    OmegaConf.save(OmegaConf.create({"output_dir": "/before", **VALUES}), folder / "config.yaml")
+    return folder
+
+
+def receipts(folder, ledger, attempt, identity=None):
+    sizes = {"max_staleness": 1, "groups_per_step": 2, "group_size": 4}
+    return Receipts(folder / "receipts.jsonl", ledger, attempt, **sizes, identity=identity)
+
+
+def config(output_dir, resume_from, **changes):
+    settings = {"output_dir": str(output_dir), "resume_from_checkpoint": resume_from}
+    return OmegaConf.merge(OmegaConf.create(VALUES | settings), OmegaConf.create(changes))
+
+
+def check(cfg):
+    check_resume(OmegaConf.to_container(cfg), needs_reference)
+
+
+def begin(cfg, num_rows=9):
+    ledger, prompts = parts(num_rows)
+    return begin_run(cfg, ledger, prompts), ledger, prompts
+
+
+def test_without_resume_a_used_folder_is_moved_aside(run):
+    beginning, ledger, _ = begin(config(run, False))
+    assert (beginning.attempt, beginning.checkpoint) == (0, None)
+    assert beginning.note.endswith(f"is now {run}-1")
+    assert ledger.steps_done == 0
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("path", "step"), [(None, 6), ("checkpoints/step_4", 4)])
+def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
+    for attempt in (1, 2):
+        cfg = config(run, str(run / path) if path else True, num_steps=30)
+        check(cfg)
+        beginning, ledger, prompts = begin(cfg)
+        assert beginning.attempt == attempt
+        assert beginning.checkpoint == run / "checkpoints" / f"step_{step}"
+        assert beginning.note == f"resumed from {beginning.checkpoint} (attempt {attempt})"
+        assert ledger.steps_done == ledger.policy_version == step
+        _, whole = parts()
+        assert [next(whole) for _ in range(5 * step // 2 + 9)][-9:] == [
+            next(prompts) for _ in range(9)
+        ]
+        # What the run resumes from next time is what it goes on from now.
+        assert latest(run / "checkpoints") == beginning.checkpoint
+        receipts(run, ledger, beginning.attempt)  # killed: it never closes them
+        beginning.close()
+    assert OmegaConf.load(run / "config.yaml").num_steps == 30
+    assert OmegaConf.load(run / "config_attempt_0.yaml").num_steps == 20
+    starts = [json.loads(line) for line in (run / "receipts.jsonl").open() if "format" in line]
+    assert [(r["attempt"], r["steps_done"]) for r in starts] == [(0, 0), (1, step), (2, step)]
+
+
+def test_another_folder_can_go_on_from_a_checkpoint_of_this_one(run, tmp_path):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    other = tmp_path / "other"
+    beginning, ledger, _ = begin(config(other, str(run / "checkpoints/step_4")))
+    assert (beginning.attempt, ledger.steps_done) == (1, 4)
+    assert last_attempt(other) == 0
+    assert (other / "config.yaml").exists()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert latest(run / "checkpoints") == run / "checkpoints" / "step_6"
+
+
+def test_another_folder_has_what_the_audit_needs_of_the_earlier_lives(run, tmp_path):
+    (run / "config_attempt_0.yaml").write_text("seed: 1\n")
+    receipts(run, parts()[0], 1).close()
+    other = tmp_path / "other"
+    beginning, ledger, _ = begin(config(other, str(run / "checkpoints/step_4"), num_steps=30))
+    receipts(other, ledger, beginning.attempt)
+    assert (other / "config_attempt_0.yaml").read_text() == "seed: 1\n"
+    assert OmegaConf.load(other / "config_attempt_1.yaml").num_steps == 20
+    assert OmegaConf.load(other / "config.yaml").num_steps == 30
+    before = read_end(run / "receipts.jsonl")
+    assert read_end(other / "receipts.jsonl").records == before.records + 1
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_cut_tail_is_still_noticed_after_the_run_went_on(run, tmp_path, elsewhere):
+    """The next record is chained to the one that is missing."""
+    lines = (run / "receipts.jsonl").read_bytes().splitlines(keepends=True)
+    for cut in (False, True):
+        (run / "receipts.jsonl").write_bytes(b"".join(lines[:-1] if cut else lines))
+        folder = tmp_path / f"other {cut}" if elsewhere else run
+        if not elsewhere:
+            shutil.copytree(run, tmp_path / f"kept {cut}", symlinks=True)
+            folder = tmp_path / f"kept {cut}"
+        source = run if elsewhere else folder
+        beginning, ledger, _ = begin(config(folder, str(source / "checkpoints/step_4")))
+        receipts(folder, ledger, beginning.attempt).close()
+        report, _ = audit(folder / "receipts.jsonl")
+        assert ("chain" in report.broken) == cut, report.broken
+
+
+def started(folder):
+    """Run and incarnation of every attempt in the receipts."""
+    records = [json.loads(line) for line in (folder / "receipts.jsonl").open()]
+    starts = [r for r in records if r["record"] == "start"]
+    return [(r.get("run"), r.get("incarnation")) for r in starts]
+
+
+def begun(cfg):
+    """An attempt that begins, saves a checkpoint and ends."""
+    beginning, ledger, prompts = begin(cfg)
+    folder = beginning.output_dir
+    receipts(folder, ledger, beginning.attempt, beginning.identity).close()
+    checkpoint = folder / "checkpoints" / "step_9"
+    state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+    write_state(checkpoint / "state", "driver", state | {"identity": beginning.identity.as_dict()})
+    point_latest(checkpoint)
+    beginning.close()
+    return beginning.identity
+
+
+def test_a_run_keeps_its_id_and_every_process_has_its_own(run, tmp_path):
+    """Also where the run is older than ids are, and where another folder goes on with it."""
+    first, second = (begun(config(run, True)) for _ in range(2))
+    other = begun(config(tmp_path / "other", str(run / "checkpoints/step_9")))
+    assert first.run == second.run == other.run
+    assert len({first.incarnation, second.incarnation, other.incarnation}) == 3
+    ids = [(i.run, i.incarnation) for i in (first, second, other)]
+    assert started(run) == [(None, None), *ids[:2]]
+    assert started(tmp_path / "other") == [(None, None), *ids]
+    assert begun(config(tmp_path / "new", False)).run != first.run
+    assert begun(config(run, str(run / "checkpoints/step_4"))).run == first.run, "an older one"
+
+
+def test_a_checkpoint_of_another_run_is_not_gone_on_with_here(run, tmp_path):
+    begun(config(run, True))
+    begun(config(tmp_path / "other", False))
+    shutil.copytree(tmp_path / "other/checkpoints/step_9", run / "checkpoints/step_7")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"^resume_from_checkpoint: .*; allowed: "):
+        begin(config(run, str(run / "checkpoints/step_7")))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("resume_from", [False, True, "checkpoints/step_4"])
+def test_no_attempt_begins_in_the_folder_of_a_living_one(run, resume_from):
+    resume_from = str(run / resume_from) if isinstance(resume_from, str) else resume_from
+    living, *_ = begin(config(run, True))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"^output_dir: .* in use by pid {os.getpid()} on "):
+        begin(config(run, resume_from))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    living.lock.verify()
+    living.close()
+
+
+def test_a_torn_start_record_is_no_attempt(run):
+    with (run / "receipts.jsonl").open("a") as file:
+        file.write('{"record": "start", "attempt": 1, "for')
+    assert last_attempt(run) == 0
+
+
+@pytest.mark.parametrize("resume_from", [True, "nowhere", "RUN/checkpoints"])
+def test_where_there_is_no_checkpoint_the_key_is_named(run, tmp_path, resume_from):
+    if isinstance(resume_from, str):
+        resume_from = resume_from.replace("RUN", str(run))
+    with pytest.raises(
+        ValueError, match=r"^resume_from_checkpoint: .* is no checkpoint of a run; "
+    ):
+        check(config(tmp_path / "fresh", resume_from))
+
+
+@pytest.mark.parametrize(
+    ("change", "start"),
+    [
+        ({"seed": 2}, "seed: 2 given, and the checkpoint was written with another; allowed: 1"),
+        ({"group_size": 8}, "group_size: 8"),
+        ({"shuffle": False}, "shuffle: false"),
+        ({"dtype": "bf16"}, "dtype: 'bf16'"),
+        ({"model": {"num_layers": 3}}, "model.num_layers: 3"),
+        ({"model": {"extra": 3}}, "model.extra: 3"),
+        ({"tokenizer": {"_component_": "other"}}, "tokenizer._component_: 'other'"),
+        ({"dataset": {"num_rows": None}}, "dataset.num_rows: null"),
+        ({"checkpointer": {"model_type": "GEMMA"}}, "checkpointer.model_type: 'GEMMA'"),
+        ({"optimizer": {"_component_": "SGD"}}, "optimizer._component_: 'SGD'"),
+        ({"lr_scheduler": {"_component_": "cosine"}}, "lr_scheduler._component_: 'cosine'"),
+        ({"loss": {"kl_coeff": 0.1}}, "loss.kl_coeff: changed between 0 and not 0"),
+        ({"num_steps": 6}, "num_steps: 6 given, and the checkpoint has done 6; allowed: above 6"),
+    ],
+)
+def test_an_incompatible_change_is_refused_by_its_key(run, change, start):
+    with pytest.raises(ValueError) as refused:
+        check(config(run, True, **change))
+    assert str(refused.value).startswith(start)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_steps": 7, "num_trainers": 4, "num_generators": 3},
+        {"groups_per_step": 8, "max_staleness": 0, "rollouts_in_flight": 1},
+        {"optimizer": {"lr": 1.0}, "loss": {"_component_": "GSPOLoss"}},
+        {"checkpointer": {"output_dir": "/runs/b"}},
+    ],
+)
+def test_a_compatible_change_is_not(run, change):
+    check(config(run, True, **change))
+
+
+def test_a_data_set_of_another_length_is_refused_before_anything_is_touched(run):
+    before = sorted(Path(run).rglob("*"))
+    with pytest.raises(ValueError, match="dataset: it has 8 rows; allowed: the 9 rows"):
+        begin(config(run, True), num_rows=8)
+    assert sorted(Path(run).rglob("*")) == before
+
+
+def trained_on(ledger, prompts):
+    """A run goes on for a while, with groups in flight."""
+    for _ in range(4):
+        next(prompts)
+    ledger.steps_done = ledger.policy_version = ledger.published_version = 9
+    asyncio.run(ledger.admit("test", 1))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_attempt_that_fails_goes_back_to_its_newest_checkpoint(run, tmp_path, resumed):
+    """Of its own; else to where it began: a checkpoint, maybe of another folder, or nothing."""
+    folder = tmp_path / "other"
+    cfg = config(folder, str(run / "checkpoints/step_4") if resumed else False)
+    beginning, ledger, prompts = begin(cfg)
+    expected = [next(begin(config(tmp_path / "again", cfg.resume_from_checkpoint))[2])[0]]
+    for number in (1, 2):  # and once more from there
+        trained_on(ledger, prompts)
+        beginning = roll_back(beginning, ledger, prompts)
+        assert beginning.attempt == number + resumed
+        assert ledger.steps_done == ledger.policy_version == (4 if resumed else 0)
+        assert (ledger.published_version, ledger.living()) == (0, [])
+        prompt, _ = next(prompts)
+        assert [prompt] == expected
+    trained_on(ledger, prompts)
+    checkpoint = folder / "checkpoints" / "step_9"
+    state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+    write_state(checkpoint / "state", "driver", state)
+    point_latest(checkpoint)
+    ahead = [next(prompts) for _ in range(3)]
+    beginning = roll_back(beginning, ledger, prompts)
+    assert beginning.checkpoint == checkpoint.resolve()
+    assert ledger.steps_done == 9
+    assert [entry.state for entry in ledger.living()] == ["in_flight"]  # issued again, first
+    assert [next(prompts) for _ in range(3)] == ahead

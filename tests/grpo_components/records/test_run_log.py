@@ -1,0 +1,367 @@
+"""What a run says of itself: throughput by the wall clock, evaluations where they belong."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.records import run_log
+from grpo_components.records.run_log import RunLog
+from grpo_components.report.page import write_report
+
+
+class Logger(MetricLoggerInterface):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.logged, self.closed = [], False
+
+    def log(self, name, data, step):
+        raise AssertionError("only whole dictionaries are logged")
+
+    def log_config(self, config):
+        pass
+
+    def log_dict(self, payload, step):
+        self.logged.append((step, dict(payload)))
+
+    def close(self):
+        self.closed = True
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 500.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+@pytest.fixture
+def make(tmp_path, clock):
+    """A run's log over `tmp_path`, and the logger that it feeds."""
+    logs = []
+
+    def make(num_steps=30, attempt=0, log_every_n_steps=1):
+        logger = Logger()
+        logs.append(RunLog(tmp_path, logger, log_every_n_steps, num_steps, attempt))
+        return logs[-1], logger
+
+    yield make
+    for log in logs:
+        log.close()
+
+
+def step_metrics(trained=100.0, reward=0.5, staleness=1.0, stalest=2):
+    return {
+        "trained_tokens": trained,
+        "rollout/reward_mean": reward,
+        "rollout/success_rate": reward,
+        "staleness/mean": staleness,
+        "staleness/max": stalest,
+    }
+
+
+def eval_metrics(success=0.25, version=0):
+    return {
+        "eval/success_rate": success,
+        "eval/reward_mean": success,
+        "eval/policy_version": version,
+        "eval/prompts": 40,
+    }
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+
+
+def throughput(record):
+    kinds = ("generated", "trained")
+    return [record[f"throughput/{kind}_tokens_per_second"] for kind in kinds]
+
+
+def test_throughput_is_tokens_since_the_step_before_over_the_time_since_then(make, clock, tmp_path):
+    log, _ = make()
+    clock.now += 2
+    log.generated(30)
+    log.generated(10)
+    log.step(1, step_metrics(trained=100))
+    clock.now += 5
+    log.generated(50)
+    log.step(2, step_metrics(trained=200))
+    clock.now += 1
+    log.step(3, step_metrics(trained=10))
+    assert [throughput(r) for r in records(tmp_path)] == [[20, 50], [10, 40], [0, 10]]
+
+
+def test_the_time_of_an_evaluation_counts_except_that_before_the_first_step(make, clock, tmp_path):
+    log, _ = make()
+    clock.now += 1000
+    log.generated(7)
+    log.evaluation(0, eval_metrics())
+    clock.now += 4
+    log.generated(80)
+    log.step(1, step_metrics(trained=40))
+    clock.now += 3
+    log.evaluation(2, eval_metrics(version=2))
+    clock.now += 1
+    log.step(2, step_metrics(trained=20))
+    assert [throughput(r) for r in records(tmp_path)[1:]] == [[20, 10], [0, 5]]
+
+
+def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path):
+    log, logger = make(attempt=2)
+    log.evaluation(0, eval_metrics(success=0.25))
+    [record] = records(tmp_path)
+    expected = {"attempt": 2, "policy_version": 0, **eval_metrics(success=0.25)}
+    assert record == {"step": 0, **expected}
+    assert logger.logged == [(0, expected)]
+
+
+def test_a_later_evaluation_is_part_of_its_steps_record_and_no_record_of_its_own(make, tmp_path):
+    log, _ = make()
+    log.evaluation(5, eval_metrics(version=5))
+    assert records(tmp_path) == []
+
+
+def test_every_record_has_its_attempt_and_no_bare_token_count(make, clock, tmp_path):
+    log, logger = make(attempt=1)
+    clock.now += 1
+    log.step(1, step_metrics())
+    [record] = records(tmp_path)
+    assert record["attempt"] == 1 and record["step"] == 1
+    assert "trained_tokens" not in record
+    assert logger.logged[0][1].keys() == record.keys() - {"step"}
+
+
+def test_the_file_has_every_step_and_the_logger_every_nth(make, clock, tmp_path):
+    log, logger = make(log_every_n_steps=3)
+    for step in range(1, 8):
+        clock.now += 1
+        log.step(step, step_metrics())
+    assert [r["step"] for r in records(tmp_path)] == list(range(1, 8))
+    assert [step for step, _ in logger.logged] == [3, 6]
+
+
+def test_an_evaluation_and_a_checkpoint_are_said_in_a_line_each(make, capsys):
+    log, _ = make()
+    log.evaluation(25, eval_metrics(success=0.5, version=24))
+    log.checkpoint(25, "/runs/a/checkpoints/step_25")
+    assert capsys.readouterr().out.splitlines() == [
+        "step 25: held-out success 0.500 on 40 prompts (policy version 24)",
+        "step 25: saved /runs/a/checkpoints/step_25",
+    ]
+
+
+def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock, tmp_path, capsys):
+    """The step's record is the earlier attempt's; throughput counts from here all the same."""
+    log, _ = make(attempt=1)
+    clock.now += 1000
+    log.generated(7)
+    log.evaluation(4, eval_metrics(success=0.5, version=4))
+    clock.now += 4
+    log.generated(80)
+    log.step(5, step_metrics(trained=40))
+    assert [record["step"] for record in records(tmp_path)] == [5]
+    assert throughput(records(tmp_path)[0]) == [20, 10]
+    assert "step 4: held-out success 0.500" in capsys.readouterr().out
+
+
+def test_sampled_groups_are_written_with_their_step_and_attempt(make, tmp_path):
+    log, _ = make(attempt=2)
+    entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8, 9, 10)]
+    texts = [None, {"prompt": "1+1?"}, {"prompt": "2+2?"}]  # a checkpoint has brought group 7
+    log.rollouts(3, entries, texts, [0.5, 1.5, 2.5, 3.5], {})
+    lines = (tmp_path / "logs/rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 3, "attempt": 2, "group_id": 8, "prompt": "1+1?", "advantages": 1.5},
+        {"step": 3, "attempt": 2, "group_id": 9, "prompt": "2+2?", "advantages": 2.5},
+    ]
+
+
+def test_logprobs_stand_with_the_responses_that_they_are_of(make, tmp_path):
+    """Of two groups the first comes from a checkpoint, which has no text."""
+    log, _ = make()
+    entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8)]
+    text = {"responses": [{"response": "2"}, {"response": "3"}]}
+    logprobs = {id: [{"trainer_logprobs": [-id - i, None]} for i in (0, 0.5)] for id in (7, 8)}
+    log.rollouts(3, entries, [None, text], [[0, 0], [1, -1]], logprobs)
+    [group] = map(json.loads, (tmp_path / "logs/rollouts.jsonl").read_text().splitlines())
+    assert group["responses"] == [
+        {"response": "2", "trainer_logprobs": [-8, None]},
+        {"response": "3", "trainer_logprobs": [-8.5, None]},
+    ]
+
+
+def shown(capsys):
+    """The rows of the summary by their label; only a first line is looked at."""
+    lines = capsys.readouterr().out.splitlines()
+    return dict(line.split("  ", 1) for line in lines if "  " in line.strip())
+
+
+def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_path, capsys):
+    log, _ = make(num_steps=30)
+    log.evaluation(0, eval_metrics(success=0.25))
+    for step in range(1, 31):
+        clock.now += 2
+        log.generated(300)
+        reward = 0.1 if step <= 10 else 0.4 if step <= 20 else 0.9
+        stalest = 7 if step == 15 else 1
+        log.step(step, step_metrics(100, reward, staleness=step / 30, stalest=stalest))
+    log.evaluation(30, eval_metrics(success=0.75, version=30))
+    log.checkpoint(30, "/runs/a/checkpoints/step_30")
+    capsys.readouterr()
+    clock.now += 1000  # nothing is measured after the last step
+    log.summary({"stale": 3, "failed": 1}, skipped_steps="2 of 30, the first was step 7")
+    rows = {label: value.strip() for label, value in shown(capsys).items()}
+    assert rows["reward"] == "0.10 at the start, 0.90 at the end (means of 10 steps)"
+    assert rows["held-out success"] == "0.250 before, 0.750 after"
+    assert rows["staleness"] == "0.52 policy versions in the mean, 7 at most"
+    assert rows["groups dropped"] == "1 failed, 3 stale"
+    assert rows["steps skipped"] == "2 of 30, the first was step 7"
+    assert rows["tokens per second"] == "150 generated, 50 trained"
+    assert rows["checkpoint"] == "/runs/a/checkpoints/step_30"
+    assert rows["metrics"] == str(tmp_path / "logs" / "metrics.jsonl")
+
+
+def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys):
+    log, _ = make(num_steps=1)
+    log.evaluation(0, eval_metrics())
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.summary({})
+    rows = shown(capsys)
+    assert rows["groups dropped"].strip() == "none" and "steps skipped" not in rows
+    assert "(one step each)" in rows["reward"]
+
+
+def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys):
+    log, _ = make()
+    log.close()
+    assert not (tmp_path / "report.html").exists(), "there is nothing to see yet"
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    assert (tmp_path / "report.html").stat().st_size > 1e6
+
+
+def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
+    make, clock, monkeypatch, capsys
+):
+    def broken(folder):
+        raise KeyError("a\nline of\x1b[31m a record")
+
+    monkeypatch.setattr(run_log, "write_report", broken)
+    log, logger = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no report was written: KeyError: ") and "\x1b" not in last
+    assert logger.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (RoleFailedError("trainer_0", "died <b>", "a.log", "died"), "trainer_0 died &lt;b&gt;"),
+        (ExceptionGroup("loops", [KeyError("reward")]), "KeyError: &#x27;reward&#x27;"),
+        (KeyboardInterrupt(), "interrupted; 1"),
+    ],
+)
+def test_the_report_of_a_failed_run_tells_what_ended_it(make, clock, tmp_path, error, shown):
+    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9}
+    (tmp_path / "receipts.jsonl").write_text(json.dumps(start) + "\n")
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            log.close()
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert shown in html.partition("<main>")[0]
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    assert shown in html.partition("<main>")[0], "also when it is written again"
+
+
+def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, clock, tmp_path):
+    log, _ = make()
+    clock.now += 1
+    log.step(1, step_metrics())
+    log.close()
+    starts = [{"record": "start", "attempt": a, "steps_done": a, "num_steps": 9} for a in (0, 1)]
+    lines = "".join(json.dumps(start) + "\n" for start in starts)
+    (tmp_path / "receipts.jsonl").write_text(lines)
+    log, _ = make(attempt=1)
+    with pytest.raises(OSError, match="no such model"):
+        try:
+            raise OSError("no such model")
+        finally:
+            log.close()
+    assert "no such model" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_summary_of_an_evaluation_alone_has_its_interval_and_nothing_of_training(make, capsys):
+    log, _ = make(num_steps=1)
+    ends = {"eval/success_rate_low": 0.125, "eval/success_rate_high": 0.5}
+    log.evaluation(0, eval_metrics() | ends)
+    log.summary({})
+    rows = shown(capsys)
+    assert rows["held-out success"] == "0.250, between 0.125 and 0.500 with 95 % confidence"
+    assert rows.keys() == {"held-out success", "metrics"}
+
+
+def test_closing_closes_the_logger(make):
+    log, logger = make()
+    log.close()
+    assert logger.closed
+
+
+class Prompts(list):
+    """Prompts of one token each."""
+
+    def __init__(self, tokens, note=""):
+        super().__init__({"prompt_ids": [token]} for token in tokens)
+        self.note = note
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    disk = "torchtune.training.metric_logging.DiskLogger"
+    settings = {"log_every_n_steps": 1, "num_steps": 3, "log_level": "WARNING"}
+    settings |= {"output_dir": str(tmp_path), "eval_only": False, "rollout_only": False}
+    logger = {"_component_": disk, "log_dir": str(tmp_path)}
+    return OmegaConf.create({**settings, "metric_logger": logger})
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_was_left_out_of_the_data_or_is_not_held_out_is_told_at_the_start(cfg, capsys, trains):
+    cfg.eval_only = not trains
+    left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
+    dataset, held_out = Prompts([1, 2], left_out), Prompts([2, 3], left_out)
+    run_log.build_run_log(cfg, 0, "moved aside", dataset, held_out).close()
+    shared = ["eval_dataset: 1 of its 2 prompts are trained on, too"]
+    told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def test_of_data_sets_without_notes_that_share_no_prompt_nothing_is_told(cfg, capsys):
+    datasets = ([{"prompt_ids": [number]}] for number in (1, 2))
+    run_log.build_run_log(cfg, 0, "", *datasets).close()
+    assert capsys.readouterr().out == ""

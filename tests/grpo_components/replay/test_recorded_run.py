@@ -1,0 +1,487 @@
+"""A finished run is replayed bit for bit, whatever its interleaving was; others are refused."""
+
+import asyncio
+import json
+import random
+import re
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from grpo_components.config.replay_check import check_replay
+from grpo_components.errors import ReplayError
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.replay_buffer import ReplayBuffer
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.receipts import Receipts
+from grpo_components.replay.event_log import open_turns
+from grpo_components.replay.recorded_run import FORMAT, available_cpus, read_events, read_original
+from grpo_components.replay.schedule import STOP, open_schedule
+from grpo_components.trajectory import Trajectory, pack, summarize
+
+# ---- whole runs with fakes of the roles ---------------------------------------------------------
+
+GROUP_SIZE, NUM_STEPS, TIMEOUTS = 2, 5, {"rollout_s": 20.0}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run's config fixes."""
+
+    max_staleness: int
+    groups_per_step: int
+    push_every: int
+    pull_every: int
+    num_generators: int
+    rollouts_in_flight: int
+    wait: bool
+
+
+@st.composite
+def plans(draw):
+    eta = draw(st.integers(0, 3))
+    return Plan(
+        max_staleness=eta,
+        groups_per_step=draw(st.integers(1, 3)),
+        push_every=draw(st.integers(1, eta + 1)),
+        pull_every=draw(st.integers(1, 3)),
+        num_generators=draw(st.integers(1, 2)),
+        rollouts_in_flight=draw(st.integers(1, 3)),
+        wait=draw(st.booleans()),
+    )
+
+
+def mixed(*values):
+    """A number that every bit of the values decides."""
+    return xxhash.xxh3_64_intdigest(json.dumps(values).encode())
+
+
+class Engine:
+    """Samples as a real one does: what enters before which step decides every token."""
+
+    def __init__(self, number, folder, replayed, pace):
+        replayed = replayed and str(replayed / "logs")
+        self.schedule = open_schedule(number, str(folder / "logs"), replayed, 20.0)
+        self.pace, self.loop = pace, asyncio.get_running_loop()
+        self.weights, self.version, self.running = 0, 0, {}
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def submit(self, name, payload):
+        future = self.loop.create_future()
+        self.schedule.put(name, (name, payload, future))
+        return future
+
+    def run(self):
+        step = 0
+        while True:
+            while command := self.schedule.take(step, idle=not self.running):
+                name, payload, future = command
+                if name == STOP:
+                    self.loop.call_soon_threadsafe(future.set_result, None)
+                    return
+                if payload is not None:
+                    self.version, self.weights = payload
+                    self.loop.call_soon_threadsafe(future.set_result, None)
+                else:
+                    self.running[name] = future, []
+            time.sleep(self.pace.random() * 3e-4)
+            step += 1
+            for name, (future, tokens) in list(self.running.items()):
+                # The step's mates are part of every token, as the width of a batch can be.
+                tokens.append((mixed(name, self.weights, sorted(self.running)) % 97, self.version))
+                straggles = mixed(name, "long") % 7 == 0
+                if len(tokens) >= (40 if straggles else 4 + mixed(name) % 8):
+                    del self.running[name]
+                    self.loop.call_soon_threadsafe(future.set_result, tokens)
+
+    async def close(self):
+        await self.submit(STOP, None)
+        self.thread.join()
+        self.schedule.close()
+
+
+class Generator:
+    def __init__(self, number, engine, lock):
+        self.name, self.engine, self.pulling = f"generator_{number}", engine, lock
+        self.version = self.rollouts_since_pull = 0
+
+
+class Run:
+    """The recipe's loops around the real ledger, buffer, receipts, turns and schedules."""
+
+    def __init__(self, plan, folder, seed, replayed=None):
+        self.plan, self.folder, self.replayed = plan, folder, replayed
+        self.random = random.Random(seed)
+        (folder / "logs").mkdir(parents=True)
+        contract = StalenessContract(plan.max_staleness, plan.groups_per_step)
+        prompts = (({"prompt_index": i}, 0) for i in range(10**6))
+        self.ledger = Ledger(contract, NUM_STEPS, prompts)
+        cfg = OmegaConf.create(
+            {
+                "output_dir": str(folder),
+                "replay_events": replayed and str(replayed),
+                "timeouts": TIMEOUTS,
+            }
+        )
+        self.turns = self.ledger.turns = open_turns(cfg, 0)
+        self.buffer = ReplayBuffer(
+            capacity=(plan.max_staleness + 1) * plan.groups_per_step,
+            contract=contract,
+            timeout_s=20,
+        )
+        self.receipts = Receipts(
+            folder / "receipts.jsonl",
+            self.ledger,
+            0,
+            max_staleness=plan.max_staleness,
+            groups_per_step=plan.groups_per_step,
+            group_size=GROUP_SIZE,
+            original=replayed and read_original(str(replayed)),
+        )
+        self.weights, self.served, self.server = 0, (0, 0), asyncio.Lock()
+        self.trained, self.spanning = [], 0
+
+    async def main(self):
+        pace = random.Random(self.random.random())
+        engines = [
+            Engine(number, self.folder, self.replayed, pace)
+            for number in range(self.plan.num_generators)
+        ]
+        self.generators = [Generator(i, e, self.turns.lock()) for i, e in enumerate(engines)]
+        try:
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self.training_loop())
+                for generator in self.generators:
+                    for _ in range(self.plan.rollouts_in_flight):
+                        loops.create_task(self.rollout_loop(generator))
+        finally:
+            for engine in engines:
+                await engine.close()
+        self.receipts.close()
+        self.outcome = self.turns.outcome()
+        self.turns.close()
+
+    async def work(self, turns=4):
+        for _ in range(self.random.randint(0, turns)):
+            await asyncio.sleep(self.random.choice([0, 0, 2e-4]))
+
+    async def rollout_loop(self, generator):
+        while entry := await self.ledger.admit(generator.name, 20):
+            await self.pull_if_due(generator, entry)
+            names = [f"group {entry.group_id} sample {i}" for i in range(GROUP_SIZE)]
+            group = [
+                self.trajectory(entry, await sampled)
+                for sampled in [generator.engine.submit(name, None) for name in names]
+            ]
+            await self.work()
+            summary = summarize(group)
+            self.spanning += summary.oldest_version != summary.newest_version
+            await self.ledger.generated(entry.group_id, summary.response_tokens)
+            if mixed(entry.group_id, "failed") % 11 == 0:
+                await self.ledger.dropped([entry.group_id], "failed")
+            elif mixed(group[0].response_ids.tolist()) % 7 == 0:
+                await self.ledger.dropped([entry.group_id], "filtered")
+            else:
+                await self.work()
+                await self.buffer.add(pack(group), summary)
+                await self.work()
+                await self.ledger.buffered(entry.group_id)
+
+    def trajectory(self, entry, tokens):
+        ids, versions = zip(*tokens, strict=True)
+        return Trajectory(
+            prompt_ids=np.array([entry.prompt_index]),
+            response_ids=np.array(ids),
+            response_mask=np.ones(len(ids), bool),
+            generator_logprobs=np.full(len(ids), -1, np.float32),
+            token_versions=np.array(versions, np.int32),
+            prompt_index=entry.prompt_index,
+            epoch=entry.epoch,
+            group_id=entry.group_id,
+            attempt=0,
+            temperature=1.0 + entry.target_step,
+            finish_reason="stop",
+        )
+
+    async def pull_if_due(self, generator, entry):
+        def due():
+            by_count = generator.rollouts_since_pull >= self.plan.pull_every
+            newer = generator.version < self.ledger.published_version
+            return (by_count and newer) or generator.version < entry.needed_version
+
+        if self.turns.replaying or due():
+            async with generator.pulling:
+                if self.turns.replaying or due():
+                    await self.pull(generator, f"group {entry.group_id}")
+        generator.rollouts_since_pull += 1
+        entry.start_version = generator.version
+
+    async def pull(self, generator, cause):
+        generator.rollouts_since_pull = 0
+        if await self.ledger.pulls(generator.name, generator.version, cause):
+            async with self.server:  # calls are answered in the order in which they were made
+                await self.work()
+                version, weights = self.served
+            await generator.engine.submit(f"weights {version}", (version, weights))
+            generator.version = version
+            self.receipts.acknowledged(generator.name, version, str(weights), str(weights))
+            await self.work()
+
+    async def push(self, version):
+        await self.work()
+        await self.turns.take("push", version=version)
+        async with self.server:
+            await self.work()
+            self.served = version, self.weights
+        await self.ledger.published(version)
+
+    async def evaluate(self, step):
+        """Holds each generator's weights until its answers are there, as the recipe does."""
+
+        async def share(generator):
+            async with generator.pulling:
+                await self.pull(generator, f"evaluation {step}")
+                names = [f"evaluation of prompt {i}" for i in range(2)]
+                for sampled in [generator.engine.submit(name, None) for name in names]:
+                    versions = {version for _, version in await sampled}
+                    assert len(versions) == 1, "the weights changed during an evaluation"
+
+        await asyncio.gather(*(share(generator) for generator in self.generators))
+
+    async def training_loop(self):
+        ledger = self.ledger
+        await self.evaluate(0)
+        while not ledger.finished:
+            taken = None
+            while not (taken and taken.groups):
+                if self.plan.wait:
+                    await ledger.until_none_is_doomed(20)
+                _, taken = await self.buffer.take(*ledger.next_batch(self.plan.groups_per_step))
+                stale = [group.group_id for group in taken.dropped]
+                await ledger.dropped(stale, "stale", reissue=True)
+            entries = await ledger.taken(group.group_id for group in taken.groups)
+            await self.work(8)
+            step, skipped = ledger.steps_done + 1, mixed(taken.batch_hash) % 8 == 0
+            version = ledger.policy_version + (not skipped)
+            if not skipped:
+                self.weights = mixed(self.weights, taken.batch_hash, step)
+            evaluating = step % 3 == 0
+            if version - ledger.published_version >= (1 if evaluating else self.plan.push_every):
+                await self.push(version)
+            await ledger.stepped(version)
+            self.trained.append([entry.group_id for entry in entries])
+            versions = {group.oldest_version: 1 for group in taken.groups}
+            self.receipts.step(step, version, versions, 1.0, taken.batch_hash)
+            if evaluating:
+                await self.evaluate(step)
+
+
+async def make_and_run(*args, **kwargs):
+    run = Run(*args, **kwargs)
+    await run.main()
+    return run
+
+
+def plain(events):
+    ordered = [e for e in events if e["event"] not in ("start", "load")]
+    return [{k: v for k, v in e.items() if k not in ("time", "number")} for e in ordered]
+
+
+@settings(max_examples=20, deadline=None)
+@given(plans(), st.integers(0, 2**32), st.integers(0, 2**32))
+def test_any_run_is_replayed_to_the_same_weights_at_any_pace(plan, seed, other_seed):
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / part for part in ("original", "replay")]
+        first = asyncio.run(make_and_run(plan, folders[0], seed))
+        second = asyncio.run(make_and_run(plan, folders[1], other_seed, folders[0]))
+        logs = [plain(read_events(folder)) for folder in folders]
+        hashes = [read_original(str(folder)).batch_hashes for folder in folders]
+    assert first.outcome == "" and second.outcome.endswith("events in the recorded order")
+    assert logs[0] == logs[1]
+    assert len(hashes[0]) == NUM_STEPS and hashes[0] == hashes[1]
+    assert first.trained == second.trained
+    assert first.weights == second.weights
+    for what, seen in (
+        ("a group spans two versions", first.spanning),
+        ("a stale group", first.ledger.dropped_groups["stale"]),
+        ("a filtered group", first.ledger.dropped_groups["filtered"]),
+    ):
+        if seen:
+            event(what)
+
+
+def test_the_pace_alone_does_make_another_run():
+    """So the test above compares what could differ."""
+    plan = Plan(3, 2, 1, 1, 2, 3, False)
+    with tempfile.TemporaryDirectory() as name:
+        runs = [asyncio.run(make_and_run(plan, Path(name) / str(seed), seed)) for seed in range(3)]
+    assert len({run.weights for run in runs}) > 1
+    assert any(run.spanning for run in runs)
+
+
+def test_a_replays_own_log_is_a_run_to_replay(tmp_path):
+    plan = Plan(3, 2, 1, 1, 2, 3, True)
+    weights, replayed = set(), None
+    for number in range(3):
+        folder = tmp_path / str(number)
+        weights.add(asyncio.run(make_and_run(plan, folder, number, replayed)).weights)
+        replayed = folder
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "error"),
+    [
+        ("receipts.jsonl", lambda r: r.update(batch_hash="0"), "diverged in step 3: its batch"),
+        (
+            "logs/events.jsonl",
+            lambda r: r["groups"].append(999),
+            r"stands still: for 0\.5 s .* sample \(step 3, groups \[.*, 999\]\)",
+        ),
+    ],
+)
+def test_a_divergence_is_told_with_its_step_or_event(tmp_path, file, change, error, monkeypatch):
+    monkeypatch.setitem(TIMEOUTS, "rollout_s", 1.0)
+    plan = Plan(1, 2, 1, 1, 1, 2, False)
+    asyncio.run(make_and_run(plan, tmp_path / "original", 1))
+    path = tmp_path / "original" / file
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    (third,) = (r for r in records if r.get("step") == 3 and r.keys() & {"batch_hash", "groups"})
+    change(third)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    async def replay():
+        run = Run(plan, tmp_path / "replay", 2, tmp_path / "original")
+        run.buffer._timeout_s = 1.0
+        await run.main()
+
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(replay())
+    found = [e for e in failed.value.exceptions if isinstance(e, ReplayError | TimeoutError)]
+    assert found and all(re.search(error, str(each)) for each in found), found
+
+
+# ---- what can be replayed -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def values(tmp_path):
+    """A checked config that names a finished run."""
+    base, run = tmp_path / "base", tmp_path / "finished"
+    config = {
+        "output_dir": str(run),
+        "base_model_path": str(base),
+        "device": "cpu",
+        "resume_from_checkpoint": False,
+        "tokenizer": {"path": f"{base}/vocab.json"},
+        "checkpointer": {"output_dir": str(run)},
+        "num_generators": 1,
+        "max_staleness": 2,
+        "log_level": "WARNING",
+        "replay_events": None,
+    }
+    (run / "logs").mkdir(parents=True)
+    OmegaConf.save(config, run / "config.yaml")
+    (run / "logs" / "schedule_generator_0.jsonl").touch()
+    start = {"event": "start", "attempt": 0, "cpus": 5, "format": FORMAT}
+    write(run / "logs" / "events.jsonl", start)
+    write(run / "receipts.jsonl", {"record": "end", "attempt": 0, "finished": True})
+    new = str(tmp_path / "new")
+    elsewhere = {"output_dir": new, "checkpointer": {"output_dir": new}, "replay_events": str(run)}
+    return config | elsewhere
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def refusal(values):
+    with pytest.raises(ValueError) as refused:
+        check_replay(values)
+    assert "; allowed: " in str(refused.value) and "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_finished_run_can_be_replayed_by_its_folder_or_its_log_and_with_other_cpus(values):
+    check_replay(values)
+    assert available_cpus(values["replay_events"]) == 5
+    values["replay_events"] += "/logs/events.jsonl"
+    check_replay(values)
+    assert available_cpus(values["replay_events"]) == 5
+    values["log_level"] = "ERROR"
+    check_replay(values)
+
+
+def test_the_base_model_may_lie_elsewhere(values):
+    values["base_model_path"] = "/elsewhere"
+    assert refusal(values).startswith("tokenizer.path: ")
+    values["tokenizer"] = {"path": "/elsewhere/vocab.json"}
+    check_replay(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("device", "cuda"), ("resume_from_checkpoint", True), ("max_staleness", 1)]
+)
+def test_a_key_that_matters_is_named(values, key, value):
+    values[key] = value
+    assert refusal(values).startswith(f"{key}: ")
+
+
+def test_the_folder_of_the_run_to_replay_is_not_moved_aside(values):
+    values["output_dir"] = values["replay_events"]
+    assert refusal(values).startswith("output_dir: ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "receipts.jsonl", "logs/events.jsonl", "logs/schedule_generator_0.jsonl"],
+)
+def test_a_run_that_lacks_a_file_is_refused(values, name):
+    (Path(values["replay_events"]) / name).unlink()
+    assert refusal(values).startswith("replay_events: ") and name in refusal(values)
+
+
+@pytest.mark.parametrize("finished", [False, None])
+def test_a_run_that_did_not_finish_is_refused(values, finished):
+    path = Path(values["replay_events"]) / "receipts.jsonl"
+    write(path, {"record": "end", "attempt": 0, "finished": False})
+    if finished is None:  # killed in the middle of a line
+        path.write_text('{"record": "step", "atte')
+    assert "did not finish" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"event": "rollback", "attempt": 0}, "had a rollback"),
+        ({"event": "start", "attempt": 1}, "had a resume"),
+        (
+            {"event": "restart", "attempt": 0, "role": "generator_0", "given_up": True},
+            "gave generator_0 up",
+        ),
+    ],
+)
+def test_a_run_that_lost_something_on_its_way_is_refused(values, line, what):
+    path = Path(values["replay_events"]) / "logs" / "events.jsonl"
+    write(path, *(json.loads(each) for each in path.open()), line)
+    assert what in refusal(values)
+
+
+def test_a_run_with_restarts_can_be_replayed_one_of_another_version_not(values):
+    path = Path(values["replay_events"]) / "logs" / "events.jsonl"
+    (start,) = (json.loads(each) for each in path.open())
+    restart = {"event": "restart", "attempt": 0, "role": "generator_0", "given_up": False}
+    write(path, start, restart)
+    check_replay(values)
+    write(path, start | {"format": 1})
+    assert f"format {FORMAT}" in refusal(values)

@@ -1,0 +1,158 @@
+"""What entered an engine before which step is written down, and a replay keeps to it."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.errors import ReplayError
+from grpo_components.replay.schedule import STOP, Schedule, open_schedule, schedule_file
+
+
+def entered(schedule, steps):
+    """What enters before each step of an engine that is never idle, and nothing after it."""
+    taken = []
+    for step in steps:
+        while (command := schedule.take(step, idle=False)) is not None:
+            taken.append((step, command))
+    return taken
+
+
+def test_a_new_run_takes_what_has_come_and_writes_it_down(tmp_path):
+    schedule = open_schedule(1, str(tmp_path), None, 0.0)
+    schedule.put("group 3 sample 0", "a")
+    schedule.put("weights 2", "b")
+    assert entered(schedule, [0, 1]) == [(0, "a"), (0, "b")]
+    schedule.put("group 3 sample 1", "c")
+    assert entered(schedule, [2]) == [(2, "c")]
+    schedule.put(STOP, "end")
+    assert schedule.take(3, idle=True) == "end"
+    schedule.close()
+    life, *lines = [json.loads(line) for line in schedule_file(tmp_path, 1).open()]
+    assert life == {"life": 0}
+    assert [(line["step"], line["entered"]) for line in lines] == [
+        (0, ["group 3 sample 0", "weights 2"]),
+        (2, ["group 3 sample 1"]),
+    ]
+
+
+def test_weights_of_an_idle_engine_are_written_before_it_waits(tmp_path):
+    schedule = open_schedule(0, str(tmp_path), None, 0.0)
+    schedule.put("weights 1", "w")
+    assert schedule.take(0, idle=True) == "w"
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(schedule.take, 0, True)
+        while "weights 1" not in schedule_file(tmp_path, 0).read_text():
+            threading.Event().wait(0.001)
+        schedule.put("group 0 sample 0", "g")
+        assert waiting.result(10) == "g"
+
+
+@given(st.data())
+def test_whatever_order_commands_come_in_they_enter_in_the_recorded_one(data):
+    names = [f"group {i // 2} sample {i % 2}" for i in range(6)] + ["weights 1", "weights 1"]
+    order = data.draw(st.permutations(names))
+    steps = sorted(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
+    recorded = list(zip(steps, order, strict=True))
+    schedule = Schedule(None, recorded, timeout_s=10.0)
+    coming = data.draw(st.permutations(names))
+
+    def put_all():
+        for name in coming:
+            schedule.put(name, name)
+
+    thread = threading.Thread(target=put_all)
+    thread.start()
+    assert entered(schedule, range(5)) == recorded
+    thread.join()
+
+
+def test_of_several_commands_with_one_name_the_first_is_taken_first():
+    schedule = Schedule(None, [(0, "group 0 sample 0"), (1, "group 0 sample 0")], timeout_s=1.0)
+    schedule.put("group 0 sample 0", "first turn")
+    schedule.put("group 0 sample 0", "second turn")
+    assert entered(schedule, [0, 1]) == [(0, "first turn"), (1, "second turn")]
+
+
+def test_a_command_that_does_not_come_ends_the_wait_with_what_is_there_instead():
+    schedule = Schedule(None, [(4, "weights 3"), (4, "group 0 sample 0")], timeout_s=0.01)
+    schedule.put("group 0 sample 0", "g")
+    assert schedule.take(3, idle=False) is None
+    with pytest.raises(ReplayError) as error:
+        schedule.take(4, idle=False)
+    assert str(error.value) == (
+        "the engine waited 0.01 s for weights 3 before its step 4; there is group 0 sample 0"
+    )
+
+
+def test_a_command_that_the_recorded_run_never_had_is_refused_at_once():
+    schedule = Schedule(None, [(0, "weights 3")], timeout_s=10.0)
+    schedule.put("weights 3", "w")
+    for name in ("weights 4", "weights 3"):
+        with pytest.raises(ReplayError, match=f"had no {name} here"):
+            schedule.put(name, "w")
+
+
+def test_an_engine_that_runs_dry_where_the_recorded_one_went_on_has_diverged():
+    schedule = Schedule(None, [(9, "group 5 sample 0")], timeout_s=10.0)
+    with pytest.raises(ReplayError, match=r"dry before its step 7; .* group 5 sample 0 .* step 9"):
+        schedule.take(7, idle=True)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("recorded", [[], [(0, "weights 1")], [(5, "weights 1")]])
+def test_an_engine_can_be_stopped_in_the_middle_of_a_replay(recorded, idle):
+    schedule = Schedule(None, recorded, timeout_s=10.0)
+    schedule.put(STOP, "end")
+    assert schedule.take(0, idle) == "end"
+
+
+def test_each_life_of_a_killed_generator_keeps_its_own_schedule(tmp_path):
+    """One that ended before its engine was built has none; a torn line is of no life."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for life, names in ((0, ["a", "b"]), (2, ["b", "c"])):
+        schedule = open_schedule(0, str(first), None, 0.0, life)
+        for name in names:
+            schedule.put(name, name)
+        assert entered(schedule, [0]) == [(0, name) for name in names]
+        schedule.close()
+        if life == 0:
+            with schedule_file(first, 0).open("a") as file:
+                file.write('{"step": 1, "ent')
+
+    def replayed(life, folder=None):
+        return open_schedule(0, folder and str(folder), str(first), 0.5, life)
+
+    for life, names in ((0, ["a", "b"]), (1, []), (2, ["b", "c"])):
+        schedule = replayed(life, second)
+        for name in ["c", "b", "a"]:
+            if life < 2 or name != "a":
+                schedule.put(name, name)  # a killed one may get more than the recorded one took
+        assert entered(schedule, [0, 1]) == [(0, name) for name in names]
+        schedule.close()
+    with pytest.raises(ReplayError, match="had no a here"):
+        replayed(2).put("a", "a")
+    kept = [json.loads(line) for line in schedule_file(second, 0).open()]
+    assert [line["life"] for line in kept if "life" in line] == [0, 1, 2]
+
+
+def test_a_killed_engine_waits_or_goes_on_after_its_last_command():
+    schedule = Schedule(None, [(0, "a")], timeout_s=0.01, killed=True)
+    schedule.put("a", "a")
+    assert entered(schedule, range(5)) == [(0, "a")]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(schedule.take, 5, True)
+        schedule.put("b", "b")
+        schedule.put(STOP, "end")
+        assert waiting.result(10) == "end"
+
+
+def test_what_was_never_taken_is_given_back():
+    schedule = Schedule(None, [(0, "weights 1"), (1, "weights 2")], timeout_s=1.0)
+    schedule.put("weights 2", "b")
+    schedule.put("weights 1", "a")
+    assert schedule.take(0, idle=False) == "a"
+    assert schedule.drain() == ["b"] and schedule.drain() == []

@@ -1,0 +1,403 @@
+"""Programs that a model might write: what they may do, and that they can do nothing else."""
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
+
+REPOSITORY = Path(__file__).parents[3]
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return CodeSandbox(Limits(cpu_s=1, wall_s=20, memory_mib=256, file_mib=1, threads=4))
+
+
+@pytest.fixture
+def nothing_left():
+    """Each test must leave no process behind."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    _, alive = psutil.wait_procs(
+        set(psutil.Process().children(recursive=True)) - before, timeout=WAIT_S
+    )
+    assert not alive
+
+
+def run(sandbox, program, stdin=""):
+    return sandbox.run(textwrap.dedent(program), stdin)
+
+
+def test_a_program_reads_writes_and_has_the_standard_library(sandbox):
+    outcome = run(
+        sandbox,
+        """
+        import collections, decimal, fractions, heapq, json, math, re, sys, tempfile, threading
+        with tempfile.TemporaryFile() as file:
+            file.write(b"kept")
+        thread = threading.Thread(target=print, args=(input()[::-1],))
+        thread.start()
+        thread.join()
+        print("told", file=sys.stderr)
+        sys.exit(3)
+        """,
+        stdin="olleh\n",
+    )
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (3, "hello\n", "told\n")
+    assert not outcome.timed_out
+
+
+def test_runs_are_alike_and_keep_nothing_of_each_other(sandbox):
+    program = """
+        import os
+        print(os.listdir("/tmp"), {"some", "words", "in", "a", "set"})
+        open("/tmp/left", "w").close()
+        """
+    outcomes = [run(sandbox, program) for _ in range(2)]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0].stdout.startswith("[] {")
+
+
+def test_nothing_of_the_user_the_project_or_the_machine_is_there(sandbox, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "told")
+    secret = tmp_path / "secret"
+    secret.write_text("told")
+    places = [secret, Path.home() / ".bashrc", REPOSITORY, __file__, os.getcwd(), "/etc/passwd"]
+    places += ["/proc/self/environ", "/proc/1/environ", "/proc", "/sys", "/var", "/run", "/home"]
+    places += ["/bin/sh", "/usr/bin", "/dev/shm", "/dev/tty", "/dev/sda", "/main.py/.."]
+    outcome = run(
+        sandbox,
+        f"""
+        import os, sys, importlib.util
+        assert os.uname().nodename == "sandbox"
+        assert set(os.environ) <= {{"HOME", "LANG", "PYTHONHASHSEED", "LC_CTYPE"}}, os.environ
+        print(*[p for p in {[str(place) for place in places]} if os.path.exists(p)])
+        names = ("grpo_components", "numpy", "torch", "pip")
+        print(*[name for name in names if importlib.util.find_spec(name)])
+        print([fd for fd in range(3, 200) if os.path.exists(f"/dev/fd/{{fd}}")])
+        for fd in range(3, 200):
+            try:
+                os.fstat(fd)
+            except OSError:
+                continue
+            print("open:", fd)
+        """,
+    )
+    assert outcome.stderr == ""
+    assert outcome.stdout.split() == ["[]"]
+
+
+ESCAPES = {
+    "fork": "while True: os.fork()",
+    "processes": "__import__('subprocess').run(['/usr/bin/true'])",
+    "spawn": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
+    "clone": "raw(56, 17, 0, 0, 0, 0)",
+    "clone3": "raw(435, ctypes.create_string_buffer(88), 88)",
+    "vfork": "raw(58)",
+    "user namespace": "libc_call('unshare', 0x10000000)",
+    "mount": "libc_call('mount', b'none', b'/tmp', b'tmpfs', 0, None)",
+    "chroot": "os.chroot('/tmp')",
+    "become root": "os.setresuid(0, 0, 0)",
+    "socket": "__import__('socket').socket()",
+    "unix socket": "__import__('socket').socket(1)",
+    "trace": "libc_call('ptrace', 16, 1, 0, 0)",
+    "other's memory": "raw(310, 1, 0, 0, 0, 0, 0)",
+    "uncounted memory": "os.memfd_create('x')",
+    "shared memory": "libc_call('shmget', 0, 1 << 20, 0o1600)",
+    "io_uring": "raw(425, 8, ctypes.create_string_buffer(120))",
+    "message with descriptors": "pair()[0].sendmsg([b'x'], [(1, 1, b'\\0' * 4)])",
+    "messages": "raw(307, pair()[0].fileno(), None, 0, 0)",
+    "receive a message": "pair()[0].recvmsg(1)",
+    "receive messages": "raw(299, pair()[0].fileno(), None, 0, 64, None)",
+    "other's descriptor": "raw(438, 0, 0, 0)",
+    "handle of a process": "os.pidfd_open(1)",
+    "signal by handle": "raw(424, 0, 0, None, 0)",
+    "write other's memory": "raw(311, 1, 0, 0, 0, 0, 0)",
+    "advise other's memory": "raw(440, 0, None, 0, 0, 0)",
+    "asynchronous I/O": "raw(206, 1, ctypes.byref(ctypes.c_long()))",
+    "give pages to a pipe": "raw(278, os.pipe()[1], None, 0, 0)",
+    "system call of tomorrow": "raw(500)",
+    # To what it is already: where this gets through, the machine is none the worse.
+    "mode of a device": "os.chmod('/dev/null', 0o666)",
+    "remove a device": "os.remove('/dev/urandom')",
+    "kernel keys": "raw(248, b'user', b'x', b'y', 1, -3)",
+    "write its source": "open('/main.py', 'w')",
+    "write beside it": "open('/new', 'w')",
+    "write the library": "open(os.__file__, 'w')",
+    "full disk": "[open(f'/tmp/{i}', 'wb').write(bytes(2**18)) for i in range(8)]",
+    "big file": "open('/tmp/x', 'wb').write(bytes(2**21))",
+    "many files": "[open(f'/tmp/{i}', 'w').close() for i in range(5000)]",
+    "many open": "open_files = [open('/main.py') for _ in range(100)]",
+    "raise limits": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "memory": "bytearray(2**30)",
+    "slow memory": "data = []\nwhile True: data.append(bytearray(2**20))",
+    "threads": "for _ in range(9): threading.Thread(target=threading.Event().wait, args=(9,), "
+    "daemon=True).start()",
+    "flood": "while True: sys.stdout.write('x' * 10_000)",
+    "flood of errors": "while True: sys.stderr.write('x' * 10_000)",
+    "recursion": "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "abort": "os.abort()",
+    "kill itself": "os.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_what_is_forbidden_fails(sandbox, nothing_left, name):
+    attempt = f"""
+import ctypes, os, resource, sys, threading
+def checked(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+def libc_call(name, *args):
+    checked(getattr(ctypes.CDLL(None, use_errno=True), name)(*args))
+def raw(*args):
+    checked(ctypes.CDLL(None, use_errno=True).syscall(*args))
+def pair():
+    return __import__('socket').socketpair()
+{ESCAPES[name]}
+"""
+    outcome = sandbox.run(attempt)
+    assert outcome.status != 0
+    reasons = ("[Errno ", "MemoryError", "start new thread", "maximum limit")
+    assert outcome.status >= 120 or any(reason in outcome.stderr for reason in reasons), outcome
+    assert len(outcome.stdout) <= 2**20 and len(outcome.stderr) <= 2**20
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import threading\nfor _ in range(2): threading.Thread(target=lambda: sum(iter(int, 1)))"
+        ".start()",
+        "import os, signal\nfor n in range(1, 65):\n  try: signal.signal(n, signal.SIG_IGN)\n"
+        "  except (OSError, ValueError): pass\nos.close(0); os.close(1); os.close(2)\n"
+        "while True: pass",
+    ],
+)
+def test_endless_work_ends(sandbox, nothing_left, program):
+    assert sandbox.run(program).status >= 128
+
+
+def test_a_program_that_ignores_its_cpu_limit_has_timed_out(sandbox, nothing_left):
+    outcome = sandbox.run(
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    )
+    assert outcome.timed_out
+    assert not sandbox.run("import os\nos.kill(os.getpid(), 9)").timed_out
+
+
+def test_endless_waiting_ends(nothing_left):
+    patient = CodeSandbox(Limits(wall_s=1))
+    outcome = patient.run("import os, time\nos.setsid()\nwhile True: time.sleep(1)")
+    assert outcome.timed_out and outcome.status == 128 + 9
+    assert patient.run("print(1)").stdout == "1\n"
+
+
+def test_no_signal_leaves_the_sandbox(sandbox, nothing_left):
+    outcome = run(
+        sandbox,
+        f"""
+        import os, signal
+        for pid in (1, os.getppid(), {os.getpid()}, {os.getppid()}, -1, -{os.getpgid(0)}):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP, 9):
+                try:
+                    os.kill(pid, number)
+                except OSError:
+                    pass
+        print("still here")
+        """,
+    )
+    # Process 1 of its own namespace takes no signal, and beyond that there is nobody.
+    assert (outcome.status, outcome.stdout) == (0, "still here\n")
+
+
+def test_no_packet_leaves_the_sandbox(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        port = server.getsockname()[1]
+        outcome = run(
+            sandbox,
+            f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)",
+        )
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert "PermissionError" in outcome.stderr
+
+
+def is_sandbox(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(part.endswith("contain.py") for part in process.cmdline())
+    return False
+
+
+def test_many_threads_run_at_most_as_many_programs_as_they_may():
+    pair = CodeSandbox(Limits(wall_s=30), max_programs=2)
+
+    def most_at_once(number):
+        outcome = pair.run(f"print({number} + 1)")
+        sandboxes = sum(map(is_sandbox, psutil.Process().children()))
+        return outcome.stdout == f"{number + 1}\n", sandboxes
+
+    with ThreadPoolExecutor(6) as threads:
+        right, counts = zip(*threads.map(most_at_once, range(8)), strict=True)
+    assert all(right)
+    assert max(counts) <= 2
+
+
+def in_new_user_namespace(script: str, first: str = "true") -> subprocess.CompletedProcess:
+    """Run Python as a user without privileges on the machine, whoever runs the tests."""
+    command = f"{first} && exec {sys.executable} -c {shlex.quote(script)}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+
+
+USE = (
+    "from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox\n"
+    'print(CodeSandbox().run("import os; print(os.getuid(), os.listdir(chr(47) + str()))").stdout)'
+)
+
+
+def test_an_ordinary_user_can_contain_programs():
+    done = in_new_user_namespace(USE)
+    assert done.stdout.startswith("65534 ["), done.stderr
+
+
+SIGNALS = """
+import os, signal
+targets = [(os.kill, 0), (os.kill, -1), (os.kill, 1), (os.kill, os.getppid()), (os.killpg, 0)]
+targets += [(os.killpg, os.getpgid(os.getppid())), (os.killpg, os.getsid(0))]
+for send, target in targets:
+    try:
+        send(target, NUMBER)
+    except (OSError, ValueError):
+        pass
+"""
+RUN = """
+import sys
+from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
+outcome = CodeSandbox(Limits(wall_s=2)).run(sys.stdin.read())
+print(outcome.status, outcome.timed_out)
+"""
+
+
+def run_as(user: str, script: str, program: str) -> str:
+    """What a script prints that reads a program, in one of the sandbox's two modes."""
+    start = [sys.executable, "-c", script]
+    done = subprocess.run(
+        start if user == "root" else ["unshare", "--user", "--map-root-user", *start],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("user", ["root", "ordinary"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_program_stops_or_ends_nobody_but_itself(user, number):
+    """Its supervisor, stopped, would not end it at its time: a score that never comes."""
+    told = run_as(user, RUN, SIGNALS.replace("NUMBER", str(int(number))))
+    # Stopped, it waits until its time is over; killed, it ends at once.
+    assert told == f"137 {number == signal.SIGSTOP}\n"
+
+
+@pytest.mark.parametrize("user", ["root", "ordinary"])
+def test_a_device_stays_as_the_machine_has_it(user):
+    # All changes are to what it is already: where one gets through, the machine is none the worse.
+    program = """
+import os
+for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
+    was = os.stat(path)
+    mode, times = was.st_mode & 0o7777, (was.st_atime_ns, was.st_mtime_ns)
+    for change in (lambda: os.chmod(path, mode), lambda: os.utime(path, ns=times),
+                   lambda: os.chown(path, -1, -1),
+                   lambda: os.fchmod(os.open(path, os.O_WRONLY), mode)):
+        try:
+            change()
+        except OSError:
+            continue
+        print("changed", path)
+with open("/dev/null", "w") as null:
+    null.write("x")
+with open("/dev/zero", "rb") as zero:
+    assert zero.read(2) == bytes(2)
+assert len(os.urandom(8)) == 8
+"""
+    told = run_as(user, RUN.replace("outcome.timed_out", "outcome.stdout, outcome.stderr"), program)
+    assert told.split() == ["0"]
+
+
+def test_a_machine_that_cannot_contain_programs_is_refused_and_runs_none():
+    done = in_new_user_namespace(USE, first="echo 0 > /proc/sys/user/max_user_namespaces")
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: code sandbox: this machine cannot contain programs, ")
+    assert "unshare" in last and "docs/rewards.md" in last
+
+
+def test_a_sandbox_dies_with_the_process_that_asked_for_it():
+    script = (
+        "from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits\n"
+        "sandbox = CodeSandbox(Limits(wall_s=600))\n"
+        "print('ready', flush=True)\n"
+        "sandbox.run('import time; time.sleep(600)')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout and owner.stdout.readline() == "ready\n"
+    below = []
+    while len(below) < 3:  # the sandbox's two processes and the program
+        below = psutil.Process(owner.pid).children(recursive=True)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(below, timeout=WAIT_S)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [
+        ({"cpu_s": 0}, "cpu_s"),
+        ({"cpu_s": 1.5}, "cpu_s"),
+        ({"memory_mib": 64}, "memory_mib"),
+        ({"wall_s": 0}, "wall_s"),
+        ({"wall_s": float("inf")}, "wall_s"),
+        ({"wall_s": "8"}, "wall_s"),
+        ({"wall_s": None}, "wall_s"),
+        ({"wall_s": True}, "wall_s"),
+        ({"memory_mib": 10**15}, "memory_mib"),
+        ({"threads": 0}, "threads"),
+    ],
+)
+def test_a_limit_that_limits_nothing_is_refused(limits, key):
+    with pytest.raises(ValueError, match=rf"{key}: .* given; allowed"):
+        Limits(**limits)
+
+
+@pytest.mark.parametrize("max_programs", [0, -1, 1.5, "2"])
+def test_a_sandbox_that_could_run_nothing_is_refused(max_programs):
+    with pytest.raises(ValueError, match=r"max_programs: .* given; allowed: a whole number >= 1"):
+        CodeSandbox(max_programs=max_programs)

@@ -1,0 +1,520 @@
+"""Which programs earn the reward for code: those that do what was asked, and no others."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_components.rewards.code_tests import CodeTests
+from grpo_components.rewards.pool import RewardPool, RewardSpec
+from grpo_components.rewards.sandbox.inside.asserts import Remote, decode, encode
+
+SQUARE = ["assert square(3) == 9", "assert square(-4) == 16"]
+SQUARES = [{"input": "3\n", "output": "9\n"}, {"input": "-4", "output": "16"}]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    return CodeTests(cpu_s=1, wall_s=30.0, memory_mib=256)
+
+
+def scored(reward, response, **tests):
+    answer = json.dumps(tests)
+    return reward(prompt_text="?", response_text=response, answer=answer, finish_reason="stop")
+
+
+def fenced(program):
+    return f"I think of it like this.\n```python\n{program}\n```\nThat is all."
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("def square(x): return x * x", SQUARE),
+        ("print('loading')\ndef square(x):\n    print(x)\n    return x ** 2", SQUARE),
+        ("def square(x): return x * x\nif __name__ == '__main__': input()", SQUARE),
+        ("def up_to(n): yield from range(n)", ["assert list(up_to(3)) == [0, 1, 2]"]),
+        ("def far(): return float('inf')", ["import math", "assert math.isinf(far())"]),
+        (
+            "def same(*a, **k): return a, k",
+            ["assert same(1, {2}, k=b'3') == ((1, {2}), {'k': b'3'})"],
+        ),
+        ("def none(): pass", ["assert none() is None", "assert not none()"]),
+        ("def big(): return 7 ** 10_000", ["assert big() == 7 ** 10_000"]),
+        (
+            "class Stack:\n  def __init__(self): self.items = []\n"
+            "  def push(self, item):\n    self.items.append(item)\n    return self\n"
+            "  def pop(self): return self.items.pop()",
+            ["stack = Stack().push(1)", "stack.push((2, [3]))", "assert stack.pop() == (2, [3])"],
+        ),
+        (
+            "def count():\n  n = 0\n  while True:\n    yield n\n    n += 1",
+            [
+                "from itertools import islice",
+                "numbers = count()",
+                "assert next(numbers) == 0",
+                "assert list(islice(numbers, 3)) == [1, 2, 3]",
+                "assert [a for a, _ in zip(count(), range(2))] == [0, 1]",
+            ],
+        ),
+        (
+            "class Shelf:\n  def __init__(self): self.kept = {}\n"
+            "  def __setitem__(self, key, value): self.kept[key] = value\n"
+            "  def __getitem__(self, key): return self.kept[key]\n"
+            "  def __len__(self): return len(self.kept)\n"
+            "  def __str__(self): return f'Shelf of {len(self)}'\n"
+            "  def __repr__(self): return 'Shelf()'",
+            [
+                "shelf = Shelf()",
+                "shelf[2] = [3]",
+                "assert shelf[2] == [3] and len(shelf) == 1",
+                "assert str(shelf) == 'Shelf of 1' and repr(shelf) == 'Shelf()'",
+            ],
+        ),
+        (
+            "class TooSmall(ValueError): pass\ndef root(x):\n  if x < 0: raise TooSmall('no')\n"
+            "  return 1 / 0",
+            [
+                "try:\n  root(-1)\n  assert False\nexcept ValueError as e: assert str(e) == 'no'",
+                "import unittest",
+                "with unittest.TestCase().assertRaises(ZeroDivisionError):\n    root(1)",
+            ],
+        ),
+        (
+            "def bad(): return b'\\xff'.decode()",
+            ["try:\n    bad()\n    assert False\nexcept UnicodeDecodeError:\n    pass"],
+        ),
+        (
+            "def twice(x): return 2 * x",
+            ["def check(candidate):\n    assert candidate(2) == 4\n", "check(twice)"],
+        ),
+    ],
+)
+def test_a_program_for_which_all_asserts_hold_is_worth_one(reward, program, asserts):
+    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+
+
+EQUALS_ALL = """
+class Equal(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    __hash__ = int.__hash__
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def square(x): return x + 6",
+        "def square(x): return 9",
+        "def square(x): raise ValueError",
+        "def cube(x): return x ** 3",
+        "def square(x) return x",
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "raise SystemExit(0)",
+        "import os\ndef square(x): os._exit(0)",
+        "def square(x): raise SystemExit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): raise KeyboardInterrupt",
+        EQUALS_ALL + "def square(x): return Equal(5)",
+        EQUALS_ALL.replace("(int)", "").replace("int.", "object.")
+        + "def square(x): return Equal()",
+        "import builtins\nbuiltins.AssertionError = builtins.Exception = None\n"
+        "builtins.int = builtins.print = lambda *_: 9\ndef square(x): return 1",
+        "import json\njson.loads = json.dumps = lambda *_, **__: 'true'\ndef square(x): return 9",
+        "import sys\nmain = sys.modules['__main__']\nmain.decode = main.encode = lambda *_: 9\n"
+        "def square(x): return 1",
+        "import os\nfor fd in range(3, 9):\n  try: os.write(fd, b'[9, null]\\n[0, null]\\n')\n"
+        "  except OSError: pass\ndef square(x): return 9",
+        "import os\n[os.close(fd) for fd in range(5)]\ndef square(x): return x * x",
+        "import os, signal\nos.kill(1, 9)\nos.kill(-1, 9)\nos.kill(os.getpid(), 9)",
+        "def square(x):\n    while True: pass",
+        "def square(x): return [x] * 10 ** 9",
+        "def square(x):\n  deep = []\n  for _ in range(10 ** 5): deep = [deep]\n  return deep",
+    ],
+)
+def test_no_trick_makes_an_assert_hold(reward, program):
+    assert scored(reward, fenced(program), asserts=SQUARE) == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "raise ValueError('here')",
+        "import os\nos._exit = print\nraise ValueError",
+        "import os\ndef root(x): os._exit(0)",
+        "def root(x): raise SystemExit(0)",
+        "def cube(x): return x ** 3",
+        "def root(x) return x",
+        "import os\ndef root(x):\n  for fd in range(9):\n    try: os.write(fd, b'junk\\n')\n"
+        "    except OSError: pass",
+    ],
+)
+def test_a_program_that_ends_has_not_raised_what_is_expected(reward, program):
+    expected = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
+    assert scored(reward, fenced(program), asserts=[expected]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "test", ["assert all(map(square, [1, 2]))", "for _ in map(square, [1]): 0"]
+)
+def test_a_program_cannot_end_a_loop_of_the_asserts(reward, test):
+    program = "def square(x): raise StopIteration"
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0
+
+
+AREA = ["assert math.isclose(area(1), 3.14159, rel_tol=1e-3)"]
+COUNTS = ["assert Counter(letters('aba')) == Counter({'a': 2, 'b': 1})"]
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("import math\ndef area(r): return math.pi * r * r", AREA),
+        ("def area(r): return 3.141592 * r * r", AREA),
+        ("def letters(text): return list(text)", COUNTS),
+        ("def gcd(a, b): return gcd(b, a % b) if b else a", ["assert gcd(12, 18) == 6"]),
+        ("def sum(a, b): return a - b", ["assert sum(5, 3) == 2"]),
+        (
+            "class Counter:\n  def __init__(self): self.total = 0\n"
+            "  def add(self, n): self.total += n",
+            ["c = Counter()", "c.add(2)", "assert c.total == 2"],
+        ),
+        (
+            "class datetime:\n  pass\ndef year(): return 2024",
+            ["assert datetime.now().year > year()"],
+        ),
+        ("def half(): return 0.5", ["assert half() == Fraction(1, 2) == Decimal('0.5')"]),
+        (
+            "from decimal import Decimal\nfrom collections import deque\n"
+            "def price(): return Decimal('1.10')\ndef line(): return deque([1, 2])",
+            ["assert price() == Decimal('1.1')", "assert line() == deque([1, 2])"],
+        ),
+        ("LIMIT = 3\ndef under(x): return x < LIMIT", ["assert under(LIMIT - 1)"]),
+        (
+            "class Node:\n  def __init__(self, n): self.n, self.left = n, None\n"
+            "def depth(node): return 1 + depth(node.left) if node else 0",
+            ["root = Node(1)", "root.left = Node(2)", "assert depth(root) == 2"],
+        ),
+        (
+            "def up_to(n):\n  'Counts.'\n  yield from range(n)",
+            [
+                "assert isinstance(up_to(2), Iterator) and isinstance(up_to(2), Generator)",
+                "assert isinstance(up_to, Callable) and callable(up_to)",
+                "assert not isinstance(up_to, Iterable) and not callable(up_to(2))",
+                "assert up_to.__doc__ == 'Counts.' and up_to.__name__ == 'up_to'",
+            ],
+        ),
+        ("def isqrt_of(n): return int(n ** 0.5)", ["from math import *", "assert isqrt_of(9) == 3",
+         "assert cbrt(8) > 1"]),
+    ],
+)  # fmt: skip
+def test_names_that_asserts_do_not_import_are_pythons_or_what_is_tested(reward, program, asserts):
+    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+
+
+LIAR = """
+class Liar:
+    __class__ = property(lambda self: int)
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    def __len__(self): return 1
+    def __iter__(self): return iter([Liar()])
+    def __getattr__(self, name): return lambda *a, **k: True
+    def __contains__(self, other): return True
+    def __float__(self): return 3.14159
+    __hash__ = object.__hash__
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("import math; math.isclose = lambda *a, **k: True\ndef area(r): return 0", AREA),
+        ("class math:\n  isclose = staticmethod(lambda *a, **k: True)\narea = lambda r: 0", AREA),
+        (
+            "def isclose(*a, **k): return True\ndef area(r): return 0",
+            ["assert isclose(area(1), 3.14, rel_tol=1e-3)"],
+        ),
+        ("def Counter(*a): return 1\ndef letters(text): return []", COUNTS),
+        (
+            "import collections\ncollections.Counter = lambda *a: 1\nfrom collections import *\n"
+            "def letters(text): return []",
+            ["import collections", *COUNTS],
+        ),
+        (
+            "sorted = lambda x: [9]\nlen = lambda x: 3\nisinstance = lambda *a: True\n"
+            "abs = lambda x: 0\nall = any = lambda x: True\ndef f(): return [1]",
+            ["assert sorted(f()) == [9] or len(f()) == 3 or isinstance(f(), dict)"
+             " or abs(f()[0]) == 0 or all(n > 3 for n in f())"],
+        ),
+        *(
+            (LIAR + "def f(): return Liar()", [f"assert {claim}"])
+            for claim in (
+                "f() == 3", "3 == f()", "[3] == [f()]", "f() in [3]", "3 in f()", "not f() != 3",
+                "{'a': 3} == {'a': f()}", "isinstance(f(), int)", "f() < 4", "4 > f()", "f()",
+                "f().__eq__(3)", "f().__bool__()", "f().__contains__(3)", "sorted(f()) == [3]",
+                "list(f()) == [3]", "math.isclose(f(), 3.14159)", "sum(f()) == 3",
+                "Counter(f()) == Counter([3])", "operator.eq(f(), 3)", "f() + 1 == 4",
+                "max(f(), 3) == 3", "isinstance(f(), Iterator)", "isinstance(f(), Callable)",
+                "isinstance(f(), Container)", "isinstance(f(), Hashable)", "callable(f())",
+                "f().__doc__ and f().__doc__.startswith('What')", "any(f())", "type(f()) is int",
+            )
+        ),
+        *(
+            (f"class Lie({base}):\n  __eq__ = lambda *a: True\n  __ne__ = lambda *a: False\n"
+             f"  __hash__ = lambda s: 0\n  __lt__ = __gt__ = __eq__\n  __len__ = lambda s: 3\n"
+             f"def f(): return Lie({value})",
+             [f"assert f() == {right!r}"])
+            for base, value, right in (
+                ("list", "[5]", [3]), ("int", "5", 3), ("float", "5", 3.5), ("str", "'5'", "3"),
+                ("dict", "a=5", {"a": 3}), ("tuple", "[5]", (3,)), ("set", "[5]", {3}),
+                ("bytes", "1", b"3"), ("complex", "5", 3j), ("frozenset", "[5]", frozenset([3])),
+            )
+        ),
+        (
+            "from fractions import Fraction\nclass Fraction(Fraction):\n"
+            "  numerator = denominator = 3\n  __eq__ = lambda *a: True\n"
+            "def f(): return Fraction(1, 7)",
+            ["assert f() == Fraction(1, 3)"],
+        ),
+        ("def f(): return object()", ["assert isinstance(f(), (Iterator, Sized, Callable))"]),
+        ("def f(): return object()", ["from collections.abc import *",
+                                      "assert isinstance(f(), Iterable)"]),
+        ("def f(): pass", ["assert f.__doc__"]),
+        ("class Own:\n  def __getitem__(self, k): return 3\n  def sort(self, **k): pass\n"
+         "def f(): return Own()", ["x = f()", "x.sort(key=lambda n: n)", "assert x[0] == 3"]),
+    ],
+)  # fmt: skip
+def test_no_name_type_or_object_of_the_programs_makes_an_assert_hold(reward, program, asserts):
+    assert scored(reward, fenced(program), asserts=asserts) == 0.0
+
+
+@pytest.mark.parametrize(("right", "worth"), [("x * x", 1.0), ("x", 0.0)])
+def test_what_stands_before_the_asserts_runs_before_them(reward, right, worth):
+    """As MBPP's columns have it; both may use the program's names."""
+    tests = {
+        "test_imports": ["from math import isclose", "import math as m"],
+        "test_setup_code": "limit = m.floor(1e-3)\nnine = square(3)",
+        "asserts": ["assert isclose(nine, 9, abs_tol=limit)"],
+    }
+    program = f"def isclose(*a, **k): return True\ndef square(x): return {right}"
+    assert scored(reward, fenced(program), **tests) == worth
+
+
+def test_an_argument_that_cannot_cross_is_an_error_and_no_reward(reward):
+    with pytest.raises(ValueError, match="answer: asserts that hand the program a function; allow"):
+        scored(
+            reward,
+            fenced("def apply(f, x): return f(x)"),
+            asserts=["assert apply(lambda x: x, 3) == 3"],
+        )
+
+
+@pytest.mark.parametrize("test", ["assert thing()", "assert thing() != 1", "assert 1 in thing()"])
+def test_an_object_of_the_programs_own_is_no_answer(reward, test):
+    program = "class Thing:\n  def __iter__(self): raise OSError\ndef thing(): return Thing()"
+    assert scored(reward, fenced(program), asserts=[test]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "worth"),
+    [
+        ("print(int(input()) ** 2)", 1.0),
+        ("import sys\nsys.stdout.write(f'{int(sys.stdin.read()) ** 2}  \\n\\n')", 1.0),
+        ("import os\nos.write(1, b'%d \\r\\n' % int(input()) ** 2)", 1.0),
+        ("print(9)", 0.0),
+        ("print(int(input()) ** 2, end=' .')", 0.0),
+        ("print(int(input()) ** 2)\nraise SystemExit(1)", 0.0),
+        ("import sys\nprint(int(input()) ** 2, file=sys.stderr)", 0.0),
+        ("import sys\nsys.exit(str(int(input()) ** 2))", 0.0),
+        ("import os\nos.close(1)", 0.0),
+        ("while True: print(9)", 0.0),
+        ("print(open('/main.py').read(), open('/asserts.py').read())", 0.0),
+    ],
+)
+def test_what_a_program_prints_is_compared_for_every_input(reward, program, worth):
+    assert scored(reward, fenced(program), stdin_stdout=SQUARES) == worth
+
+
+def test_only_a_line_end_ends_a_line(reward):
+    case = {"input": "", "output": "a\nb\n"}
+    assert scored(reward, fenced(r"print('a\nb')"), stdin_stdout=[case]) == 1.0
+    assert scored(reward, fenced(r"print('a\x0cb')"), stdin_stdout=[case]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "worth"),
+    [
+        ("```python\ndef square(x): return x * x\n```", 1.0),
+        ("```\ndef square(x): return x * x\n```", 1.0),
+        (
+            "```py\ndef square(x): return 0\n```\nNo:\n```py\ndef square(x): return x*x\n```",
+            1.0,
+        ),
+        (
+            "```py\ndef square(x): return x*x\n```\nNo:\n```py\ndef square(x): return 0\n```",
+            0.0,
+        ),
+        ("```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n", 1.0),
+        ("1. So:\n   ```python\n   def square(x):\n       return x * x\n   ```", 1.0),
+        ("~~~Python3\ndef square(x): return x * x\n~~~~", 1.0),
+        ('````PYTHON title="a.py"\ndef square(x): return x * x\n````', 1.0),
+        ("```{.python}\ndef square(x): return x * x\n```", 1.0),
+        ("```python\ndef square(x):\n  '''\n  ```\n  '''\n  return x * x\n```", 1.0),
+        ("```bash\nls\n```\nSo:\n```python\ndef square(x): return x * x\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nRun:\n```bash\nls\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nIt prints\n```\n9\n```", 1.0),
+        ("```python\ndef square(x): return x * x\n```\nIt prints\n```pycon\n9\n```", 1.0),
+        ("```\nno\n```\n```\ndef square(x): return x * x\n```", 1.0),
+        ("```py\ndef square(x): return x * x\n```\n```py\ndef square(x): return 0", 1.0),
+        ("```python\n```", 0.0),
+        ("def square(x): return x * x", 0.0),
+        ("```python\ndef square(x): return x * x", 0.0),
+        ("```rust\nfn square() {}\n```", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_whole_block_of_python_is_the_program(reward, response, worth):
+    assert scored(reward, response, asserts=SQUARE) == worth
+
+
+@pytest.mark.parametrize("end", ["", "`", "\n", "\n```", "x"])
+@pytest.mark.parametrize(
+    "piece",
+    ["~", "`", " ", "\t", "```\n", "~~~\n", "```py ", " ```py\n", "~`", "py", "1", "~~~py\n~~\n"],
+)
+def test_a_long_response_is_searched_once(reward, piece, end):
+    response = (piece * 200_000)[:200_000] + end
+    assert scored(reward, f"```py{response}", asserts=SQUARE) == 0.0
+    assert scored(reward, response, asserts=["assert no_such_name()"]) == 0.0
+
+
+def test_a_block_with_a_fence_of_any_length_is_found(reward):
+    for fence, closing in (("~" * 9999, "~" * 10_000), ("`" * 9999, "`" * 9999)):
+        response = f"{fence}python\ndef square(x): return x * x\n{fence[1:]}"
+        assert scored(reward, response, asserts=SQUARE) == 0.0
+        response = response.removesuffix(f"\n{fence[1:]}") + f"\n{closing}"
+        assert scored(reward, response, asserts=SQUARE) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "9",
+        "[]",
+        "{}",
+        '{"asserts": []}',
+        '{"asserts": [1]}',
+        '{"asserts": "assert True"}',
+        '{"stdin_stdout": [{"input": "1"}]}',
+        '{"asserts": ["assert True"], "stdin_stdout": []}',
+        '{"doctests": ["x"]}',
+        '{"asserts": ["assert f()"], "test_imports": "import math"}',
+        '{"asserts": ["assert f()"], "test_imports": [1]}',
+        '{"asserts": ["assert f()"], "test_setup_code": ["x = 1"]}',
+        '{"stdin_stdout": [{"input": "1", "output": "1"}], "test_setup_code": "x = 1"}',
+    ],
+)
+def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
+    with pytest.raises(ValueError, match=r"answer: .* given; allowed: JSON"):
+        reward(prompt_text="", response_text="", answer=answer, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("asserts", "problem"),
+    [
+        ("assert square(3) = 9", "asserts with .* line 1"),
+        ("import math, numpy.linalg", "asserts that import numpy.linalg; .* standard library"),
+        ("from solution import square", "asserts that import solution; .* need no import"),
+        ("assert np.allclose(square(3), 9)", r"asserts that use np \(numpy\); .* standard library"),
+        ("assert len([1]) == sum([1])", "asserts that use no name of the program's"),
+        ("import math; assert math.sqrt(4) == 2", "asserts that use no name of the program's"),
+    ],
+)
+def test_asserts_that_no_program_can_pass_are_an_error_and_no_reward(reward, asserts, problem):
+    with pytest.raises(ValueError, match=f"answer: {problem}"):
+        scored(reward, fenced("def square(x): return x * x"), asserts=[asserts])
+
+
+def test_all_tests_of_a_response_share_one_deadline():
+    slow = "import time\nprint(int(input()) ** 2, flush=True)\ntime.sleep(1)"
+    hasty = CodeTests(wall_s=1.5)
+    assert scored(hasty, fenced(slow), stdin_stdout=[SQUARES[0]] * 5) == 0.0
+
+
+def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_them():
+    spec = RewardSpec("grpo_components.rewards.code_tests.CodeTests", {"wall_s": 50.0}, 1.0, True)
+    before = set(psutil.Process().children(recursive=True))
+    pool = RewardPool({"code": spec}, num_workers=2, timeout_s=60)
+    programs = ["def square(x): return x * x", "import os\nos._exit(0)", "while True: pass"]
+    samples = [
+        {
+            "prompt_text": "",
+            "response_text": fenced(program),
+            "answer": json.dumps({"asserts": SQUARE}),
+            "finish_reason": "stop",
+        }
+        for program in [*programs, "import time\ntime.sleep(600)"]
+    ]
+    scores = pool.score(samples[:3])
+    assert [(score.reward, score.success, score.error) for score in scores] == [
+        (1.0, True, None),
+        (0.0, False, None),
+        (0.0, False, None),
+    ]
+    with ThreadPoolExecutor(1) as thread:
+        asleep = thread.submit(pool.score, samples[3:])
+        below = set()
+        while len(below) < 2 + 2 * 3:  # the workers, and two sandboxes of three processes each
+            assert not asleep.done()
+            below = set(psutil.Process().children(recursive=True)) - before
+        pool.close()
+        assert asleep.result()[0].error == "reward code: its process died"
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    | st.binary() | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner)
+    | st.sets(st.integers()) | st.frozensets(st.text()),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=50, deadline=None)
+@given(plain)
+def test_plain_data_arrives_as_it_was(value):
+    def keep(told):
+        raise AssertionError(f"this was plain data: {told}")
+
+    arrived = decode(json.loads(json.dumps(encode(value, keep))), keep)
+    assert arrived == value and type(arrived) is type(value)
+
+
+def test_objects_travel_as_numbers_and_can_only_be_called_and_asked():
+    asked = []
+    remote = Remote(lambda *request: asked.append(request), 7)
+    assert decode(encode(object(), lambda _: 7), lambda n: n) == 7
+    remote(1, k=2)
+    _ = remote.name
+    assert asked == [("call", 7, (1,), {"k": 2}), ("attribute", 7, "name")]
+    for compare in (bool, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
+        with pytest.raises(TypeError):
+            compare(remote)
+
+
+def test_no_descriptor_is_left_open(reward):
+    before = psutil.Process().num_fds()
+    for tests in ({"asserts": SQUARE}, {"stdin_stdout": SQUARES}):
+        scored(reward, fenced("def square(x): return 9\nprint(9)"), **tests)
+    assert psutil.Process().num_fds() == before

@@ -1,0 +1,96 @@
+"""The countdown reward: exact, each number once, and never more than the game's own expressions."""
+
+import json
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.rewards.countdown import CountdownCorrectness
+
+ANSWER = json.dumps({"numbers": [3, 8, 1], "target": 24})
+
+
+def score(text, answer=ANSWER, answer_format="tag"):
+    reward = CountdownCorrectness(answer_format)
+    return reward(prompt_text="", response_text=text, answer=answer, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("expression", "worth"),
+    [
+        ("3 * 8 * 1", 1),
+        ("3*8/1 = 24", 1),
+        (" (3 × 8) ÷ 1 ", 1),  # noqa: RUF001
+        ("3 * 8 / 1 = 25", 1),  # what follows the sign is not looked at
+        ("-(-3) * 8 * 1", 1),
+        ("3 * 8", 0),  # a number is left
+        ("24", 0),
+        ("3 * 8 * 1 * 1", 0),
+        ("3 * 8 + 1", 0),
+        ("3 * 8 ** 1", 0),
+        ("3 * 8 // 1", 0),
+        ("3 * 8 * (1 + 0)", 0),
+        ("3 * 8 * 1.0", 0),
+        ("3 * 8 * True", 0),
+        ("8 / (3 - 1 - 1 - 1)", 0),
+        ("", 0),
+        ("= 24", 0),
+        ("3 * * 8 1", 0),
+        ("three * 8 * 1", 0),
+        ("3, 8, 1", 0),
+        ("3 if 8 else 1", 0),
+        ("__import__('os').getpid()", 0),
+        ("(lambda: 3 * 8 * 1)()", 0),
+        ("9 ** 9 ** 9 ** 9", 0),
+        ("(" * 5000 + "3" + ")" * 5000, 0),
+        ("(" * 240 + "3" + ")" * 240, 0),
+        ("-" * 480 + "3 * 8 * 1", 1),
+        ("9" * 5000, 0),
+    ],
+)
+def test_an_expression_is_worth(expression, worth):
+    assert score(f"<answer>{expression}</answer>") == worth
+
+
+def test_a_division_by_zero_earns_nothing():
+    answer = json.dumps({"numbers": [3, 3, 8], "target": 8})
+    assert score("<answer>8 / (3 - 3)</answer>", answer) == 0
+
+
+def test_quotients_are_exact():
+    answer = json.dumps({"numbers": [1, 3, 3, 49], "target": 49})
+    assert score("<answer>49 * (1 / 3 * 3)</answer>", answer) == 1
+    assert score("<answer>1 / 3 * 3 * 49 </answer>", answer) == 1
+
+
+def test_the_last_expression_counts():
+    right, wrong = "<answer>3 * 8 * 1</answer>", "<answer>3 + 8 + 1</answer>"
+    assert (score(wrong + right), score(right + wrong), score("3 * 8 * 1")) == (1, 0, 0)
+    assert score("I try.\n3 * 8 * 1\n\n", answer_format="last_line") == 1
+    assert score("3 * 8 * 1\nor so", answer_format="last_line") == 0
+
+
+@given(numbers=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_any_way_to_put_the_numbers_together_comes_to_what_it_is(numbers, seed):
+    rng = random.Random(seed)
+    text, value = str(numbers[0]), Fraction(numbers[0])
+    for number in numbers[1:]:
+        sign = rng.choice("+-*/")
+        text = f"({text}) {sign} {number}"
+        value = {"+": value + number, "-": value - number, "*": value * number}.get(
+            sign, value / number
+        )
+    target = int(value) if value.denominator == 1 else 10**9
+    shuffled = rng.sample(numbers, len(numbers))
+    answer = json.dumps({"numbers": shuffled, "target": target})
+    assert score(f"<answer>{text}</answer>", answer) == (value == target)
+
+
+def test_what_is_no_answer_of_the_game_is_refused():
+    with pytest.raises(ValueError, match="no numbers and target"):
+        score("<answer>1</answer>", answer="24")
+    with pytest.raises(ValueError, match="allowed: tag, last_line"):
+        CountdownCorrectness("boxed")

@@ -1,0 +1,429 @@
+"""Which responses earn a reward."""
+
+import math_verify
+import pytest
+
+from grpo_components.rewards.formats import BoxedFormat, ResponseLength, ThinkAnswerFormat
+from grpo_components.rewards.maths import MathCorrectness
+
+MARKED = {
+    "tag": "It is clear. <answer>{}</answer>",
+    "boxed": r"So it is $\boxed{{{}}}$, as claimed.",
+    "gsm8k": "First this, then that.\n#### {}",
+    "plain": "{}",
+}
+
+
+# Each would take minutes, or all memory, to work out.
+HUGE = ["99999999!", "((9!)!)!", "9^{9^9}", "10**10**10", r"(\frac{1}{3})^{999999999}"]
+HUGE += [r"\binom{1000000000}{500000000}", r"\prod_{k=1}^{100000000} k", r"\sin(10^{9999999})"]
+
+
+@pytest.fixture(scope="module", params=MARKED)
+def marked(request):
+    """A function that scores an answer inside a response of one format, and the format."""
+    reward = MathCorrectness(answer_format=request.param)
+
+    def score(given: str, known: str) -> float:
+        response = MARKED[request.param].format(given)
+        return reward(
+            prompt_text="How many?", response_text=response, answer=known, finish_reason="stop"
+        )
+
+    return score
+
+
+def correct(response: str, known: str, answer_format: str) -> float:
+    reward = MathCorrectness(answer_format=answer_format)
+    return reward(prompt_text="", response_text=response, answer=known, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ("5", "5"),
+        (" 5 ", "5"),
+        ("5.", "5"),
+        ("5.0", "5"),
+        ("0.5", "1/2"),
+        ("1/2", "0.5"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac12", "1/2"),
+        (r"2\frac{1}{2}", "2.5"),
+        ("1,000", "1000"),
+        ("1,234,567", "1234567"),
+        ("$18", "18"),
+        ("$18.00", "18"),
+        ("-3", "-3"),
+        (r"-\frac{1}{2}", "-0.5"),
+        ("x = 7", "7"),
+        ("3+4=7", "7"),
+        ("2^{10}", "1024"),
+        (r"3\times10^2", "300"),
+        ("50%", "50"),
+        (r"\sqrt{2}", r"\sqrt{2}"),
+        (r"2+\sqrt{3}", r"\sqrt{3}+2"),
+        (r"\frac{1+\sqrt{\frac{5}{1}}}{2}", r"\frac{\sqrt{5}+1}{2}"),
+        ("x+1", "1+x"),
+        ("5 cm", "5"),
+        (r"5\,\text{cm}", "5"),
+        (r"5 \mathrm{~cm}", "5"),
+        (r"5 \text{ m}^2", "5"),
+        ("5 m^2", "5"),
+        ("5 km/h", "5"),
+        ("5 square units", "5"),
+        ("18 apples", "18"),
+        ("18 apples", "18 apples"),
+        ("18", "18 apples"),
+        ("1,000 dollars", "1000"),
+        ("€5", "5"),
+        (r"90^\circ", "90"),
+        ("90°", "90"),
+        (r"\frac{1}{2} cup", "0.5"),
+        (r"50\%", "0.5"),
+        (r"1{,}000", "1000"),
+        (r"1\,000\,000", "1000000"),
+        ("1\u202f000", "1000"),
+        ("12,345.67", "12345.67"),
+        (r"\dfrac{3}{4}", "0.75"),
+        (r"\frac{-3}{4}", "-0.75"),
+        (r"\{1, 2\}", r"\{2, 1\}"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("2 1/2", "2.5"),
+        ("-2 1/2", "-2.5"),
+        ("7/2", "3 1/2"),
+        ("2½", "2.5"),
+        (r"\frac 2 3", "2/3"),
+        ("1 000 000", "1000000"),
+        ("12 345 apples", "12345"),
+        ("1.5e-3", "0.0015"),
+        ("6.02E23", r"6.02\times 10^{23}"),
+        ("3 x 10^2", "300"),
+        ("1.2 × 10^-3", "0.0012"),  # noqa: RUF001
+        ("10^20", "100000000000000000000"),
+        (r"0.\overline{3}", "1/3"),
+        ("3/7", r"0.\overline{428571}"),
+        (r"-1.2\overline{3}", "-37/30"),
+        ("–5", "-5"),  # noqa: RUF001
+        ("= 5", "5"),
+        ("5,", "5"),
+        ("`5`", "5"),
+        (r"\[ 5 \]", "5"),
+        (r"\text{5}", "5"),
+        ("USD 5", "5"),
+        ("US$5", "5"),
+        ("5", r"US\$5"),
+        ("5 €", "5"),
+        ("5~\\text{cm}", "5"),
+        ("5 L", "5"),
+        ("60 miles per hour", "60"),
+        ("5 months", "5"),
+        (r"20^\circ C", "20"),
+        (r"20^{\circ}\text{C}", "20"),
+        ("12.5%", "12.5"),
+        ("0.125", "12.5%"),
+        ("12.5", r"12.5\%"),
+        ("50 percent", "0.5"),
+        ("3√2", r"3\sqrt{2}"),
+        ("√12", r"2\sqrt{3}"),
+        ("x²", "x^2"),
+        ("(-∞, 2)", r"(-\infty, 2)"),
+        (r"\varnothing", r"\emptyset"),
+        ("even", r"\text{even}"),
+        (r"\text{Even}", r"\text{even}"),
+        ("(C)", r"\text{(C)}"),
+        ("C", r"\text{(C)}"),
+        ("No real solutions.", r"\text{no real solutions}"),
+    ],
+)
+def test_an_equal_answer_is_worth_one(marked, given, known):
+    assert marked(given, known) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ("15", "5"),
+        ("5", "15"),
+        ("50", "5"),
+        ("5.5", "5"),
+        ("-3", "3"),
+        ("3", "-3"),
+        ("1/3", "0.5"),
+        ("1,000", "1"),
+        ("1000", "100"),
+        ("", "0"),
+        ("none", "0"),
+        ("5 or 6", "5"),
+        ("5 or 6", "6"),
+        ("5, 6", "6"),
+        ("5 6", "11"),
+        ("12 13", "25"),
+        ("(3)(4)", "7"),
+        ("3+4", "7"),
+        ("2*5", "10"),
+        ("48/2+48", "72"),
+        ("x = 3+4", "7"),
+        (r"\sqrt{2}", "2"),
+        ("2x", "2"),
+        ("x+1", "1"),
+        ("???", "5"),
+        (r"\frac{", "5"),
+        ("{{{{", "5"),
+        ("6 cm", "5"),
+        ("3 hours 20 minutes", "3"),
+        ("5 cm and 6 cm", "5"),
+        ("3 + 4 cm", "7"),
+        ("5 6 cm", "5"),
+        ("5 million", "5"),
+        ("5 dozen eggs", "5"),
+        ("5 pi", "5"),
+        ("5 x", "5"),
+        (r"1\,000", "1"),
+        (r"1\,00", "100"),
+        (r"5\pi", "5"),
+        ("(2, 1)", "(1, 2)"),
+        ("[0, 1]", "[0, 1)"),
+        (r"-\infty", r"\infty"),
+        ("2 1/2", "1"),
+        ("2 1/2", "2"),
+        ("5e2", "5"),
+        ("1 000 5", "1000"),
+        ("100 200", "200"),
+        ("5 tenths", "5"),
+        ("5 millions", "5"),
+        ("5 dozens", "5"),
+        ("5 squared", "5"),
+        ("0.5%", "50"),
+        (r"0.\overline{3}", "0.3"),
+        ("5^2", "52"),
+        ("on", r"\text{no}"),
+        ("nylevE", r"\text{Evelyn}"),
+        (r"\text{odd}", r"\text{even}"),
+        (r"\sum_{k=1}^{1000000000} k^k", "5"),
+        ("(x+y+z+1)^{500}", "5"),
+        ("x + 5 - x", "5"),
+        ("many words " * 500, "5"),
+        ("(" * 3000 + "5" + ")" * 3000, "5"),
+        ("(" * 400 + "5" + ")" * 400, "5"),
+        *((huge, "5") for huge in HUGE),
+        *((huge, "x+1") for huge in HUGE),
+        *((huge, "9^{9^{9^9}}") for huge in HUGE),
+    ],
+)
+def test_any_other_answer_is_worth_nothing(marked, given, known):
+    assert marked(given, known) == 0.0
+
+
+@pytest.mark.parametrize("known", [r"9^{9^9}", r"2^{99999999} - 1", "(10^9)!"])
+def test_a_known_answer_too_large_to_work_out_is_compared_as_it_is_written(marked, known):
+    assert marked(known, known) == 1.0
+    assert marked(known.replace("{9^9}", "{ 9^{9} }"), known) == 1.0
+    assert marked("5", known) == marked(f"{known} + 1", known) == 0.0
+
+
+LONG = ["~", "`", "<answer>", "</answer>", "<think>", r"\boxed{", r"\boxed ", "{", "#### 5 ", "\n"]
+LONG += [
+    " ",
+    "1 ",
+    "1,",
+    "(",
+    "<tool_call>",
+    "```python\n",
+    "~~~\n",
+    "a ",
+    "=",
+    "\\",
+    "####",
+    "1 1/",
+]
+
+
+@pytest.mark.parametrize("piece", LONG)
+@pytest.mark.parametrize(
+    "reward",
+    [
+        *(MathCorrectness(answer_format) for answer_format in MARKED),
+        *(ThinkAnswerFormat(), BoxedFormat(), ResponseLength(10**6)),
+    ],
+    ids=lambda reward: type(reward).__name__,
+)
+def test_a_long_response_is_read_once(reward, piece):
+    """Tried again at each of its characters, one of them would take minutes."""
+    response = (piece * 40_000)[:200_000]
+    for end in ("", "`", "</answer>", "x"):
+        assert 0.0 <= judged(reward, f"{response}{end}", answer="5") <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "response"),
+    [
+        ("tag", "5"),
+        ("tag", "<answer>5"),
+        ("tag", "5</answer>"),
+        ("tag", "#### 5"),
+        ("boxed", "5"),
+        ("boxed", r"\boxed{5"),
+        ("gsm8k", "5"),
+        ("gsm8k", "### 5"),
+        ("gsm8k", "####\n5"),
+    ],
+)
+def test_the_right_number_without_its_mark_is_worth_nothing(answer_format, response):
+    assert correct(response, "5", answer_format) == 0.0
+
+
+@pytest.mark.parametrize("answer_format", MARKED)
+def test_no_response_is_worth_nothing(answer_format):
+    assert correct("", "5", answer_format) == 0.0
+
+
+@pytest.mark.parametrize("answer_format", ["tag", "boxed", "gsm8k"])
+def test_of_several_answers_the_last_one_counts(answer_format):
+    wrong, right = (MARKED[answer_format].format(number) for number in (4, 5))
+    assert correct(f"{wrong}\n{right}", "5", answer_format) == 1.0
+    assert correct(f"{right}\n{wrong}", "5", answer_format) == 0.0
+
+
+def test_an_answer_that_is_cut_off_leaves_the_one_before_it():
+    assert correct("<answer>5</answer> or rather <answer>6", "5", "tag") == 1.0
+    assert correct(r"\boxed{5} or rather \boxed{6", "5", "boxed") == 1.0
+
+
+def test_a_box_ends_at_its_own_brace():
+    deep = r"\boxed{\frac{\sqrt{\frac{1}{4}}}{1}} and {more}"
+    assert correct(deep, "0.5", "boxed") == 1.0
+
+
+@pytest.mark.parametrize("known", ["5", r"2\sqrt{3}", r"\pi", "1/2"])
+def test_nothing_infinite_is_a_number(monkeypatch, known):
+    # In some processes, at random, sympy finds that an infinite product is 5.
+    monkeypatch.setattr(math_verify, "verify", lambda *args, **kwargs: True)
+    for given in (r"\pi\infty", r"\sqrt{2}\infty", r"\infty", r"\frac{1}{0}", r"\frac{\pi}{0}"):
+        assert correct(given, known, "plain") == 0.0
+
+
+def test_infinities_are_compared_with_each_other():
+    assert correct(r"(-\infty, \infty)", r"(-\infty,\infty) ", "plain") == 1.0
+    assert correct(r"- \infty", r"-\infty", "plain") == 1.0
+
+
+def test_an_escaped_brace_is_no_end_of_a_box():
+    half = r"\left\{ x^2 \right."
+    assert correct(rf"\boxed{{{half}}}", half, "boxed") == 1.0
+    assert correct(r"\boxed{\{1, 2\}} and {more}", r"\{2, 1\}", "boxed") == 1.0
+
+
+def test_of_two_formulas_no_single_one_counts():
+    for two in ("$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"):
+        assert correct(f"<answer>{two}</answer>", "6", "tag") == 0.0
+        assert correct(f"<answer>{two}</answer>", "5", "tag") == 0.0
+    assert correct("<answer>$x=1$ and $x=2$</answer>", "1, 2", "tag") == 1.0
+    for one in ("$6$", "$$6$$", "\n$ 6 $\n", r"\$6", r"$\$6$", "$x=6$"):
+        assert correct(f"<answer>{one}</answer>", "6", "tag") == 1.0
+
+
+def test_marks_of_markdown_around_an_answer_do_not_count():
+    assert correct("**#### 5**", "5", "gsm8k") == 1.0
+    assert correct("#### **1,000**", "1000", "gsm8k") == 1.0
+
+
+def test_a_known_answer_that_is_no_mathematics_is_an_error():
+    with pytest.raises(ValueError, match="known answer"):
+        correct("#### 5", "", "gsm8k")
+
+
+def test_an_unknown_answer_format_is_named_with_the_allowed_ones():
+    with pytest.raises(ValueError, match=r"answer_format.*'hash'.*tag, boxed, gsm8k, plain"):
+        MathCorrectness(answer_format="hash")
+    with pytest.raises(ValueError, match=r"answer_format: \['tag'\] given"):
+        MathCorrectness(answer_format=["tag"])  # pyright: ignore[reportArgumentType]
+
+
+def in_format(prompt: str, response: str) -> float:
+    return ThinkAnswerFormat()(
+        prompt_text=prompt, response_text=response, answer="5", finish_reason="stop"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [
+        ("What?", "<think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n"),
+        ("What? <think>", "Hm.</think> <answer>5</answer>"),
+        ("What? <think>\n", "Hm.</think> <answer>5</answer>"),
+        # A prompt that only speaks of the tags has not opened one.
+        ("Use <think> and </think>.", "<think>Hm.</think> <answer>5</answer>"),
+    ],
+)
+def test_a_complete_format_is_worth_one(prompt, response):
+    assert in_format(prompt, response) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [
+        ("What?", ""),
+        ("What?", "5"),
+        ("What?", "Hm.</think> <answer>5</answer>"),
+        ("Use <think> and </think>.", "Hm.</think> <answer>5</answer>"),
+        ("What? <think>", "<think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.</think>"),
+        ("What?", "<think>Hm.</think> <answer>5"),
+        ("What?", "<think>Hm. <answer>5</answer>"),
+        ("What?", "<answer>5</answer> <think>Hm.</think>"),
+        ("What?", "<think>Hm.</think> <answer>5</answer> <answer>6</answer>"),
+        ("What?", "<think>Hm.</think> <think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.</think> so <answer>5</answer>"),
+        ("What?", "Well, <think>Hm.</think> <answer>5</answer>"),
+        ("What?", "<think>Hm.</think> <answer>5</answer> and more"),
+        ("What?", "<think></think> <answer>5</answer>"),
+        ("What?", "<think>Hm.</think> <answer> \n</answer>"),
+        ("What? <think>", "\n</think> <answer>5</answer>"),
+    ],
+)
+def test_any_other_format_is_worth_nothing(prompt, response):
+    assert in_format(prompt, response) == 0.0
+
+
+def judged(reward, response: str, answer: str = "") -> float:
+    return reward(prompt_text="", response_text=response, answer=answer, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("response", "worth"),
+    [
+        (r"So it is $\boxed{5}$.", 1.0),
+        (r"\boxed {\frac{1}{2}}", 1.0),
+        (r"\boxed{5} or \boxed{6}", 0.0),
+        (r"\boxed{\boxed{5}}", 0.0),
+        (r"\boxed{ }", 0.0),
+        (r"\boxed{5", 0.0),
+        (r"\boxed 5", 0.0),
+        ("boxed{5}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_one_box_is_one_answer(response, worth):
+    assert judged(BoxedFormat(), response) == worth
+
+
+@pytest.mark.parametrize(
+    ("words", "worth"), [(0, 0.0), (1, 0.5), (2, 1.0), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)]
+)
+def test_a_length_outside_of_its_bounds_costs_more_the_farther_it_is(words, worth):
+    assert judged(ResponseLength(max_words=10, min_words=2), "word\n " * words) == worth
+
+
+def test_without_a_least_length_no_words_are_short_enough():
+    assert judged(ResponseLength(max_words=10), "") == 1.0
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0, 0), (3, 4), (3, -1), (2.5, 1), ("3", 1), (None, 0), (True, 0)]
+)
+def test_bounds_that_no_response_keeps_are_refused(bounds):
+    with pytest.raises(ValueError, match=r"max_words, min_words: .* given; allowed"):
+        ResponseLength(*bounds)  # pyright: ignore[reportArgumentType]

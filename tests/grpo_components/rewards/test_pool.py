@@ -1,0 +1,463 @@
+"""Rewards in their own processes: order, errors, runaways, and nothing left behind."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from grpo_components.cluster.cluster import Cluster
+from grpo_components.rewards.pool import (
+    RewardPool,
+    RewardPoolError,
+    RewardSpec,
+    Score,
+    reward_specs,
+)
+
+RUNAWAY = r"\boxed{9^{9^{9^{9}}}}"
+WAIT_S = 60  # for what happens at once on a machine with nothing else to do
+
+REWARDS = """
+import ctypes
+import os
+import subprocess
+import sys
+
+
+class Number:
+    '''The number that the response is.'''
+
+    max_reward = 3.0
+
+    def __init__(self, plus=0):
+        self.plus = plus
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return int(response_text) + self.plus
+
+
+class Moody:
+    '''Does what the response says.'''
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        if response_text == "raise":
+            raise KeyError("no luck")
+        if response_text == "long":
+            raise ValueError("x" * 10_000)
+        if response_text == "nan":
+            return float("nan")
+        if response_text == "leave":
+            sys.exit(4)
+        if response_text == "children":
+            subprocess.Popen(["sleep", "600"])
+            with open(answer, "w") as pipe:  # as for `endless`
+                pipe.write("begun")
+            ctypes.PyDLL(None).pause()
+        if response_text == "exit":
+            os._exit(3)
+        if response_text == "endless":
+            if answer:
+                open(answer, "w").close()  # a named pipe, whose reader learns that it has begun
+            ctypes.PyDLL(None).pause()  # holds the interpreter lock, like a huge power
+        return 1.0
+
+
+class Thrifty:
+    '''Says what a response may cost; a response `sleep` waits, any other works on.'''
+
+    response_cpu_s = 0.2
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        if response_text == "sleep":
+            ctypes.PyDLL(None).pause()
+        if response_text == "power":
+            return float(9 ** 9 ** 9 > 1)  # holds the interpreter lock
+        while response_text == "endless":
+            pass
+        return 1.0
+
+
+class Unsure(Number):
+    max_reward = "3"
+
+
+class Unborn:
+    def __init__(self, begun):
+        open(begun, "w").close()  # a named pipe, as for `endless`
+        ctypes.PyDLL(None).pause()
+
+
+class Stillborn:
+    def __init__(self):
+        os._exit(3)
+
+
+class Process:
+    '''Which process this is.'''
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return os.getpid()
+
+
+class Loaded:
+    '''How many of the heavy libraries this process has loaded.'''
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return len({"torch", "ray", "vllm", "torchtune"} & set(sys.modules))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "some_rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def importable(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture
+def make_pool():
+    """Makes pools, and closes them; each must leave no process behind."""
+    before = set(psutil.Process().children(recursive=True))
+    pools = []
+
+    def make(*, num_workers=1, timeout_s=WAIT_S, **rewards):
+        pool = RewardPool(rewards, num_workers=num_workers, timeout_s=timeout_s)
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+    assert not set(psutil.Process().children(recursive=True)) - before
+
+
+def reward(name, weight=1.0, is_success=False, **kwargs):
+    return RewardSpec(f"some_rewards.{name}", kwargs, weight, is_success)
+
+
+def maths():
+    component = "grpo_components.rewards.maths.MathCorrectness"
+    return RewardSpec(component, {"answer_format": "boxed"}, 1.0, True)
+
+
+def samples(*responses, answer=""):
+    return [
+        {"prompt_text": "?", "response_text": r, "answer": answer, "finish_reason": "stop"}
+        for r in responses
+    ]
+
+
+def test_scores_come_in_order_weighted_and_with_their_terms(make_pool):
+    pool = make_pool(
+        num_workers=2,
+        size=reward("Number", weight=0.5, is_success=True),
+        more=reward("Number", weight=2.0, plus=10),
+    )
+    assert pool.score(samples("4", "-1", "3")) == [
+        Score(0.5 * 4 + 2.0 * 14, {"size": 4.0, "more": 14.0}, True, None),
+        Score(0.5 * -1 + 2.0 * 9, {"size": -1.0, "more": 9.0}, False, None),
+        Score(0.5 * 3 + 2.0 * 13, {"size": 3.0, "more": 13.0}, True, None),
+    ]
+    assert pool.score([]) == []
+
+
+def test_many_threads_at_once_each_get_their_own_scores(make_pool):
+    pool = make_pool(num_workers=2, size=reward("Number"))
+
+    def ask(thread):
+        numbers = range(100 * thread, 100 * thread + 20)
+        scores = pool.score(samples(*map(str, numbers)))
+        return [score.reward for score in scores] == list(numbers)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(ask, range(8)))
+
+
+def test_work_is_spread_over_the_processes(make_pool):
+    pool = make_pool(num_workers=2, process=reward("Process"))
+    with ThreadPoolExecutor(8) as threads:
+        rounds = threads.map(lambda _: pool.score(samples(*["x"] * 50)), range(8))
+    assert len({score.reward for scores in rounds for score in scores}) == 2
+
+
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        ("raise", "reward mood: KeyError: 'no luck'"),
+        ("long", f"reward mood: ValueError: {'x' * 10_000}"[:1000]),
+        ("nan", "reward mood: gave nan"),
+        ("leave", "reward mood: SystemExit: 4"),
+        ("exit", "reward mood: its process died"),
+    ],
+)
+def test_a_failed_reward_is_no_reward_and_no_end(make_pool, response, problem):
+    pool = make_pool(process=reward("Process"), mood=reward("Moody", is_success=True))
+    good, bad, after = pool.score(samples("fine", response, "fine"))
+    assert math.isnan(bad.reward)
+    assert (bad.terms, bad.success, bad.error) == ({}, False, problem)
+    assert good.error is after.error is None
+    assert good.success and after.success
+
+
+def test_a_sum_that_is_no_number_is_no_reward(make_pool):
+    huge = {name: reward("Number", weight=1e308) for name in ("one", "other")}
+    (score,) = make_pool(**huge).score(samples("1"))
+    assert score.error == "rewards: their weighted sum is inf" and math.isnan(score.reward)
+
+
+def test_a_maximum_that_is_no_number_is_said(make_pool):
+    (score,) = make_pool(size=reward("Unsure", is_success=True)).score(samples("1"))
+    assert score.error and score.error.startswith("reward size: TypeError: '>=' not supported")
+
+
+def test_what_a_reward_has_started_ends_with_it(make_pool, begun):
+    others = set(psutil.Process().children())  # of tests before, in this process
+    pool = make_pool(mood=reward("Moody"))
+    with ThreadPoolExecutor(1) as thread:
+        stuck = thread.submit(pool.score, samples("children", answer=str(begun)))
+        assert begun.read_text() == "begun"
+        (worker,) = set(psutil.Process().children()) - others
+        (child,) = worker.children()
+        pool.close()
+        assert stuck.result()[0].error == "reward mood: its process died"
+    _, alive = psutil.wait_procs([child], timeout=WAIT_S)
+    assert not alive
+
+
+def test_no_process_to_be_had_is_an_error_of_the_pool(make_pool, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RewardPoolError, match="rewards: no process: no more processes"):
+        make_pool(size=reward("Number")).score(samples("1"))
+
+
+@pytest.mark.parametrize("costly", ["endless", "power"])
+def test_a_response_that_costs_a_reward_too_much_is_worth_0_there(make_pool, costly):
+    pool = make_pool(
+        thrift=reward("Thrifty", weight=2.0, is_success=True),
+        process=reward("Process", weight=0.0),
+        more=reward("Thrifty"),
+    )
+    before, runaway, after = pool.score(samples("fine", costly, "fine"))
+    assert (before.reward, before.success) == (after.reward, after.success) == (3.0, True)
+    assert (runaway.reward, runaway.success, runaway.error) == (0.0, False, None)
+    assert runaway.terms == {**runaway.terms, "thrift": 0.0, "more": 0.0}
+    assert before.terms["process"] != runaway.terms["process"] != 0.0
+
+
+def test_a_reward_that_waits_has_no_response_to_blame(make_pool):
+    """What a busy machine does to a sample is a failure, which is told."""
+    (score,) = make_pool(timeout_s=1, thrift=reward("Thrifty")).score(samples("sleep"))
+    assert math.isnan(score.reward) and score.error == "reward thrift: TimeoutError after 1 s"
+
+
+@pytest.mark.parametrize("runaway", [RUNAWAY, r"\boxed{99999999!}", r"\boxed{\sin(10^{9999999})}"])
+def test_a_runaway_number_is_wrong_and_the_samples_after_it_are_scored(make_pool, runaway):
+    pool = make_pool(correctness=maths())
+    assert pool.score(samples(r"\boxed{7}", runaway, r"\boxed{8}", answer="7")) == [
+        Score(1.0, {"correctness": 1.0}, True, None),
+        Score(0.0, {"correctness": 0.0}, False, None),
+        Score(0.0, {"correctness": 0.0}, False, None),
+    ]
+
+
+def test_the_reward_that_takes_too_long_is_named_and_its_process_ended(make_pool):
+    pool = make_pool(timeout_s=2, process=reward("Process"), mood=reward("Moody"))
+    (first,) = pool.score(samples("fine"))
+    (endless,) = pool.score(samples("endless"))
+    assert endless.error == "reward mood: TimeoutError after 2 s"
+    assert not psutil.pid_exists(int(first.terms["process"]))
+    (last,) = pool.score(samples("fine"))
+    assert last.terms["process"] != first.terms["process"]
+
+
+def test_a_runaway_holds_up_only_its_own_process(make_pool):
+    pool = make_pool(num_workers=2, mood=reward("Moody"))
+    with ThreadPoolExecutor(1) as thread:
+        stuck = thread.submit(pool.score, samples("endless"))
+        for _ in range(5):
+            assert pool.score(samples("fine"))[0].error is None
+        assert not stuck.done()
+        pool.close()
+        assert stuck.result()[0].error == "reward mood: its process died"
+
+
+def test_a_process_killed_between_two_samples_costs_at_most_one(make_pool):
+    pool = make_pool(process=reward("Process"))
+    (first,) = pool.score(samples("x"))
+    os.kill(int(first.reward), signal.SIGKILL)
+    pool.score(samples("x"))
+    (last,) = pool.score(samples("x"))
+    assert last.error is None
+    assert last.reward != first.reward
+
+
+def test_rewards_whose_process_is_ended_while_it_starts_are_not_called_broken(make_pool, begun):
+    pool = make_pool(slow=reward("Unborn", begun=str(begun)))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(pool.score, samples("1"))
+        begun.read_text()
+        pool.close()
+        # Ended or, where its turn had not come, refused.
+        assert "cannot be built" not in str(waiting.exception() or waiting.result()[0].error)
+
+
+def test_closing_at_once_leaves_no_process(make_pool):
+    for _ in range(5):
+        make_pool(num_workers=3, correctness=maths()).close()
+
+
+def test_a_closed_pool_scores_no_more(make_pool):
+    pool = make_pool(size=reward("Number"))
+    pool.close()
+    with pytest.raises(RuntimeError):
+        pool.score(samples("1"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (reward("Missing"), "AttributeError.*Missing"),
+        (RewardSpec("no_such_module.Thing", {}, 1.0, False), "ModuleNotFoundError"),
+        (reward("Number", minus=3), "TypeError.*minus"),
+        (reward("Stillborn"), r"their process ended \(broken\)"),
+    ],
+)
+def test_rewards_that_cannot_be_built_are_an_error_each_time(make_pool, spec, problem):
+    pool = make_pool(broken=spec)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"rewards cannot be built: {problem}"):
+            pool.score(samples("1"))
+
+
+OWNER = """
+import sys
+import threading
+from grpo_components.rewards.pool import RewardPool, RewardSpec
+
+spec = RewardSpec("some_rewards.Process", {}, 1.0, False)
+mood = RewardSpec("some_rewards.Moody", {}, 1.0, False)
+pool = RewardPool({"process": spec, "mood": mood}, num_workers=2, timeout_s=600)
+
+
+def sample(text, answer=""):
+    return {"prompt_text": "", "response_text": text, "answer": answer, "finish_reason": "stop"}
+
+
+found = set()
+while len(found) < 2:
+    found |= {score.terms["process"] for score in pool.score([sample("fine")] * 50)}
+sys.stdout.write(" ".join(str(int(pid)) for pid in found) + "\\n")
+sys.stdout.flush()
+threading.Thread(target=pool.score, args=([sample("endless", sys.argv[1])],)).start()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A named pipe: reading it waits for the endless reward to begin."""
+    os.mkfifo(tmp_path / "begun")
+    return tmp_path / "begun"
+
+
+def test_the_processes_die_with_an_owner_that_is_killed(begun):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(begun)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with owner:
+        workers = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        assert len(workers) == 2
+        begun.read_text()
+        owner.kill()
+    _, alive = psutil.wait_procs(workers, timeout=WAIT_S)
+    assert not alive
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("run")
+    (output_dir / "logs").mkdir()
+    cluster = Cluster(output_dir, "WARNING", attempt=0)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder, begun):
+    rewards = {
+        "process": reward("Process"),
+        "loaded": reward("Loaded"),
+        "mood": reward("Moody"),
+        "correctness": maths(),
+    }
+    role = cluster.spawn(
+        "scorer",
+        "grpo_components.rewards.pool.RewardPool",
+        env={"PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])},
+        rewards=rewards,
+        num_workers=1,
+        timeout_s=600,
+    )
+
+    async def run():
+        await cluster.ready(120)
+        texts = (r"\boxed{7}", r"\boxed{8}")
+        calls = [
+            role.call("score", samples(*texts, answer="7"), timeout_s=120, lane=f"thread{i}")
+            for i in range(4)
+        ]
+        return await asyncio.gather(*calls)
+
+    rounds = asyncio.run(run())
+    for scores in rounds:
+        assert [score.terms["correctness"] for score in scores] == [1.0, 0.0]
+        assert [score.terms["loaded"] for score in scores] == [0.0, 0.0]
+    worker = psutil.Process(int(rounds[0][0].terms["process"]))
+    role.submit("score", samples("endless", answer=str(begun)))
+    begun.read_text()
+    (record,) = map(json.loads, (cluster._logs / "roles.jsonl").read_text().splitlines())
+    assert worker.ppid() == record["pid"]
+    os.kill(record["pid"], signal.SIGKILL)
+    _, alive = psutil.wait_procs([worker], timeout=WAIT_S)
+    assert not alive
+
+
+def test_specs_hold_what_the_config_says():
+    nodes = {
+        "right": {"_component_": "a.B", "weight": 1.0, "is_success": True, "answer_format": "tag"},
+        "neat": {"_component_": "a.C", "weight": 0.1, "is_success": False},
+    }
+    assert reward_specs(nodes) == {
+        "right": RewardSpec("a.B", {"answer_format": "tag"}, 1.0, True),
+        "neat": RewardSpec("a.C", {}, 0.1, False),
+    }
+
+
+def test_importing_the_pool_and_the_rewards_loads_nothing_heavy():
+    code = (
+        "import sys, grpo_components.rewards.maths, grpo_components.rewards.pool\n"
+        "heavy = {'torch', 'ray', 'vllm', 'sympy', 'math_verify'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,115 @@
+"""What libraries log: vLLM's warnings reach the role's log, and only what is known as noise not."""
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from grpo_components.cluster.cluster import engine_environment
+from grpo_components.quiet import quiet_libraries
+
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+RENDERER = "vllm.renderers.base"
+NO_TOKENIZER = ValueError("Tokenizer not available when `skip_tokenizer_init=True`")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_loggers():
+    """As they were before, also Python's warnings."""
+    names = ["ray", "torchao", "torchtune", "torchrl", "vllm", "datasets", "wandb"]
+    loggers = [logging.getLogger(name) for name in [*names, RELOAD, RENDERER]]
+    before = [(logger, logger.level, list(logger.filters)) for logger in loggers]
+    with warnings.catch_warnings():
+        yield
+    for logger, level, filters in before:
+        logger.setLevel(level)
+        logger.filters[:] = filters
+
+
+def logged(caplog, name, message, *args, error=None):
+    """Whether a library's warning is written down."""
+    caplog.clear()
+    logging.getLogger(name).warning(message, *args, exc_info=error)
+    return bool(caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("log_level", "ray", "vllm"),
+    [
+        ("DEBUG", True, True),
+        ("INFO", True, True),
+        ("WARNING", False, True),
+        ("ERROR",) + 2 * (False,),
+    ],
+)
+def test_of_all_libraries_vllm_alone_warns_at_the_default_level(caplog, log_level, ray, vllm):
+    quiet_libraries(log_level)
+    assert logged(caplog, "ray.worker", "something") == ray
+    assert logged(caplog, "vllm.v1.core.block_pool", "Failed to reset prefix cache") == vllm
+    assert engine_environment("cpu", log_level, 1)["VLLM_LOGGING_LEVEL"] == log_level
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "expected"),
+    [
+        (RELOAD, "RotaryEmbedding", False),
+        (RELOAD, "Llama3RotaryEmbedding", False),
+        (RELOAD, "ParallelLMHead", False),
+        (RELOAD, "QKVParallelLinear", True),
+        (RELOAD, "VocabParallelEmbedding", True),
+        (f"{RELOAD}.other", "RotaryEmbedding", True),
+    ],
+)
+def test_of_layers_that_were_not_loaded_only_those_without_weights_of_their_own_are_silent(
+    caplog, name, layer, expected
+):
+    quiet_libraries("WARNING")
+    quiet_libraries("WARNING")
+    assert logged(caplog, name, "%s: Failed to load weights", layer) == expected
+    assert logged(caplog, name, "%s: Failed to load weights, twice", layer)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(NO_TOKENIZER, False), (ValueError("out of memory"), True), (None, True)],
+)
+def test_the_warm_up_of_a_chat_template_is_silent_only_where_there_is_no_tokenizer(
+    caplog, error, expected
+):
+    quiet_libraries("WARNING")
+    assert logged(caplog, RENDERER, "Chat template warmup failed", error=error) == expected
+
+
+def test_nothing_is_held_back_at_debug(caplog):
+    quiet_libraries("DEBUG")
+    assert logged(caplog, RELOAD, "%s: Failed to load weights", "RotaryEmbedding")
+
+
+IN_A_ROLE = """
+import sys
+from grpo_components.cluster.role_host import RoleHost
+RoleHost("generator_0", "test", sys.argv[1], "WARNING", 1, [])
+from vllm.model_executor.model_loader.reload import layerwise
+layerwise.logger.warning("%s: Failed to load weights", "RotaryEmbedding")
+layerwise.logger.warning("%s: Failed to load weights", "QKVParallelLinear")
+layerwise.logger.info("an info")
+"""
+
+
+def test_a_warning_of_vllm_is_in_the_log_of_its_role_and_not_on_the_console(tmp_path):
+    """vLLM configures its own loggers while it is imported."""
+    log = tmp_path / "generator_0.log"
+    result = subprocess.run(
+        [sys.executable, "-c", IN_A_ROLE, str(log)],
+        env=os.environ | engine_environment("cpu", "WARNING", 1),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "" and "QKVParallelLinear" not in result.stderr
+    written = log.read_text()
+    assert "QKVParallelLinear: Failed to load weights" in written
+    assert "RotaryEmbedding" not in written and "an info" not in written

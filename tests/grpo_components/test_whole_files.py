@@ -1,0 +1,84 @@
+"""A file is replaced whole, and nothing that somebody put into its folder is written to."""
+
+import os
+import stat
+
+import pytest
+
+from grpo_components import whole_files
+from grpo_components.whole_files import write_whole
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own"
+    path.write_text("mine")
+    return path
+
+
+@pytest.fixture
+def target(tmp_path):
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run" / "report.html"
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_it_replaces_what_was_there_and_leaves_nothing_else(target, durable):
+    target.write_text("before")
+    write_whole(target, "äfter", durable=durable)
+    assert target.read_bytes() == "äfter".encode()
+    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
+    assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~current_umask()
+
+
+def current_umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_link_in_the_targets_place_is_replaced_and_not_followed(target, own):
+    for link in (target, target.with_name(".report.html.part")):
+        link.symlink_to(own)
+    write_whole(target, "page")
+    assert own.read_text() == "mine" and not target.is_symlink()
+    assert target.read_text() == "page"
+
+
+def test_a_hard_link_and_a_pipe_are_replaced(target, own):
+    os.link(own, target)
+    write_whole(target, "page")
+    assert (own.read_text(), target.read_text()) == ("mine", "page")
+    target.unlink()
+    os.mkfifo(target)
+    write_whole(target, "page")
+    assert target.is_file()
+
+
+def test_a_folder_in_the_targets_place_is_an_error_and_leaves_nothing(target):
+    target.mkdir()
+    with pytest.raises(OSError):
+        write_whole(target, "page")
+    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
+
+
+def test_even_a_guessed_name_is_not_followed(target, own, monkeypatch):
+    monkeypatch.setattr(whole_files.secrets, "token_hex", lambda _: "guessed")
+    target.with_name(".report.html.guessed.part").symlink_to(own)
+    with pytest.raises(FileExistsError):
+        write_whole(target, "page")
+    assert own.read_text() == "mine"
+
+
+@pytest.mark.parametrize("failure", ["write", "replace"])
+def test_a_failure_leaves_the_file_that_was_there(target, monkeypatch, failure):
+    target.write_text("before")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(whole_files.os, "fsync" if failure == "write" else "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(target, "after", durable=True)
+    assert target.read_text() == "before"
+    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
