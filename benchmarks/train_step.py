@@ -280,7 +280,7 @@ Step = Callable[[Batch], dict[str, Any]]
 
 def _our_step(setting: Setting, folder: Path) -> Step:
     trainer = build_ours(setting, folder)
-    return lambda batch: trainer.train_step(pack(batch[0]), batch[1], 0)
+    return lambda batch: trainer.train_step(pack(batch[0]), batch[1], 0).metrics
 
 
 def _baseline_step(setting: Setting, folder: Path) -> Step:

@@ -22,7 +22,8 @@ def install() -> None:
         _register_or_warn(sys.modules[_REGISTRY])
     else:
         sys.meta_path.insert(0, _RegistryFinder())
-    if Path(*sys.argv[:1]).name in ("tune", "tiny_policy.py", "equivalence.py"):
+    program = Path(*sys.argv[:1])
+    if program.name in ("tune", "tiny_policy.py") or program.parent.name == "equivalence":
         # torchtune needs a torchao older than torch; its kernels, which are then left out, are not
         # used, and these programs would say so at every start.
         logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.msg)

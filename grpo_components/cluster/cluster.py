@@ -29,6 +29,7 @@ from grpo_components.cluster.role import Family, Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.event_order import Turns
 
 _LOOPBACK_ONLY = {
@@ -330,25 +331,22 @@ class Cluster:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
-def build_cluster(
-    cfg: DictConfig, attempt: int, note: Callable[[str], None], turns: Turns
-) -> Cluster:
+def build_cluster(cfg: DictConfig, ledger: Ledger, note: Callable[[str], None]) -> Cluster:
     """The cluster that a config asks for.
 
     Args:
         cfg: checked by preflight.
-        attempt: which life of the run.
-        note: told of restarts, in words.
-        turns: of the run.
+        ledger: of the run; its event order records restarts.
+        note: shows a line.
     """
     return Cluster(
         Path(cfg.output_dir),
         cfg.log_level,
-        attempt,
+        ledger.attempt,
         budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
         heartbeat_s=cfg.timeouts.heartbeat_s,
         note=note,
-        turns=turns,
+        turns=ledger.turns,
         object_store_memory=cfg.object_store_memory,
     )
 

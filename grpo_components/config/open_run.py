@@ -1,4 +1,4 @@
-"""Opens the log of a run, as its config says."""
+"""Opens a run's folder and everything that records it, as its config says."""
 
 from __future__ import annotations
 
@@ -10,19 +10,76 @@ from omegaconf import DictConfig
 
 from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.component_trial import check_logger
+from grpo_components.evaluation.evaluation import build_evaluation
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
+from grpo_components.records.agreement import GeneratorAgreement
+from grpo_components.records.checkpoints import build_checkpoints
+from grpo_components.records.failed_samples import build_failed_samples
+from grpo_components.records.receipts import build_receipts
+from grpo_components.records.resume import Stateful, begin_run
+from grpo_components.records.run import Run
 from grpo_components.records.run_log import RunLog
+from grpo_components.replay.event_log import open_turns
+from grpo_components.training.skipped_steps import SkippedSteps
 
 
-def build_run_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
-    """The run log that a config asks for.
+def open_run(
+    cfg: DictConfig,
+    ledger: Ledger,
+    prompts: Stateful,
+    temperature: Schedule,
+    dataset: Any,
+    held_out: Any,
+) -> Run:
+    """Make or reopen the run's folder; restore ledger and prompts where it resumes.
+
+    Args:
+        cfg: checked by preflight; written to the folder.
+        ledger: of the run, new.
+        prompts: that the ledger draws from, at their start.
+        temperature: of sampling, by training step.
+        dataset: to train on.
+        held_out: to be evaluated on.
+
+    Raises:
+        ValueError: if there is no such checkpoint, or the data set has other rows.
+    """
+    start = begin_run(cfg, ledger, prompts)
+    ledger.attempt = start.attempt
+    ledger.turns = open_turns(cfg, start.attempt)
+    log = open_log(cfg, start.attempt, start.note, dataset, held_out)
+    failures = build_failed_samples(cfg, start.attempt, log.note)
+    checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
+    on_result = (log.evaluation, checkpoints.evaluated)
+    return Run(
+        start,
+        ledger,
+        prompts,
+        log=log,
+        receipts=build_receipts(cfg, ledger, start.attempt, start.identity),
+        checkpoints=checkpoints,
+        evaluation=build_evaluation(
+            cfg, held_out, temperature, failures.in_evaluation, ledger.turns, on_result
+        ),
+        failures=failures,
+        agreement=GeneratorAgreement(cfg.max_generator_kl),
+        skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),
+        save_every_n_steps=cfg.save_every_n_steps,
+        rollouts_logged=cfg.rollouts_logged_per_step,
+    )
+
+
+def open_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
+    """The run log, with the notes of the start and of the data sets shown first.
 
     Args:
         cfg: checked by preflight.
         attempt: which life of the run.
         note: what the person who watches should know first; may be empty.
-        dataset: to train on; its own `note`, where it has one, is told, too.
-        held_out: to be evaluated on; its note as well, and whether the run trains on it.
+        dataset: to train on; its `note`, where it has one, is shown.
+        held_out: to be evaluated on; its note, and how many of its prompts are trained on.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)

@@ -48,6 +48,7 @@ from grpo_components.errors import fail, shown
 from grpo_components.evaluation.metrics import check_keep_best
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.offline.partial_runs import check_partial_run
+from grpo_components.quiet import quiet_libraries
 from grpo_components.records.resume import KL_SECTIONS, check_resume
 
 # What the recipe adds to a component's arguments: how many leading ones, and which by name.
@@ -64,6 +65,20 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 # Of local data sets. rollout/data_rows.py has their readers; importing it takes seconds.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
+
+
+def read_config(cfg: DictConfig) -> DictConfig:
+    """Check a config and fill in its defaults; from here on it is the one that runs.
+
+    Args:
+        cfg: what torchtune's `config.parse` gives.
+
+    Raises:
+        ValueError: one line, "key: what is wrong; allowed: ...", for the first problem found.
+    """
+    cfg = check(cfg)
+    quiet_libraries(cfg.log_level)
+    return cfg
 
 
 def check(cfg: DictConfig) -> DictConfig:

@@ -157,15 +157,3 @@ def role_arguments(
     }
     trainer, generator = stand_in_arguments(cfg, trainer, generator)
     return RoleArguments(replay_buffer, trainer, reference, reward_model, generator)
-
-
-def shaping_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Keyword arguments of `RewardShaping`.
-
-    Args:
-        cfg: checked by preflight.
-    """
-    shaping = {
-        k: cfg.reward_shaping[k] for k in ("kl_coeff", "overlong_tokens", "overlong_penalty")
-    }
-    return shaping | {"max_response_tokens": cfg.generator.max_response_tokens}

@@ -337,7 +337,9 @@ def generator_is_trainer(bench: Bench) -> float:
             ]
             batch = concatenate(groups)
             advantages = np.resize(np.array([1, -1], np.float32), len(batch["group_id"]))
-            worst = max(worst, trainer.call("train_step", batch, advantages, step)["gap/max"])
+            worst = max(
+                worst, trainer.call("train_step", batch, advantages, step).metrics["gap/max"]
+            )
             version = trainer.call("gather_weights")
             generator.call("load_weights", version, trainer.call("export_weights", version)[0])
     return worst

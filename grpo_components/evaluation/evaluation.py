@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Protocol
+from contextlib import AsyncExitStack
+from typing import Any
 
 from omegaconf import DictConfig
 
-from grpo_components.cluster.role import Role
+from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.objective.schedules import Schedule, as_schedule
@@ -18,15 +18,11 @@ from grpo_components.replay.event_order import Turns
 
 Results = list[dict[str, Any]]
 Scored = Callable[[int, Results], Results]
-Told = Callable[[int, dict[str, float]], None]
+OnResult = Callable[[int, dict[str, float]], None]
 
 
-class Sampling(Protocol):
-    """What an evaluation needs of a generator."""
-
-    role: Role
-    pulling: AbstractAsyncContextManager[Any]
-    """Held while its weights are swapped, or must not be."""
+Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
+"""Brings a generator to the published weights; the second argument says what for."""
 
 
 class Evaluation:
@@ -42,10 +38,9 @@ class Evaluation:
         batch: responses that one generator samples at a time.
         temperature: by training step; 0 is greedy.
         timeout_s: longest wait for one batch.
-        pull: brings a generator to the published weights; told what for.
         scored: by step and results, those results that have a score; it counts the others.
         turns: of the run.
-        told: get step and metrics of each evaluation.
+        on_result: called with step and metrics of each evaluation.
     """
 
     def __init__(
@@ -60,17 +55,16 @@ class Evaluation:
         batch: int,
         temperature: Schedule,
         timeout_s: float,
-        pull: Callable[[Any, str], Awaitable[None]],
         scored: Scored,
         turns: Turns,
-        told: Sequence[Told],
+        on_result: Sequence[OnResult],
     ) -> None:
         self._held_out, self._samples, self._batch = held_out, samples, batch
         self._every_n_steps, self._num_steps = every_n_steps, num_steps
         self._max_staleness, self._began = max_staleness, 0
         self._first_version = first_version
         self._temperature, self._timeout_s = temperature, timeout_s
-        self._pull, self._scored, self._turns, self._told = pull, scored, turns, told
+        self._scored, self._turns, self._on_result = scored, turns, on_result
         self._running: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
 
@@ -79,13 +73,14 @@ class Evaluation:
         return step % self._every_n_steps == 0 or step >= self._num_steps
 
     async def begin(
-        self, step: int, generators: Sequence[Sampling], tasks: asyncio.TaskGroup
+        self, step: int, generators: Sequence[GeneratorHandle], pull: Pull, tasks: asyncio.TaskGroup
     ) -> None:
         """Start an evaluation of the published weights.
 
         Args:
             step: training steps done.
             generators: of the run; those that were given up take no part.
+            pull: brings a generator to the published weights.
             tasks: what it runs in from here on, as soon as every generator holds the weights: only
                 until then may no newer ones be published.
         """
@@ -93,7 +88,7 @@ class Evaluation:
             return
         assert self._running is None or self._running.done(), "two evaluations at once"
         pinned, self._began = asyncio.Event(), step
-        self._running = tasks.create_task(self._evaluate(step, generators, pinned))
+        self._running = tasks.create_task(self._evaluate(step, generators, pull, pinned))
         await pinned.wait()  # where it fails, the task group cancels this wait
 
     async def finished(self, step: int | None = None) -> dict[str, float]:
@@ -112,33 +107,41 @@ class Evaluation:
         return metrics
 
     async def _evaluate(
-        self, step: int, generators: Sequence[Sampling], pinned: asyncio.Event
+        self,
+        step: int,
+        generators: Sequence[GeneratorHandle],
+        pull: Pull,
+        pinned: asyncio.Event,
     ) -> None:
         async with AsyncExitStack() as held:
             held.enter_context(self._turns.pinning())
             for generator in generators:  # nobody swaps the weights during an evaluation
-                if not generator.role.lost:
-                    await held.enter_async_context(generator.pulling)
+                if not generator.lost:
+                    await held.enter_async_context(generator.swapping)
             results = None
             while results is None:
-                results = await self._try(step, generators, pinned)
+                results = await self._try(step, generators, pull, pinned)
         self._metrics = evaluation_metrics(self._scored(step, results))
         self._metrics["eval/policy_version"] += self._first_version
-        for tell in self._told:
-            tell(step, self._metrics)
+        for call in self._on_result:
+            call(step, self._metrics)
 
     async def _try(
-        self, step: int, generators: Sequence[Sampling], pinned: asyncio.Event
+        self,
+        step: int,
+        generators: Sequence[GeneratorHandle],
+        pull: Pull,
+        pinned: asyncio.Event,
     ) -> Results | None:
         """All results, at one version; None where a generator was given up or restarted."""
         cause = f"evaluation {step}"
-        living = [generator for generator in generators if not generator.role.lost]
-        pulled = await _none_lost(self._pull(generator, cause) for generator in living)
+        living = [generator for generator in generators if not generator.lost]
+        pulled = await _none_lost(pull(generator, cause) for generator in living)
         pinned.set()
         if pulled is None:
             return None
         shares = await _none_lost(
-            self._ask(generator.role, range(i, len(self._held_out), len(living)), step)
+            self._ask(generator, range(i, len(self._held_out), len(living)), step)
             for i, generator in enumerate(living)
         )
         if shares is None:  # the others do its share
@@ -148,14 +151,12 @@ class Evaluation:
         versions = {result[v] for result in results for v in ("oldest_version", "newest_version")}
         return results if len(versions - {None}) <= 1 else None
 
-    async def _ask(self, role: Role, rows: Sequence[int], step: int) -> Results:
+    async def _ask(self, generator: GeneratorHandle, rows: Sequence[int], step: int) -> Results:
         prompts = [self._held_out[row] for row in rows]
         timeout_s = self._timeout_s * (2 + len(prompts) * self._samples // self._batch)
-        arguments = (prompts, self._temperature(step), self._samples)
-        turn = self._turns.awaited("evaluate", role=role.name, step=step)
-        results = await role.call("evaluate", *arguments, timeout_s=timeout_s, turn=turn)
-        self._turns.happened("evaluate", role=role.name, step=step)
-        return results
+        return await generator.evaluate(
+            prompts, self._temperature(step), self._samples, step=step, timeout_s=timeout_s
+        )
 
 
 async def _none_lost(calls: Iterable[Awaitable[Any]]) -> list[Any] | None:
@@ -172,10 +173,9 @@ def build_evaluation(
     cfg: DictConfig,
     held_out: Sequence[Any],
     temperature: Schedule,
-    pull: Callable[[Any, str], Awaitable[None]],
     scored: Scored,
     turns: Turns,
-    told: Sequence[Told],
+    on_result: Sequence[OnResult],
 ) -> Evaluation:
     """The evaluation that a config asks for.
 
@@ -183,10 +183,9 @@ def build_evaluation(
         cfg: checked by preflight.
         held_out: rows of the evaluation data set.
         temperature: of training, by step: that of evaluations, too, unless the config has another.
-        pull: brings a generator to the published weights; told what for.
         scored: by step and results, those results that have a score; it counts the others.
         turns: of the run.
-        told: get step and metrics of each evaluation.
+        on_result: called with step and metrics of each evaluation.
     """
     own = cfg.eval.temperature
     return Evaluation(
@@ -199,8 +198,7 @@ def build_evaluation(
         batch=cfg.group_size * cfg.rollouts_in_flight,
         temperature=temperature if own is None else as_schedule("eval.temperature", own),
         timeout_s=cfg.timeouts.rollout_s,
-        pull=pull,
         scored=scored,
         turns=turns,
-        told=told,
+        on_result=on_result,
     )

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum
+from grpo_components.training.step_result import StepResult
 from grpo_components.training.token_logprobs import recorded_logprobs
 from grpo_components.trajectory import (
     FinishReason,
@@ -145,7 +146,7 @@ class TrajectoryWriter:
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
-    ) -> dict[str, Any]:
+    ) -> StepResult:
         """Write a batch, one line a group, in the place of `Trainer.train_step`.
 
         Args:
@@ -154,7 +155,7 @@ class TrajectoryWriter:
             step: steps done before this one.
 
         Returns:
-            The metrics that the training loop counts with.
+            What the training loop counts with.
         """
         trajectories = unpack(batch)
         if self._path is not None:
@@ -165,13 +166,14 @@ class TrajectoryWriter:
         for trajectory in trajectories[: self._logged_responses]:
             logprobs.setdefault(trajectory.group_id, []).append(recorded_logprobs(trajectory))
         versions = np.concatenate([t.token_versions[t.response_mask] for t in trajectories])
-        return {
-            "policy_version": 0,
-            "token_versions": dict(Counter(versions.tolist())),
-            "token_logprobs": logprobs,
-            "trained_tokens": 0.0,
-            "off_policy/correction_mass": math.nan,
-        }
+        return StepResult(
+            policy_version=0,
+            token_versions=dict(Counter(versions.tolist())),
+            token_logprobs=logprobs,
+            trained_tokens=0,
+            skipped_because="",
+            metrics={"policy_version": 0, "off_policy/correction_mass": math.nan},
+        )
 
 
 class RecordedGroups:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_components.cluster.cluster import Role
+from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.checkpoint_folder import (
     begin,
@@ -20,13 +20,10 @@ from grpo_components.records.checkpoint_folder import (
     publish,
     rate,
 )
-from grpo_components.records.resume import Beginning, Stateful
+from grpo_components.records.resume import RunStart, Stateful
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.records.run_log import RunLog
 from grpo_components.state_files import write_state
-
-_LANE = "checkpoint"
-"""Thread in which a role writes, beside its main one."""
 
 
 class Checkpoints:
@@ -42,7 +39,6 @@ class Checkpoints:
         keep_best: metric of the evaluations by which one more stays, as `best`; None is none.
         failure: whether a checkpoint that cannot be written ends the run or is only told.
         in_background: write beside the next steps, from a copy.
-        timeout_s: longest wait for a role.
         saved: told step and folder of each.
         note: told what failed.
         identity: of the run and its process, kept with each of them.
@@ -61,7 +57,6 @@ class Checkpoints:
         keep_best: str | None,
         failure: Literal["error", "warn"],
         in_background: bool,
-        timeout_s: float,
         saved: Callable[[int, str], None],
         note: Callable[[str], None],
         identity: RunIdentity,
@@ -69,7 +64,7 @@ class Checkpoints:
     ) -> None:
         self._identity, self._verify = identity, verify
         self._folder, self._cfg, self._ledger, self._prompts = folder, cfg, ledger, prompts
-        self._keep_last_n, self._failure, self._timeout_s = keep_last_n, failure, timeout_s
+        self._keep_last_n, self._failure = keep_last_n, failure
         self._in_background, self._saved, self._note = in_background, saved, note
         self._writes, self._keep_best = writes, keep_best
         self._versions: dict[int, int] = {}
@@ -94,7 +89,7 @@ class Checkpoints:
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
-    async def save(self, step: int, trainers: Sequence[Role], buffer: Role) -> None:
+    async def save(self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle) -> None:
         """Write a checkpoint, once the one before is written; the trainers stand between two steps.
 
         Args:
@@ -108,7 +103,7 @@ class Checkpoints:
         await self.finish()
         if not self._writes:
             return
-        await _all(trainers, "hold_state", self._in_background, timeout_s=self._timeout_s)
+        await trainers.hold_state(in_background=self._in_background)
         self._writing = asyncio.create_task(
             self._write(step, self._held, self._buffered, trainers, buffer)
         )
@@ -143,7 +138,9 @@ class Checkpoints:
         if writing is not None:
             await asyncio.wait([writing])
 
-    async def restore(self, checkpoint: Path, trainers: Sequence[Role], buffer: Role) -> None:
+    async def restore(
+        self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
+    ) -> None:
         """Restore the roles that have a state; `begin_run` has restored the driver's.
 
         Args:
@@ -154,32 +151,22 @@ class Checkpoints:
         if self._keep_best and checkpoint.parent == self._folder.resolve():
             choose_best(self._folder, self._keep_best, self._ledger.steps_done)
             self._versions = {self._ledger.steps_done: self._ledger.policy_version}
-        await _all(trainers, "load_state", str(checkpoint), timeout_s=self._timeout_s)
-        buffered = self._ledger.in_state("buffered")
-        group_ids = [entry.group_id for entry in buffered]
-        *parts, _, nothing = buffer.submit(
-            "read_state", str(checkpoint / "state"), group_ids, num_returns=2 * len(buffered) + 2
-        )
-        await buffer.result(nothing, "read_state", self._timeout_s)
-        for number, entry in enumerate(buffered):
-            entry.parts = parts[2 * number : 2 * number + 2]
-        await buffer.call("refill", *parts, timeout_s=self._timeout_s)
+        await trainers.load_state(checkpoint)
+        await buffer.read_state(checkpoint / "state")
 
     async def _write(
         self,
         step: int,
         state: dict[str, Any],
         buffered: list[Any],
-        trainers: Sequence[Role],
-        buffer: Role,
+        trainers: TrainersHandle,
+        buffer: ReplayBufferHandle,
     ) -> None:
         try:
             self._verify()
             folder = await asyncio.to_thread(begin, self._folder, step)
-            call = {"lane": _LANE, "timeout_s": self._timeout_s}
             failures = await asyncio.gather(
-                _all(trainers, "write_state", str(folder), **call),
-                buffer.call("write_state", str(folder / "state"), *buffered, **call),
+                trainers.write_state(folder), buffer.write_state(folder / "state", buffered)
             )
             for failure in (*failures[0], failures[1]):
                 if failure is not None:
@@ -233,7 +220,7 @@ class Checkpoints:
 
 
 def build_checkpoints(
-    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog, beginning: Beginning
+    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog, beginning: RunStart
 ) -> Checkpoints:
     """The checkpoints that a config asks for.
 
@@ -254,14 +241,8 @@ def build_checkpoints(
         keep_best=cfg.keep_best,
         failure=cfg.checkpoint_failure,
         in_background=cfg.async_checkpoint,
-        timeout_s=cfg.timeouts.train_step_s,
         saved=run_log.checkpoint,
         note=run_log.note,
         identity=beginning.identity,
         verify=beginning.lock.verify,
     )
-
-
-async def _all(roles: Sequence[Role], method: str, *args: Any, **call: Any) -> list[Any]:
-    """Call a method of every rank at once: they meet in collectives."""
-    return await asyncio.gather(*(role.call(method, *args, **call) for role in roles))

@@ -129,7 +129,7 @@ class Receipts:
         correction_mass: float,
         batch_hash: str,
     ) -> None:
-        """Write the record of one training step, after `Ledger.stepped`.
+        """Write the record of one training step, after `Ledger.finish_step`.
 
         Args:
             step: from 1.

@@ -49,7 +49,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RunStart:
     """How a run begins."""
 
     attempt: int
@@ -118,7 +118,7 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
         fail("num_steps", problem, f"above {done}")
 
 
-def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning:
+def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> RunStart:
     """Make or reopen the run's folder, and restore what lives in this process.
 
     Args:
@@ -136,7 +136,7 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning
         lock, moved_to = prepare_output_folder(folder, cfg, identity)
         note = f"{cfg.output_dir} was in use: the earlier run is now {moved_to}" if moved_to else ""
         start = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-        return Beginning(0, None, _noted(note, lock), folder, start, identity, lock)
+        return RunStart(0, None, _noted(note, lock), folder, start, identity, lock)
     if run_of(checkpoint) == folder:
         lock = lock_folder(folder)
         try:
@@ -149,7 +149,7 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> Beginning
 
 def _go_on(
     cfg: DictConfig, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
-) -> Beginning:
+) -> RunStart:
     """Another attempt in the folder of the run."""
     wait_for_roles(folder, lock.died)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)  # now that nobody writes
@@ -164,12 +164,12 @@ def _go_on(
     attempt = last_attempt(folder) + 1
     reopen_output_folder(folder, cfg, attempt, identity)
     note = _noted(f"resumed from {checkpoint} (attempt {attempt})", lock)
-    return Beginning(attempt, checkpoint, note, folder, state, identity, lock)
+    return RunStart(attempt, checkpoint, note, folder, state, identity, lock)
 
 
 def _branch(
     cfg: DictConfig, folder: Path, checkpoint: Path, ledger: Stateful, prompts: Stateful
-) -> Beginning:
+) -> RunStart:
     """Another attempt in a folder of its own, from a checkpoint of another."""
     state, run = _load(checkpoint, ledger, prompts), run_of(checkpoint)
     identity = new_identity(state.get("identity", {}).get("run") or last_start(run).get("run"))
@@ -179,7 +179,7 @@ def _branch(
     note = f"resumed from {checkpoint} (attempt {attempt})"
     if moved_to:
         note += f"; {cfg.output_dir} was in use: the earlier run is now {moved_to}"
-    return Beginning(attempt, checkpoint, _noted(note, lock), folder, state, identity, lock)
+    return RunStart(attempt, checkpoint, _noted(note, lock), folder, state, identity, lock)
 
 
 def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, Any]:
@@ -196,22 +196,22 @@ def _noted(note: str, lock: FolderLock) -> str:
     return f"{note}; {missing}" if note else missing
 
 
-def roll_back(beginning: Beginning, ledger: Stateful, prompts: Stateful) -> Beginning:
+def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
     """Set what lives in this process back to the run's last checkpoint, or to where it began.
 
     Args:
-        beginning: of the attempt that ends.
+        run_start: of the attempt that ends.
         ledger: of the run.
         prompts: that the ledger draws from.
     """
-    checkpoint, state = beginning.checkpoint, beginning.driver
-    latest = beginning.output_dir / "checkpoints" / "latest"
+    checkpoint, state = run_start.checkpoint, run_start.driver
+    latest = run_start.output_dir / "checkpoints" / "latest"
     if latest.exists():
         checkpoint = latest.resolve()
         state = read_state(checkpoint / "state", "driver")
     ledger.load_state_dict(copy.deepcopy(state["ledger"]))
     prompts.load_state_dict(copy.deepcopy(state["prompts"]))
-    return replace(beginning, attempt=beginning.attempt + 1, checkpoint=checkpoint, driver=state)
+    return replace(run_start, attempt=run_start.attempt + 1, checkpoint=checkpoint, driver=state)
 
 
 def run_of(checkpoint: Path) -> Path:

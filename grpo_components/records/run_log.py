@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.cluster.supervision import root_cause
@@ -54,21 +55,21 @@ class RunLog:
         self._trained_tokens = 0.0
         self.phase, self.note = self._progress.phase, self._progress.note
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
         """Log a finished step; throughput is per second of wall time, evaluations included.
 
         Args:
             step: from 1.
-            metrics: of the step, with `trained_tokens`.
+            metrics: of the step.
+            trained_tokens: that it trained.
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         generated = self._generated_tokens - self._counted_tokens
         self._counted_tokens = self._generated_tokens
-        trained = metrics.pop("trained_tokens")
         metrics["throughput/generated_tokens_per_second"] = generated / seconds
-        metrics["throughput/trained_tokens_per_second"] = trained / seconds
-        self._trained_tokens += trained
+        metrics["throughput/trained_tokens_per_second"] = trained_tokens / seconds
+        self._trained_tokens += trained_tokens
         self._steps.append(metrics)
         self._metric_log.log(step, {"attempt": self.attempt, **metrics})
         self._progress.update(step, metrics)
@@ -100,7 +101,7 @@ class RunLog:
         step: int,
         entries: Sequence[LedgerEntry],
         texts: Sequence[Mapping[str, Any] | None],
-        advantages: Sequence[Any],
+        advantages: NDArray[Any],
         token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
         """Write trained groups as text.

@@ -12,7 +12,7 @@ from grpo_components.rewards.maths import RESPONSE_CPU_S
 from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
 from grpo_components.rewards.sandbox.inside.asserts import ASSERTS, NAMES, PROGRAM, UNFIT
 
-_RUN_ASSERTS = Path(__file__).parent / "sandboxed" / "asserts.py"
+_RUN_ASSERTS = Path(__file__).parent / "sandbox" / "inside" / "asserts.py"
 # A fence closes with as many of its own sign or more, and not farther to the right than it opened.
 # Possessive: a fence of 40,000 signs that turns out to be none is not tried again at each of them.
 _OPENING = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)([^`]*+)")

@@ -41,6 +41,7 @@ from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import Sample, make_samples, spread_advantages
 from grpo_components.training.skip_reasons import UpdateWatch, nothing_to_train
 from grpo_components.training.skipped_steps import dump_batch
+from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedExamples, SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
@@ -177,7 +178,7 @@ class Trainer:
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
-    ) -> dict[str, Any]:
+    ) -> StepResult:
         """Train on one global batch; each rank works on its part.
 
         Args:
@@ -186,11 +187,9 @@ class Trainer:
             step: training steps done before this one, for the schedules.
 
         Returns:
-            The step's metrics over the global batch (the same on every rank), `token_versions` (how
-            many tokens of which policy version were trained), `token_logprobs` of the logged
-            responses (see `gather_logprobs`), and the new `policy_version`; it
-            stays where no update had a finite loss and gradient: a skipped step. Then
-            `skipped_because` says why; else it is empty.
+            The outcome over the global batch, the same on every rank. The policy version stays
+            where no update had a finite loss and gradient: a skipped step, whose
+            `skipped_because` says why.
         """
         started = time.perf_counter()
         self._step, self._skipped_because = step, ""
@@ -225,17 +224,21 @@ class Trainer:
             **self._use.metrics(sequences, self._ppo_epochs, start_known, seconds),
             "policy_version": self.policy_version,
             "skipped_steps": step + 1 - self.policy_version,  # each of the others made a version
-            "token_versions": dict(Counter(versions.tolist())),
-            "token_logprobs": gather_logprobs(samples),
-            "trained_tokens": float(len(versions)),
             "time/train": seconds,
         }
-        why = self._skipped_because or nothing_to_train(trajectories)
-        metrics["skipped_because"] = "" if trained else why
-        if not trained and self._rank == 0:
-            dump_batch(self._skipped_folder, step + 1, batch, advantages, metrics)
+        why = "" if trained else self._skipped_because or nothing_to_train(trajectories)
+        if why and self._rank == 0:
+            told = metrics | {"skipped_because": why}
+            dump_batch(self._skipped_folder, step + 1, batch, advantages, told)
         self._profiler.step()
-        return metrics
+        return StepResult(
+            policy_version=self.policy_version,
+            token_versions=dict(Counter(versions.tolist())),
+            token_logprobs=gather_logprobs(samples),
+            trained_tokens=len(versions),
+            skipped_because=why,
+            metrics=metrics,
+        )
 
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
         """[R] which response tokens are trained: sampled by the policy, and none of the masked."""

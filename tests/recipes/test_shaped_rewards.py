@@ -1,17 +1,13 @@
-"""What the recipe hands to reward shaping: lengths as the limit counts them."""
+"""What a batch hands to reward shaping: lengths as the limit counts them."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from grpo_components.cluster.handles import Batch
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.trajectory import Trajectory, summarize
-
-RECIPE = Path(__file__).parents[2] / "recipes/async_grpo_full_finetune_distributed.py"
 
 
 def response(mask, reward=1.0):
@@ -31,25 +27,14 @@ def response(mask, reward=1.0):
     )
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    spec = importlib.util.spec_from_file_location("recipe_under_test", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)  # where a dataclass looks up its annotations
-        spec.loader.exec_module(module)
-    return module.AsyncGRPOFullFinetuneRecipeDistributed()
-
-
 @pytest.mark.parametrize("said", [0, 3, 6])
 @pytest.mark.parametrize(("length", "loses"), [(6, 0.0), (8, 0.25), (10, 0.5)])
-def test_the_overlong_penalty_counts_what_the_environment_said(recipe, said, length, loses):
+def test_the_overlong_penalty_counts_what_the_environment_said(said, length, loses):
     """Limit 10, of which 4 are punished: the same loss however many tokens the policy sampled."""
     mask = np.arange(length) >= said
     mask[0] = True  # the policy begins
-    recipe.reward_shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
-    recipe.references, recipe.ledger = [], SimpleNamespace(steps_done=0)
-    groups = [summarize([response(mask), response([True])])]
-    shaped = recipe.shaped_rewards(groups, [])
+    shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
+    group = summarize([response(mask), response([True])])
+    batch = Batch(cast(Any, None), [group], [], "", 0, 0, 0.0)
+    shaped = shaping(batch.rewards, batch.response_lengths, None, 0)
     assert shaped.tolist() == [[1.0 - loses, 1.0]]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.files import cut_torn_line
@@ -137,6 +138,11 @@ class Account:
         return []
 
 
+def handles(trainer, buffer, account):
+    trainers = TrainersHandle([trainer], account, 10, 10)
+    return trainers, ReplayBufferHandle(buffer, account, 10, 10, wait_for_stale=False)
+
+
 def make_checkpoints(folder, failure, account):
     notes, saved = [], []
     checkpoints = Checkpoints(
@@ -149,7 +155,6 @@ def make_checkpoints(folder, failure, account):
         keep_best=None,
         failure=failure,
         in_background=False,
-        timeout_s=10,
         saved=lambda step, path: saved.append(step),
         note=notes.append,
         identity=new_identity(),
@@ -168,7 +173,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_last_one_as_it_was(disk, fai
     async def save(step):
         account.state["steps_done"] = step
         checkpoints.hold()
-        await checkpoints.save(step, [trainer], buffer)
+        await checkpoints.save(step, *handles(trainer, buffer, account))
 
     asyncio.run(save(1))
     if full == "from the start":
@@ -218,7 +223,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_to_is_told(unprivileged, fai
 
     async def save():
         checkpoints.hold()
-        await checkpoints.save(1, [Writer("trainer")], Writer("buffer"))
+        await checkpoints.save(1, *handles(Writer("trainer"), Writer("buffer"), account))
 
     if failure == "error":
         with pytest.raises(

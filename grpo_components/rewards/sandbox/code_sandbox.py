@@ -19,7 +19,7 @@ from typing import IO, NoReturn
 from grpo_components.rewards.sandbox.fair_places import FairPlaces
 from grpo_components.rewards.sandbox.inside.contain import TIMED_OUT
 
-_CONTAIN = Path(__file__).parent / "sandboxed" / "contain.py"
+_CONTAIN = Path(__file__).parent / "inside" / "contain.py"
 _OLDEST_KERNEL = (5, 14)
 """Since then processes are counted by user namespace, and mounts made read-only as a tree."""
 _GRACE_S = 30.0

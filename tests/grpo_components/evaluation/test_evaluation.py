@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+from typing import Any, cast
 
 import pytest
 
+from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.objective.schedules import as_schedule
@@ -14,8 +16,9 @@ from grpo_components.replay.event_order import Turns
 class FakeRole:
     """Answers every prompt with its generator's weights, when it may."""
 
-    def __init__(self, generator, fails_with=None):
-        self.generator, self.fails_with = generator, fails_with
+    def __init__(self, fails_with):
+        self.generator: Any = None
+        self.fails_with = fails_with
         self.name = "generator_0"
         self.lost, self.asked, self.timeouts, self.temperatures = False, [], [], []
         self.may_answer = asyncio.Event()
@@ -23,7 +26,7 @@ class FakeRole:
         self.restarts_with = None
 
     async def call(self, method, prompts, temperature, samples, timeout_s, turn):
-        assert method == "evaluate" and self.generator.pulling.locked()
+        assert method == "evaluate" and self.generator.swapping.locked()
         await self.may_answer.wait()
         if self.fails_with is not None:
             self.lost = isinstance(self.fails_with, RoleLostError)
@@ -43,9 +46,18 @@ class FakeRole:
         ]
 
 
-class FakeGenerator:
-    def __init__(self, fails_with=None):
-        self.role, self.pulling, self.version = FakeRole(self, fails_with), asyncio.Lock(), 0
+class Account:
+    """Stands for a ledger of a new run, of which a generator's handle needs the event order."""
+
+    def __init__(self):
+        self.turns = Turns()
+
+
+def fake_generator(fails_with=None):
+    """A real handle of a role that is none."""
+    role = FakeRole(fails_with)
+    role.generator = GeneratorHandle(cast(Any, role), cast(Any, Account()), 9.0, 9.0)
+    return role.generator
 
 
 class Run:
@@ -53,6 +65,7 @@ class Run:
 
     def __init__(self, *generators, rows=10, samples=1, temperature=1.0, **schedule):
         self.generators, self.published, self.told = generators, 7, []
+        self.turns = Turns()
         self.evaluation = Evaluation(
             range(rows),
             **{
@@ -66,19 +79,18 @@ class Run:
             batch=4,
             temperature=as_schedule("eval.temperature", temperature),
             timeout_s=9.0,
-            pull=self.pull,
             scored=lambda step, results: results,
-            turns=Turns(),
-            told=[lambda *told: self.told.append(told)],
+            turns=self.turns,
+            on_result=[lambda *told: self.told.append(told)],
         )
 
     async def pull(self, generator, cause):
-        assert cause == "evaluation 3" and generator.pulling.locked()
+        assert cause == "evaluation 3" and generator.swapping.locked()
         await asyncio.sleep(0)
         generator.version = self.published
 
     async def begin(self, tasks):
-        await self.evaluation.begin(3, self.generators, tasks)
+        await self.evaluation.begin(3, self.generators, self.pull, tasks)
 
     def whole(self):
         async def evaluate():
@@ -90,18 +102,18 @@ class Run:
 
 
 def test_prompts_are_shared_out_and_each_is_answered_once():
-    generators = [FakeGenerator() for _ in range(3)]
+    generators = [fake_generator() for _ in range(3)]
     run = Run(*generators)
     metrics = run.whole()
     assert sorted(p for g in generators for p in g.role.asked) == list(range(10))
     assert metrics["eval/success_rate"] == 0.5
     assert (metrics["eval/prompts"], metrics["eval/policy_version"]) == (10, 7)
     assert run.told == [(3, metrics)]
-    assert not any(generator.pulling.locked() for generator in generators)
+    assert not any(generator.swapping.locked() for generator in generators)
 
 
 def test_several_responses_to_each_prompt_are_asked_for_at_the_evaluations_temperature():
-    generator = FakeGenerator()
+    generator = fake_generator()
     metrics = Run(generator, samples=4, temperature=0.0).whole()
     assert generator.role.temperatures == [0.0]
     assert generator.role.timeouts == [9.0 * (2 + 40 // 4)], "for every batch of responses"
@@ -109,7 +121,7 @@ def test_several_responses_to_each_prompt_are_asked_for_at_the_evaluations_tempe
 
 
 def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
-    first, second = FakeGenerator(), FakeGenerator()
+    first, second = fake_generator(), fake_generator()
     run = Run(first, second)
 
     async def train():
@@ -121,7 +133,7 @@ def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
             run.published = 8
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert first.pulling.locked(), "no generator goes on before all answers are there"
+            assert first.swapping.locked(), "no generator goes on before all answers are there"
             second.role.may_answer.set()
         metrics = await run.evaluation.finished(3)
         assert metrics["eval/policy_version"] == 7
@@ -134,7 +146,7 @@ def waits_at(**schedule):
     """Those of the steps 3 to 6 whose record waits for the evaluation that began after step 3."""
 
     async def step(number):
-        generator = FakeGenerator()
+        generator = fake_generator()
         generator.role.may_answer.clear()
         run = Run(generator, **schedule)
         async with asyncio.TaskGroup() as tasks:
@@ -170,32 +182,34 @@ def test_training_waits_where_its_next_groups_need_newer_weights(max_staleness, 
 @pytest.mark.parametrize("fails_with", [None, RoleFailedError("generator_0", "died", "a.log", "")])
 def test_nobody_who_waits_meanwhile_gives_up_for_it(fails_with):
     """And afterwards they may again, however it has ended."""
-    generator = FakeGenerator(fails_with)
+    generator = fake_generator(fails_with)
     run = Run(generator)
-    turns, seen = run.evaluation._turns, []
+    turns, seen = run.turns, []
+
+    load = run.pull
 
     async def pull(generator, cause):
         seen.append(turns.pinned)
-        await run.pull(generator, cause)
+        await load(generator, cause)
 
-    run.evaluation._pull = pull
+    run.pull = pull
     with contextlib.suppress(ExceptionGroup):
         run.whole()
     assert seen == [True] and not turns.pinned
 
 
 def test_evaluations_are_due_every_n_steps_and_after_the_last():
-    run = Run(FakeGenerator(), every_n_steps=4, num_steps=6)
+    run = Run(fake_generator(), every_n_steps=4, num_steps=6)
     assert [step for step in range(1, 7) if run.evaluation.due(step)] == [4, 6]
 
 
 def test_without_held_out_prompts_there_is_no_evaluation():
-    run = Run(FakeGenerator(), rows=0)
+    run = Run(fake_generator(), rows=0)
     assert run.whole() == {} and run.told == []
 
 
 def test_it_is_done_anew_without_a_generator_that_is_given_up_meanwhile():
-    lost, left = FakeGenerator(RoleLostError("generator_0")), FakeGenerator()
+    lost, left = fake_generator(RoleLostError("generator_0")), fake_generator()
     metrics = Run(lost, left).whole()
     assert sorted(left.role.asked[-10:]) == list(range(10))
     assert metrics["eval/prompts"] == 10
@@ -203,14 +217,14 @@ def test_it_is_done_anew_without_a_generator_that_is_given_up_meanwhile():
 
 def test_it_is_done_anew_where_a_restarted_generator_has_newer_weights():
     """Its version is what was published by that; nothing is made up of two versions."""
-    restarted, other = FakeGenerator(), FakeGenerator()
+    restarted, other = fake_generator(), fake_generator()
     run = Run(restarted, other)
     restarted.role.restarts_with = run.published = 8
 
     async def older(generator, cause):
         generator.version = max(generator.version, 7 if not other.role.asked else 8)
 
-    run.evaluation._pull = older
+    run.pull = older
     assert run.whole()["eval/policy_version"] == 8
     assert len(other.role.asked) == 10, "its share, twice"
 
@@ -218,5 +232,5 @@ def test_it_is_done_anew_where_a_restarted_generator_has_newer_weights():
 def test_any_other_failure_is_the_runs():
     failure = RoleFailedError("generator_0", "died", "a.log", "died")
     with pytest.raises(ExceptionGroup) as raised:
-        Run(FakeGenerator(failure), FakeGenerator()).whole()
+        Run(fake_generator(failure), fake_generator()).whole()
     assert raised.value.exceptions == (failure,)

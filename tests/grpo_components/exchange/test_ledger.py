@@ -40,10 +40,10 @@ def test_synchronous_admission_is_exactly_one_batch():
         ledger = make(eta=0, groups_per_step=3, num_steps=2)
         first = await admit_all(ledger)
         assert [entry.group_id for entry in first] == [0, 1, 2]
-        await ledger.taken([0, 1, 2])
+        await ledger.take([0, 1, 2])
         assert await admit_all(ledger) == []
-        await ledger.published(1)
-        await ledger.stepped(1)
+        await ledger.publish(1)
+        await ledger.finish_step(1)
         second = await admit_all(ledger)
         assert [(e.group_id, e.needed_version) for e in second] == [(3, 1), (4, 1), (5, 1)]
 
@@ -62,8 +62,8 @@ def test_a_skipped_step_blocks_nothing():
     async def run():
         ledger = make(eta=0, groups_per_step=2, num_steps=2)
         await admit_all(ledger)
-        await ledger.taken([0, 1])
-        await ledger.stepped(0)  # NaN: the version stays, nothing is published
+        await ledger.take([0, 1])
+        await ledger.finish_step(0)  # NaN: the version stays, nothing is published
         assert len(await admit_all(ledger)) == 2
 
     asyncio.run(run())
@@ -73,7 +73,7 @@ def test_a_dropped_group_is_replaced_by_its_own_prompt_first():
     async def run():
         ledger = make(eta=1, groups_per_step=1, num_steps=5)
         first, second = await admit_all(ledger)
-        await ledger.dropped([first.group_id], "stale", reissue=True)
+        await ledger.drop([first.group_id], "stale", reissue=True)
         (again,) = await admit_all(ledger)
         assert again.prompt is first.prompt
         assert again.group_id == second.group_id + 1
@@ -86,7 +86,7 @@ def test_a_filtered_group_is_replaced_by_another_prompt():
     async def run():
         ledger = make(eta=0, groups_per_step=1, num_steps=5)
         (first,) = await admit_all(ledger)
-        await ledger.dropped([first.group_id], "failed", reissue=False)
+        await ledger.drop([first.group_id], "failed", reissue=False)
         (second,) = await admit_all(ledger)
         assert second.prompt["prompt_index"] == first.prompt["prompt_index"] + 1
 
@@ -97,8 +97,8 @@ def test_the_target_step_is_the_turn_of_the_place_in_the_queue():
     async def run():
         ledger = make(eta=1, groups_per_step=2, num_steps=4)
         assert [e.target_step for e in await admit_all(ledger)] == [0, 0, 1, 1]
-        await ledger.taken([0, 1])
-        await ledger.stepped(0)  # skipped: the version stays, the count of steps does not
+        await ledger.take([0, 1])
+        await ledger.finish_step(0)  # skipped: the version stays, the count of steps does not
         assert [e.target_step for e in await admit_all(ledger)] == [2, 2]
 
     asyncio.run(run())
@@ -109,13 +109,13 @@ def test_events_tell_each_groups_life_in_order_and_once():
         ledger = make(eta=1, groups_per_step=1, num_steps=5)
         first, second = await admit_all(ledger)
         assert (first.prompt_index, first.state) == (0, "in_flight")
-        await ledger.generated(1, [2, 5])
+        await ledger.finish_generation(1, [2, 5])
         assert second.response_tokens == 3.5
-        await ledger.dropped([0], "failed", reissue=True)
+        await ledger.drop([0], "failed", reissue=True)
         assert ledger.waiting_prompts == [(first.prompt, 0)]
-        await ledger.taken([1])
+        await ledger.take([1])
         assert [(e.group_id, e.state) for e in ledger.living()] == [(1, "in_training")]
-        await ledger.stepped(1)
+        await ledger.finish_step(1)
         await ledger.admit("test", 1)
         assert ledger.waiting_prompts == []
         assert ledger.drain_events() == [
@@ -139,7 +139,7 @@ def test_the_wait_for_doomed_groups_ends_when_they_are_buffered():
             await ledger.until_none_is_doomed(0.001)
         waiting = asyncio.create_task(ledger.until_none_is_doomed(5))
         await asyncio.sleep(0)
-        await ledger.buffered(entry.group_id)
+        await ledger.enter_buffer(entry.group_id)
         await waiting
 
     asyncio.run(run())
@@ -217,30 +217,30 @@ def test_random_runs_end_within_the_bound_and_lose_nothing(eta, groups_per_step,
                 entry = flying.pop(rng.randrange(len(flying)))
                 chance = rng.random()
                 if chance < 0.05:  # its generator died
-                    await ledger.dropped([entry.group_id], "failed", reissue=True)
+                    await ledger.drop([entry.group_id], "failed", reissue=True)
                 elif chance < 0.1:
-                    await ledger.dropped([entry.group_id], "failed")
+                    await ledger.drop([entry.group_id], "failed")
                 elif chance < 0.2:
-                    await ledger.generated(entry.group_id, [1])
-                    await ledger.dropped([entry.group_id], "filtered")
+                    await ledger.finish_generation(entry.group_id, [1])
+                    await ledger.drop([entry.group_id], "filtered")
                 else:
-                    await ledger.generated(entry.group_id, [1])
+                    await ledger.finish_generation(entry.group_id, [1])
                     ready.append(entry)
-                    await ledger.buffered(entry.group_id)
+                    await ledger.enter_buffer(entry.group_id)
             elif move == "sweep":
                 assert not wait and eta > 0, "dropped as stale where that must not happen"
                 for entry in stale:
                     ready.remove(entry)
-                await ledger.dropped([e.group_id for e in stale], "stale", reissue=True)
+                await ledger.drop([e.group_id for e in stale], "stale", reissue=True)
             else:
                 ready.sort(key=lambda e: (e.start_version, e.group_id))
                 batch, ready = ready[:groups_per_step], ready[groups_per_step:]
                 assert all(ledger.policy_version - e.start_version <= eta for e in batch)
-                await ledger.taken([e.group_id for e in batch])
+                await ledger.take([e.group_id for e in batch])
                 version = ledger.policy_version + (rng.random() > 0.2)
                 if version - ledger.published_version >= push_every:
-                    await ledger.published(version)
-                await ledger.stepped(version)
+                    await ledger.publish(version)
+                await ledger.finish_step(version)
                 trained += batch
         assert ledger.finished
         assert len({e.group_id for e in trained}) == num_steps * groups_per_step
@@ -259,9 +259,9 @@ def test_a_group_that_is_given_back_is_admitted_again_first_under_its_number():
     async def run():
         ledger = make(eta=0, groups_per_step=3, num_steps=2)
         entries = await admit_all(ledger)
-        await ledger.generated(1, [3, 4])
+        await ledger.finish_generation(1, [3, 4])
         entries[1].parts = ("group", "summary")
-        await ledger.given_back(entries[1])
+        await ledger.give_back(entries[1])
         assert [entry.group_id for entry in ledger.living()] == [0, 1, 2]
         (again,) = await admit_all(ledger)
         assert (again.group_id, again.prompt_index) == (1, 1)

@@ -153,7 +153,7 @@ class Run:
             self.buffered_at |= dict.fromkeys(kept, self.ledger.policy_version)
             # Restored weights are published and pulled before anything is sampled.
             version, weights = self.ledger.policy_version, f"weights {self.ledger.policy_version}"
-            await self.ledger.published(version)
+            await self.ledger.publish(version)
             for generator in self.generators if version else ():
                 generator.version = version
                 self.receipts.acknowledged(generator.name, version, weights, weights)
@@ -185,20 +185,20 @@ class Run:
                 generator.life += 1
                 generator.version, generator.rollouts_since_pull = 0, 10**6
             if generator.life != life:  # what was in flight went with it
-                await self.ledger.dropped([entry.group_id], "failed", reissue=True)
+                await self.ledger.drop([entry.group_id], "failed", reissue=True)
                 continue
             summary = summarize(group)
-            await self.ledger.generated(entry.group_id, summary.response_tokens)
+            await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
             if self.happens("failed"):
-                await self.ledger.dropped([entry.group_id], "failed")
+                await self.ledger.drop([entry.group_id], "failed")
             elif self.happens("filtered"):
-                await self.ledger.dropped([entry.group_id], "filtered")
+                await self.ledger.drop([entry.group_id], "filtered")
             else:
                 await self.work(3)
                 entry.parts = (pack(group), summary)
                 await self.buffer.add(*entry.parts)
                 self.buffered_at[entry.group_id] = self.ledger.policy_version
-                await self.ledger.buffered(entry.group_id)
+                await self.ledger.enter_buffer(entry.group_id)
 
     async def respond(self, generator, entry):
         versions, turns = [], generator.turns_per_token
@@ -242,7 +242,7 @@ class Run:
                 await self.ledger.until_none_is_doomed(TIMEOUT_S)
             batch, taken = await self.buffer.take(self.schedule.groups_per_step, version)
             stale = [group.group_id for group in taken.dropped]
-            await self.ledger.dropped(stale, "stale", reissue=True)
+            await self.ledger.drop(stale, "stale", reissue=True)
             self.note_waits(stale)
             groups = taken.groups
         return unpack(batch), taken
@@ -252,7 +252,7 @@ class Run:
         while not ledger.finished:
             batch, taken = await self.take_batch()
             ids = [group.group_id for group in taken.groups]
-            entries = await ledger.taken(ids)
+            entries = await ledger.take(ids)
             start = ledger.policy_version
             versions = [v for t in batch for v in t.token_versions.tolist()]
             fresh = [v for v in versions if v >= start - eta]
@@ -264,8 +264,8 @@ class Run:
             after = start + (not self.happens("skipped"))
             if after - ledger.published_version >= self.schedule.push_every:
                 await self.work(3)
-                await ledger.published(after)
-            await ledger.stepped(after)
+                await ledger.publish(after)
+            await ledger.finish_step(after)
             self.note_waits(ids)
             self.trained += [(e.prompt_index, e.epoch) for e in entries]
             self.receipts.step(ledger.steps_done, after, Counter(fresh), 1.0, taken.batch_hash)

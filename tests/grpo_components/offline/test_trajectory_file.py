@@ -70,7 +70,7 @@ def test_batches_become_lines_and_lines_the_groups_of_another_run(tmp_path):
     path = tmp_path / "trajectories.jsonl"
     groups = [[make(number, [-0.1 * number - 0.1] * 2)] * 2 for number in range(4)]
     answers = written(path, groups[0] + groups[1], groups[2] + groups[3])
-    assert answers[0]["token_versions"] == {0: 8} and answers[1]["policy_version"] == 0
+    assert answers[0].token_versions == {0: 8} and answers[1].policy_version == 0
     recorded = RecordedGroups(number=1, path=str(path))
     packed, summary, text = recorded.generate_group({"prompt_index": 2}, 3, 40, 5, 1.0)
     for trajectory, before in zip(unpack(packed), groups[2], strict=True):
@@ -88,7 +88,7 @@ def test_the_first_responses_return_what_is_known_of_their_tokens(tmp_path):
     answer = writer.train_step(pack(batch), np.zeros(3, np.float32), 0)
     unknown = {"trainer_logprobs": None, "reference_logprobs": None}
     group_id = batch[0].group_id
-    assert answer["token_logprobs"] == {
+    assert answer.token_logprobs == {
         group_id: [
             {"generator_logprobs": [-0.5, None], **unknown},
             {"generator_logprobs": [-2.0], **unknown},

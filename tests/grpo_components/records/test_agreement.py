@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-import runpy
-from pathlib import Path
 from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
 
+from grpo_components.cluster.handles import Batch
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.config.schema import SCHEMA, TRUNCATION, read_section
 from grpo_components.config.training_checks import MAX_GENERATOR_KL, default_bound
 from grpo_components.errors import DisagreementError
 from grpo_components.records.agreement import GeneratorAgreement
+from grpo_components.records.run import Run
+from grpo_components.training.step_result import StepResult
 
-RECIPE = Path(__file__).parents[3] / "recipes/async_grpo_full_finetune_distributed.py"
 SAMPLER = {"max_response_tokens": 4, "temperature": 1.0}
 
 
@@ -81,25 +81,27 @@ def test_the_end_is_a_failed_run_in_one_line(capsys):
     assert "mismatch/fresh_kl is 4.6" in line and "max_generator_kl is 0.1" in line
 
 
-def test_the_training_loop_ends_at_the_first_such_step_before_its_checkpoint():
-    """The recipe's own loop, with roles that answer at once."""
-    recipe = runpy.run_path(str(RECIPE))["AsyncGRPOFullFinetuneRecipeDistributed"]()
-    for name in ("ledger", "evaluation", "receipts", "checkpoints", "skips", "run_log"):
-        setattr(recipe, name, MagicMock())
-    recipe.ledger.finished, recipe.ledger.steps_done = False, 0
-    recipe.ledger.policy_version = recipe.ledger.published_version = 0
-    recipe.ledger.stepped = AsyncMock()
-    recipe.evaluation.begin, recipe.evaluation.finished = AsyncMock(), AsyncMock(return_value={})
-    recipe.checkpoints.save, recipe.push, recipe.log = AsyncMock(), AsyncMock(), AsyncMock()
-    recipe.trainers, recipe.generators, recipe.buffer = [], [], MagicMock()
-    recipe.push_every_n_steps = recipe.save_every_n_steps = 1
-    recipe.rollout_only = False
-    recipe.advantages = recipe.shaped_rewards = MagicMock(return_value=np.zeros((1, 2)))
-    recipe.take_batch = AsyncMock(return_value=(None, MagicMock(groups=[]), [], {}))
-    trained = {"token_versions": {0: 64}, "policy_version": 1, "off_policy/correction_mass": 1.0}
-    recipe.on_trainers = AsyncMock(return_value=[trained | measured(4.6)])
-    recipe.agreement = GeneratorAgreement(1e-4)
-    with pytest.raises(DisagreementError, match="step 1: "):
-        asyncio.run(recipe.training_loop(MagicMock()))
-    recipe.log.assert_awaited_once()  # the step's metrics are written down
-    recipe.checkpoints.save.assert_not_awaited()
+def test_the_run_ends_at_the_first_such_step_before_its_checkpoint():
+    parts = {name: MagicMock() for name in ("log", "receipts", "failures", "skipped_steps")}
+    checkpoints, evaluation, ledger = MagicMock(save=AsyncMock()), MagicMock(), MagicMock()
+    evaluation.due.return_value, evaluation.finished = False, AsyncMock(return_value={})
+    ledger.finish_step, ledger.steps_done, ledger.policy_version = AsyncMock(), 1, 0
+    run = Run(
+        MagicMock(),
+        ledger,
+        MagicMock(),
+        **parts,
+        checkpoints=checkpoints,
+        evaluation=evaluation,
+        agreement=GeneratorAgreement(1e-4),
+        save_every_n_steps=1,
+        rollouts_logged=0,
+    )
+    run.connect(MagicMock(buffer=MagicMock(texts=AsyncMock(return_value=[]))), MagicMock())
+    metrics = measured(4.6) | {"off_policy/correction_mass": 1.0}
+    result = StepResult(1, {0: 2}, {}, 2, "", metrics)
+    batch = Batch(MagicMock(), [], [], "", 0, 0, 0.0)
+    with pytest.raises(DisagreementError):
+        asyncio.run(run.finish_step(batch, np.zeros((1, 2)), result))
+    parts["log"].step.assert_called_once()  # the step's metrics are written down
+    checkpoints.save.assert_not_awaited()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -160,7 +161,7 @@ class Account:
     def __init__(self):
         self.steps_done, self.living = 0, []
 
-    def buffered(self, *parts):
+    def enter_buffer(self, *parts):
         self.steps_done += 1
         entry = LedgerEntry(self.steps_done, {"prompt_index": 0}, 0, 0, 0, 0, "buffered")
         entry.parts, self.living = parts, [entry]
@@ -212,7 +213,6 @@ class Run:
                 "verify": lambda: None,
                 **options,
             },
-            timeout_s=60.0,
             saved=lambda step, folder: self.told.append((step, folder)),
             note=self.told.append,
             identity=self.identity,
@@ -234,13 +234,15 @@ class Run:
             finish_reason="stop",
         )
         parts = (pack([member]), summarize([member]))
-        self.ledger.buffered(*parts)
+        self.ledger.enter_buffer(*parts)
         await self.buffer.add(*parts)
         self.checkpoints.hold()
 
     def roles(self):
         turns = asyncio.Lock()
-        return [LocalRole(self.policy, turns)], LocalRole(self.buffer, turns)
+        trainers = TrainersHandle([LocalRole(self.policy, turns)], self.ledger, 60.0, 60.0)
+        buffer = LocalRole(self.buffer, turns)
+        return trainers, ReplayBufferHandle(buffer, self.ledger, 60.0, 60.0, wait_for_stale=False)
 
     async def save(self, step=None):
         trainers, buffer = self.roles()

@@ -30,11 +30,11 @@ def read(tmp_path):
 async def train(ledger, policy_version, lengths=((3, 4), (5, 6))):
     for response_tokens in lengths:
         entry = await ledger.admit("test", 1)
-        await ledger.generated(entry.group_id, response_tokens)
-        await ledger.buffered(entry.group_id)
-    await ledger.taken([entry.group_id for entry in ledger.in_state("buffered")])
-    await ledger.published(policy_version)
-    await ledger.stepped(policy_version)
+        await ledger.finish_generation(entry.group_id, response_tokens)
+        await ledger.enter_buffer(entry.group_id)
+    await ledger.take([entry.group_id for entry in ledger.in_state("buffered")])
+    await ledger.publish(policy_version)
+    await ledger.finish_step(policy_version)
 
 
 def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
@@ -100,10 +100,10 @@ def test_the_lengths_of_dropped_groups_can_be_compared_with_those_of_the_trained
     async def run():
         for reason, tokens in (("stale", [90, 100]), ("filtered", [1, 2]), ("other", [7, 7])):
             entry = await ledger.admit("test", 1)
-            await ledger.generated(entry.group_id, tokens)
-            await ledger.dropped([entry.group_id], reason, reissue=reason == "stale")
+            await ledger.finish_generation(entry.group_id, tokens)
+            await ledger.drop([entry.group_id], reason, reissue=reason == "stale")
         lost = await ledger.admit("test", 1)
-        await ledger.dropped([lost.group_id], "failed", reissue=True)
+        await ledger.drop([lost.group_id], "failed", reissue=True)
         await train(ledger, 1)
 
     asyncio.run(run())
@@ -156,9 +156,9 @@ def test_the_end_record_of_a_failed_run_says_what_is_left_and_claims_nothing(tmp
         receipts.step(1, 1, {0: 18}, 1.0, "hash")
         handed_back = await ledger.admit("test", 1)
         buffered, _ = await ledger.admit("test", 1), await ledger.admit("test", 1)
-        await ledger.generated(buffered.group_id, [1, 2])
-        await ledger.buffered(buffered.group_id)
-        await ledger.dropped([handed_back.group_id], "failed", reissue=True)
+        await ledger.finish_generation(buffered.group_id, [1, 2])
+        await ledger.enter_buffer(buffered.group_id)
+        await ledger.drop([handed_back.group_id], "failed", reissue=True)
 
     asyncio.run(run())
     receipts.close()

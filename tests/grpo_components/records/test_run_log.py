@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from grpo_components.config.open_run import open_log
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.records import run_log
@@ -64,9 +65,8 @@ def make(tmp_path, clock):
         log.close()
 
 
-def step_metrics(trained=100.0, reward=0.5, staleness=1.0, stalest=2):
+def step_metrics(reward=0.5, staleness=1.0, stalest=2):
     return {
-        "trained_tokens": trained,
         "rollout/reward_mean": reward,
         "rollout/success_rate": reward,
         "staleness/mean": staleness,
@@ -97,12 +97,12 @@ def test_throughput_is_tokens_since_the_step_before_over_the_time_since_then(mak
     clock.now += 2
     log.generated(30)
     log.generated(10)
-    log.step(1, step_metrics(trained=100))
+    log.step(1, step_metrics(), 100)
     clock.now += 5
     log.generated(50)
-    log.step(2, step_metrics(trained=200))
+    log.step(2, step_metrics(), 200)
     clock.now += 1
-    log.step(3, step_metrics(trained=10))
+    log.step(3, step_metrics(), 10)
     assert [throughput(r) for r in records(tmp_path)] == [[20, 50], [10, 40], [0, 10]]
 
 
@@ -113,11 +113,11 @@ def test_the_time_of_an_evaluation_counts_except_that_before_the_first_step(make
     log.evaluation(0, eval_metrics())
     clock.now += 4
     log.generated(80)
-    log.step(1, step_metrics(trained=40))
+    log.step(1, step_metrics(), 40)
     clock.now += 3
     log.evaluation(2, eval_metrics(version=2))
     clock.now += 1
-    log.step(2, step_metrics(trained=20))
+    log.step(2, step_metrics(), 20)
     assert [throughput(r) for r in records(tmp_path)[1:]] == [[20, 10], [0, 5]]
 
 
@@ -139,10 +139,9 @@ def test_a_later_evaluation_is_part_of_its_steps_record_and_no_record_of_its_own
 def test_every_record_has_its_attempt_and_no_bare_token_count(make, clock, tmp_path):
     log, logger = make(attempt=1)
     clock.now += 1
-    log.step(1, step_metrics())
+    log.step(1, step_metrics(), 100)
     [record] = records(tmp_path)
     assert record["attempt"] == 1 and record["step"] == 1
-    assert "trained_tokens" not in record
     assert logger.logged[0][1].keys() == record.keys() - {"step"}
 
 
@@ -150,7 +149,7 @@ def test_the_file_has_every_step_and_the_logger_every_nth(make, clock, tmp_path)
     log, logger = make(log_every_n_steps=3)
     for step in range(1, 8):
         clock.now += 1
-        log.step(step, step_metrics())
+        log.step(step, step_metrics(), 100)
     assert [r["step"] for r in records(tmp_path)] == list(range(1, 8))
     assert [step for step, _ in logger.logged] == [3, 6]
 
@@ -173,7 +172,7 @@ def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock
     log.evaluation(4, eval_metrics(success=0.5, version=4))
     clock.now += 4
     log.generated(80)
-    log.step(5, step_metrics(trained=40))
+    log.step(5, step_metrics(), 40)
     assert [record["step"] for record in records(tmp_path)] == [5]
     assert throughput(records(tmp_path)[0]) == [20, 10]
     assert "step 4: held-out success 0.500" in capsys.readouterr().out
@@ -219,7 +218,7 @@ def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_pat
         log.generated(300)
         reward = 0.1 if step <= 10 else 0.4 if step <= 20 else 0.9
         stalest = 7 if step == 15 else 1
-        log.step(step, step_metrics(100, reward, staleness=step / 30, stalest=stalest))
+        log.step(step, step_metrics(reward, staleness=step / 30, stalest=stalest), 100)
     log.evaluation(30, eval_metrics(success=0.75, version=30))
     log.checkpoint(30, "/runs/a/checkpoints/step_30")
     capsys.readouterr()
@@ -240,7 +239,7 @@ def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys
     log, _ = make(num_steps=1)
     log.evaluation(0, eval_metrics())
     clock.now += 1
-    log.step(1, step_metrics())
+    log.step(1, step_metrics(), 100)
     log.summary({})
     rows = shown(capsys)
     assert rows["groups dropped"].strip() == "none" and "steps skipped" not in rows
@@ -253,7 +252,7 @@ def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys)
     assert not (tmp_path / "report.html").exists(), "there is nothing to see yet"
     log, _ = make()
     clock.now += 1
-    log.step(1, step_metrics())
+    log.step(1, step_metrics(), 100)
     log.close()
     assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
     assert (tmp_path / "report.html").stat().st_size > 1e6
@@ -268,7 +267,7 @@ def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
     monkeypatch.setattr(run_log, "write_report", broken)
     log, logger = make()
     clock.now += 1
-    log.step(1, step_metrics())
+    log.step(1, step_metrics(), 100)
     log.close()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("no report was written: KeyError: ") and "\x1b" not in last
@@ -288,7 +287,7 @@ def test_the_report_of_a_failed_run_tells_what_ended_it(make, clock, tmp_path, e
     (tmp_path / "receipts.jsonl").write_text(json.dumps(start) + "\n")
     log, _ = make()
     clock.now += 1
-    log.step(1, step_metrics())
+    log.step(1, step_metrics(), 100)
     with pytest.raises(type(error)):
         try:
             raise error
@@ -303,7 +302,7 @@ def test_the_report_of_a_failed_run_tells_what_ended_it(make, clock, tmp_path, e
 def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, clock, tmp_path):
     log, _ = make()
     clock.now += 1
-    log.step(1, step_metrics())
+    log.step(1, step_metrics(), 100)
     log.close()
     starts = [{"record": "start", "attempt": a, "steps_done": a, "num_steps": 9} for a in (0, 1)]
     lines = "".join(json.dumps(start) + "\n" for start in starts)
@@ -355,7 +354,7 @@ def test_what_was_left_out_of_the_data_or_is_not_held_out_is_told_at_the_start(c
     cfg.eval_only = not trains
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
     dataset, held_out = Prompts([1, 2], left_out), Prompts([2, 3], left_out)
-    run_log.build_run_log(cfg, 0, "moved aside", dataset, held_out).close()
+    open_log(cfg, 0, "moved aside", dataset, held_out).close()
     shared = ["eval_dataset: 1 of its 2 prompts are trained on, too"]
     told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
     assert capsys.readouterr().out.splitlines() == told
@@ -363,5 +362,5 @@ def test_what_was_left_out_of_the_data_or_is_not_held_out_is_told_at_the_start(c
 
 def test_of_data_sets_without_notes_that_share_no_prompt_nothing_is_told(cfg, capsys):
     datasets = ([{"prompt_ids": [number]}] for number in (1, 2))
-    run_log.build_run_log(cfg, 0, "", *datasets).close()
+    open_log(cfg, 0, "", *datasets).close()
     assert capsys.readouterr().out == ""

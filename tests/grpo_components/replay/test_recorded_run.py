@@ -186,16 +186,16 @@ class Run:
             await self.work()
             summary = summarize(group)
             self.spanning += summary.oldest_version != summary.newest_version
-            await self.ledger.generated(entry.group_id, summary.response_tokens)
+            await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
             if mixed(entry.group_id, "failed") % 11 == 0:
-                await self.ledger.dropped([entry.group_id], "failed")
+                await self.ledger.drop([entry.group_id], "failed")
             elif mixed(group[0].response_ids.tolist()) % 7 == 0:
-                await self.ledger.dropped([entry.group_id], "filtered")
+                await self.ledger.drop([entry.group_id], "filtered")
             else:
                 await self.work()
                 await self.buffer.add(pack(group), summary)
                 await self.work()
-                await self.ledger.buffered(entry.group_id)
+                await self.ledger.enter_buffer(entry.group_id)
 
     def trajectory(self, entry, tokens):
         ids, versions = zip(*tokens, strict=True)
@@ -228,7 +228,7 @@ class Run:
 
     async def pull(self, generator, cause):
         generator.rollouts_since_pull = 0
-        if await self.ledger.pulls(generator.name, generator.version, cause):
+        if await self.ledger.should_pull(generator.name, generator.version, cause):
             async with self.server:  # calls are answered in the order in which they were made
                 await self.work()
                 version, weights = self.served
@@ -243,7 +243,7 @@ class Run:
         async with self.server:
             await self.work()
             self.served = version, self.weights
-        await self.ledger.published(version)
+        await self.ledger.publish(version)
 
     async def evaluate(self, step):
         """Holds each generator's weights until its answers are there, as the recipe does."""
@@ -268,8 +268,8 @@ class Run:
                     await ledger.until_none_is_doomed(20)
                 _, taken = await self.buffer.take(*ledger.next_batch(self.plan.groups_per_step))
                 stale = [group.group_id for group in taken.dropped]
-                await ledger.dropped(stale, "stale", reissue=True)
-            entries = await ledger.taken(group.group_id for group in taken.groups)
+                await ledger.drop(stale, "stale", reissue=True)
+            entries = await ledger.take(group.group_id for group in taken.groups)
             await self.work(8)
             step, skipped = ledger.steps_done + 1, mixed(taken.batch_hash) % 8 == 0
             version = ledger.policy_version + (not skipped)
@@ -278,7 +278,7 @@ class Run:
             evaluating = step % 3 == 0
             if version - ledger.published_version >= (1 if evaluating else self.plan.push_every):
                 await self.push(version)
-            await ledger.stepped(version)
+            await ledger.finish_step(version)
             self.trained.append([entry.group_id for entry in entries])
             versions = {group.oldest_version: 1 for group in taken.groups}
             self.receipts.step(step, version, versions, 1.0, taken.batch_hash)

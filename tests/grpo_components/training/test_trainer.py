@@ -44,6 +44,7 @@ from grpo_components.objective.off_policy import (
 from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
 from grpo_components.training.skipped_steps import load_batch
+from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedExamples
 from grpo_components.trajectory import Trajectory, batch_hash, pack
 
@@ -122,6 +123,13 @@ class HalfBlind:
         return losses + unknown, {}
 
 
+def flat(result):
+    """A step's result as one mapping of all its numbers."""
+    if not isinstance(result, StepResult):
+        return result
+    return {**result.metrics, **{k: v for k, v in vars(result).items() if k != "metrics"}}
+
+
 def serve(connection):
     """One rank: build the Trainer that is described, make the calls, send what they returned."""
     from grpo_components.training.trainer import Trainer
@@ -134,7 +142,7 @@ def serve(connection):
         trainer = None
         try:
             trainer = Trainer(**arguments)
-            connection.send([getattr(trainer, method)(*args) for method, *args in calls])
+            connection.send([flat(getattr(trainer, method)(*args)) for method, *args in calls])
         except Exception as error:  # the test that asked shows it
             connection.send(error)
         finally:

@@ -1,0 +1,99 @@
+"""Starts a process for every role that a config asks for, and returns their handles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from grpo_components.cluster.cluster import Cluster
+from grpo_components.cluster.handles import (
+    GeneratorHandle,
+    ParameterServerHandle,
+    ReferencesHandle,
+    ReplayBufferHandle,
+    RewardModelHandle,
+    Roles,
+    TrainersHandle,
+)
+from grpo_components.config.objective import Objective
+from grpo_components.config.role_arguments import role_arguments
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.offline.partial_runs import roles_of
+
+# Dotted paths: each role's module is imported in the role's own process only.
+GENERATOR = "grpo_components.rollout.generator.Generator"
+REFERENCE = "grpo_components.training.reference.Reference"
+REWARD_MODEL = "grpo_components.training.reward_model.RewardModel"
+REPLAY_BUFFER = "grpo_components.exchange.replay_buffer.ReplayBuffer"
+TRAINER = "grpo_components.training.trainer.Trainer"
+PARAMETER_SERVER = "grpo_components.exchange.parameter_server.VLLMParameterServer"
+
+
+def start_roles(
+    cfg: DictConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    contract: StalenessContract,
+    objective: Objective,
+    stop_tokens: Sequence[int],
+    longest_prompt: int,
+) -> Roles:
+    """Start the processes side by side; `Cluster.ready` waits for them.
+
+    Args:
+        cfg: checked by preflight.
+        cluster: of the run; Ray runs.
+        ledger: of the run.
+        contract: which groups may still be trained.
+        objective: built; the trainers' parts go to them by value.
+        stop_tokens: of the tokenizer.
+        longest_prompt: of all data sets, in tokens.
+    """
+    num_references = cfg.num_references if objective.needs_reference else 0
+    arguments = role_arguments(
+        cfg,
+        contract=contract,
+        objective=objective.for_trainers,
+        num_references=num_references,
+        stop_tokens=stop_tokens,
+        longest_prompt=longest_prompt,
+        rendezvous=str(cluster.rendezvous),
+    )
+    spawn, timeouts = cluster.spawn, cfg.timeouts
+    trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or what stands in for them
+    server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
+    buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
+    trainers = [
+        spawn(f"trainer_{rank}", trainer, restarts_alone=False, rank=rank, **arguments.trainer)
+        for rank in range(cfg.num_trainers)
+    ]
+    references = [
+        spawn(f"reference_{n}", REFERENCE, **arguments.reference) for n in range(num_references)
+    ]
+    reward_model = None
+    if cfg.reward_model.path:
+        role = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
+        reward_model = RewardModelHandle(role, timeouts.rollout_s)
+    generators = [
+        spawn(f"generator_{number}", generator, number=number, **arguments.generator)
+        for number in range(cfg.num_generators)
+    ]
+    return Roles(
+        generators=[
+            GeneratorHandle(role, ledger, timeouts.rollout_s, timeouts.weights_s)
+            for role in generators
+        ],
+        buffer=ReplayBufferHandle(
+            buffer,
+            ledger,
+            timeouts.batch_s,
+            timeouts.weights_s,
+            wait_for_stale=cfg.stale_groups == "wait",
+        ),
+        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, timeouts.weights_s),
+        server=ParameterServerHandle(server, timeouts.weights_s),
+        references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
+        reward_model=reward_model,
+    )

@@ -1,0 +1,24 @@
+"""What a training step returns to the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of one training step, the same on every rank."""
+
+    policy_version: int
+    """After the step; a skipped step leaves it unchanged."""
+    token_versions: Mapping[int, int]
+    """Policy version -> how many trained tokens it sampled; each token counts once."""
+    token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]]
+    """Group id -> logprobs of each logged response; see `gather_logprobs`."""
+    trained_tokens: int
+    skipped_because: str
+    """Why the step trained nothing; empty where it did."""
+    metrics: dict[str, float]
+    """By the keys of `logs/metrics.jsonl`."""
