@@ -28,6 +28,7 @@ from grpo_components.config.building import (
     parameters_of,
 )
 from grpo_components.config.checkpointer_checks import checkpoint_files
+from grpo_components.config.moved import moved_to
 from grpo_components.config.output_checks import check_folder, check_inputs
 from grpo_components.config.paths import expand_paths, read_hf_config
 from grpo_components.config.prompt_match import check_same_prompts
@@ -352,6 +353,8 @@ def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: 
 
 def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tuple[str, ...]) -> Any:
     path = node["_component_"]
+    if moved := moved_to(path):
+        fail(f"{key}._component_", f"{path} has moved", moved)
     try:
         component = _get_component_from_path(path)
     except BaseException as error:  # the module may be the user's, and then it may raise anything

@@ -1,0 +1,30 @@
+"""Where a component went whose dotted path an older config still has."""
+
+from __future__ import annotations
+
+_MOVED = {
+    "rollout.code_tests": "rewards.code_tests",
+    "rollout.countdown": "rewards.countdown",
+    "rollout.datasets": "data.datasets",
+    "rollout.prompt_mix": "data.prompt_mix",
+    "rollout.rewards.BoxedFormat": "rewards.formats.BoxedFormat",
+    "rollout.rewards.ResponseLength": "rewards.formats.ResponseLength",
+    "rollout.rewards.ThinkAnswerFormat": "rewards.formats.ThinkAnswerFormat",
+    "rollout.rewards": "rewards.maths",
+    "rollout.supervised_dataset": "data.supervised_dataset",
+}
+"""Modules or components, the more exact ones first; both within the package."""
+_PACKAGE = "grpo_components."
+
+
+def moved_to(path: str) -> str | None:
+    """The new dotted path of a component; None where it has not moved.
+
+    Args:
+        path: a `_component_` of a config.
+    """
+    name = path.removeprefix(_PACKAGE)
+    for old, new in _MOVED.items():
+        if path.startswith(_PACKAGE) and f"{name}.".startswith(f"{old}."):
+            return f"{_PACKAGE}{new}{name[len(old) :]}"
+    return None
