@@ -75,7 +75,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         while not self.ledger.finished:
             batch = await self.roles.buffer.take(self.groups_per_step)
             rewards = self.reward_shaping(
-                batch.rewards, batch.response_lengths, batch.reference_kl, self.ledger.steps_done
+                batch.rewards,
+                batch.response_lengths,
+                batch.reference_kl,
+                self.ledger.steps_done,
+                batch.cut_off,
             )
             advantages = self.advantages(rewards)
             result = await self.roles.trainers.train_step(batch, advantages)

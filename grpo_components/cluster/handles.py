@@ -78,6 +78,11 @@ class Batch:
         return np.array([group.response_lengths for group in self.groups])
 
     @property
+    def cut_off(self) -> NDArray[np.bool_]:
+        """[B, G] whether a limit on its length ended the response."""
+        return np.array([group.finish_reasons for group in self.groups]) == "length"
+
+    @property
     def reference_kl(self) -> NDArray[np.float64] | None:
         """[B, G] estimated KL to the reference, in nats; None without a reference."""
         values = [entry.reference_kl for entry in self.entries]

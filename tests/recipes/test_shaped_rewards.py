@@ -10,7 +10,7 @@ from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.trajectory import Trajectory, summarize
 
 
-def response(mask, reward=1.0):
+def response(mask, reward=1.0, finish_reason="stop"):
     size = len(mask)
     return Trajectory(
         prompt_ids=np.arange(3),
@@ -22,7 +22,7 @@ def response(mask, reward=1.0):
         epoch=0,
         group_id=0,
         attempt=0,
-        finish_reason="stop",
+        finish_reason=finish_reason,
         reward=reward,
     )
 
@@ -36,5 +36,15 @@ def test_the_overlong_penalty_counts_what_the_environment_said(said, length, los
     shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
     group = summarize([response(mask), response([True])])
     batch = Batch(cast(Any, None), [group], [], "", 0, 0, 0.0)
-    shaped = shaping(batch.rewards, batch.response_lengths, None, 0)
+    shaped = shaping(batch.rewards, batch.response_lengths, None, 0, batch.cut_off)
     assert shaped.tolist() == [[1.0 - loses, 1.0]]
+
+
+@pytest.mark.parametrize("length", [3, 9, 10])
+def test_a_conversation_that_the_limit_ended_loses_all_of_the_penalty(length):
+    """However far from the limit it stood when the next words had no room."""
+    shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
+    group = summarize([response([True] * length, finish_reason="length"), response([True])])
+    batch = Batch(cast(Any, None), [group], [], "", 0, 0, 0.0)
+    shaped = shaping(batch.rewards, batch.response_lengths, None, 0, batch.cut_off)
+    assert shaped.tolist() == [[0.5, 1.0]]
