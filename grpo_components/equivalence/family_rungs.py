@@ -83,7 +83,8 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
                 for completion in engines.call("sample", str(base), bucket, _PROMPTS)
             ]
             calls = [step, _train_step(sampled, version=1)]  # the same first step, in a new trainer
-            worst = max(worst, bench.train(calls, **arguments)[0][-1]["gap/max"])
+            result = bench.train(calls, **arguments)[0][-1]
+            worst = max(worst, result.metrics["gap/max"])
     return worst
 
 

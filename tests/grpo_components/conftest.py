@@ -52,11 +52,11 @@ def write_run(path, eta=2, num_steps=6):
         async def buffered(reason=None, reissue=False):
             entry = await ledger.admit("test", 1)
             if reason != "failed":
-                await ledger.generated(entry.group_id, [3, 4])
+                await ledger.finish_generation(entry.group_id, [3, 4])
             if reason:
-                await ledger.dropped([entry.group_id], reason, reissue)
+                await ledger.drop([entry.group_id], reason, reissue)
             else:
-                await ledger.buffered(entry.group_id)
+                await ledger.enter_buffer(entry.group_id)
 
         for reason in ("filtered", "failed", "stale") if eta else ():
             await buffered(reason, reissue=reason != "filtered")
@@ -66,11 +66,11 @@ def write_run(path, eta=2, num_steps=6):
             if step == num_steps - 1 and eta:
                 await buffered()  # one lives while the step is recorded
             start = ledger.policy_version
-            await ledger.taken([entry.group_id for entry in ledger.in_state("buffered")[:2]])
+            await ledger.take([entry.group_id for entry in ledger.in_state("buffered")[:2]])
             after = start + (step != 3)
             if after > start:
-                await ledger.published(after)
-            await ledger.stepped(after)
+                await ledger.publish(after)
+            await ledger.finish_step(after)
             versions = {start: 10, max(0, start - eta): 4} if eta else {start: 14}
             mass = 1.0 if step != 3 else math.nan
             receipts.step(step, after, versions, mass, f"hash {step}")

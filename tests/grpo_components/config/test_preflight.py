@@ -622,7 +622,7 @@ def test_checking_imports_neither_ray_nor_vllm(cfg, tmp_path):
     OmegaConf.save(cfg, tmp_path / "cfg.yaml")
     script = (
         "import sys\nfrom omegaconf import OmegaConf\n"
-        "from grpo_components.running import preflight\n"
+        "from grpo_components.config import preflight\n"
         f"preflight.check(OmegaConf.load({str(tmp_path / 'cfg.yaml')!r}))\n"
         "print(sorted({'ray', 'vllm'} & set(sys.modules)))"
     )

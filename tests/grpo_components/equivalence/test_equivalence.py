@@ -16,7 +16,7 @@ from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.rungs import Bench, largest_difference, ragged_batch
 
-PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
+PAGE = Path(__file__).parents[3] / "docs" / "equivalence.md"
 SLOW = {  # they start Ray or vLLM
     equivalence_rungs.recipe_is_plain_loop,
     equivalence_rungs.synchronous_runs_are_identical,

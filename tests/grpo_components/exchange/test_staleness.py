@@ -362,8 +362,8 @@ def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in(
         entries = [await before.admit("test", 1) for _ in range(24)]
         for entry in entries[:20]:
             entry.start_version = 0
-            await before.generated(entry.group_id, [1])
-            await before.buffered(entry.group_id)
+            await before.finish_generation(entry.group_id, [1])
+            await before.enter_buffer(entry.group_id)
         after = Ledger(StalenessContract(1, 2), 9, prompts)
         after.load_state_dict(before.state_dict())
         # Two batches may live: they are restored; the others start again, in their order, later.
@@ -372,9 +372,9 @@ def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in(
         restarted = [e.group_id for e in after.drain_events() if e.kind == "restarted"]
         assert restarted == list(range(4, 24))
         for step in (1, 2):
-            await after.taken([2 * step - 2, 2 * step - 1])
-            await after.published(step)
-            await after.stepped(step)
+            await after.take([2 * step - 2, 2 * step - 1])
+            await after.publish(step)
+            await after.finish_step(step)
             admitted = [(await after.admit("test", 1)) for _ in range(2)]
             assert [e.group_id for e in admitted] == [2 * step + 2, 2 * step + 3]
             assert [e.prompt for e in admitted] == [{"prompt_index": e.group_id} for e in admitted]
