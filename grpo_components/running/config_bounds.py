@@ -108,6 +108,7 @@ BOUNDS: Mapping[str, Bound] = {
     "reward_model.weight": _WEIGHT,
     "reward_model.tokens_per_micro_batch": _BUDGET,
     "max_failed_samples": _COUNTER,
+    "max_generator_kl": Bound(1e3, "k3 of two policies without a token in common is some hundred"),
     "max_skipped_steps": _COUNTER,
     "keep_last_n": _COUNTER,
     "reward_workers": _PROCESSES,

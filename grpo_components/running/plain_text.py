@@ -30,7 +30,7 @@ def shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     end = most // 4
-    return f"{text[: most - end - 5]} ... {text[-end:]}"
+    return f"{text[: most - end - 5].rstrip()} ... {text[-end:].lstrip()}"
 
 
 class PlainFormatter(logging.Formatter):

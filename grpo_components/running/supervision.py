@@ -159,7 +159,9 @@ def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
 
     torchtune ends every run so, and a fork may, in its own file.
     """
-    last = traceback.extract_tb(end.__traceback__)[-1]
+    frames = traceback.extract_tb(end.__traceback__)
+    # wandb puts a function of its own in the place of `sys.exit`, once it is imported.
+    last = next(frame for frame in reversed(frames) if "wandb" not in Path(frame.filename).parts)
     recipe = inspect.unwrap(recipe_main)
     if not _began(recipe_main, end) or last.filename in (recipe.__code__.co_filename, __file__):
         return None

