@@ -269,12 +269,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         """The batch's rewards [B, G], less KL and overlong penalties where the config has them."""
         rewards = np.array([group.rewards for group in groups])
         lengths = np.array([group.response_lengths for group in groups])
+        cut_off = np.array([group.finish_reasons for group in groups]) == "length"
         kl = np.array([entry.reference_kl for entry in entries]) if self.references else None
-        return self.reward_shaping(rewards, lengths, kl, self.ledger.steps_done)
+        return self.reward_shaping(rewards, lengths, kl, self.ledger.steps_done, cut_off)
 
-    async def log(
-        self, step: int, metrics: dict, entries: list[LedgerEntry], advantages: Any
-    ) -> None:
+    async def log(self, step: int, metrics: dict, entries: list, advantages: Any) -> None:
         """Log one step's metrics, and a few of its groups as text."""
         shown = [entry.text for entry in entries[: self.rollouts_logged]]
         texts = [text and await self.buffer.answer(text, "a group's text", 60) for text in shown]

@@ -71,6 +71,7 @@ class RewardShaping:
         response_lengths: NDArray[np.integer],
         reference_kl: NDArray[np.float64] | None,
         step: int,
+        cut_off: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.float64]:
         """Shape the rewards of a batch.
 
@@ -80,6 +81,9 @@ class RewardShaping:
             reference_kl: [B, G] float64, nats per response (`sequence_kl`); None is allowed where
                 no KL is taken.
             step: training steps done before this one.
+            cut_off: [B, G] whether the limit ended the response, which then counts as one of full
+                length: a conversation may end before it, where the next words have no room. None
+                where no response was.
 
         Returns:
             [B, G] float64, a new array.
@@ -90,6 +94,8 @@ class RewardShaping:
             assert reference_kl is not None, "kl_coeff > 0 without KL to the reference"
             shaped -= coefficient * reference_kl
         if self.overlong_tokens > 0:
+            if cut_off is not None:
+                response_lengths = np.where(cut_off, self.max_response_tokens, response_lengths)
             excess = response_lengths - (self.max_response_tokens - self.overlong_tokens)
             shaped -= self.overlong_penalty * np.clip(excess / self.overlong_tokens, 0.0, 1.0)
         return shaped

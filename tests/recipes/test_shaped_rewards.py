@@ -14,7 +14,7 @@ from grpo_components.trajectory import Trajectory, summarize
 RECIPE = Path(__file__).parents[2] / "recipes/async_grpo_full_finetune_distributed.py"
 
 
-def response(mask, reward=1.0):
+def response(mask, reward=1.0, finish_reason="stop"):
     size = len(mask)
     return Trajectory(
         prompt_ids=np.arange(3),
@@ -26,7 +26,7 @@ def response(mask, reward=1.0):
         epoch=0,
         group_id=0,
         attempt=0,
-        finish_reason="stop",
+        finish_reason=finish_reason,
         reward=reward,
     )
 
@@ -53,3 +53,13 @@ def test_the_overlong_penalty_counts_what_the_environment_said(recipe, said, len
     groups = [summarize([response(mask), response([True])])]
     shaped = recipe.shaped_rewards(groups, [])
     assert shaped.tolist() == [[1.0 - loses, 1.0]]
+
+
+@pytest.mark.parametrize("length", [3, 9, 10])
+def test_a_conversation_that_the_limit_ended_loses_all_of_the_penalty(recipe, length):
+    """However far from the limit it stood when the next words had no room."""
+    recipe.reward_shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
+    recipe.references, recipe.ledger = [], SimpleNamespace(steps_done=0)
+    ended = response([True] * length, finish_reason="length")
+    shaped = recipe.shaped_rewards([summarize([ended, response([True])])], [])
+    assert shaped.tolist() == [[0.5, 1.0]]
