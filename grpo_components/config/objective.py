@@ -61,6 +61,16 @@ class Objective:
         return any(getattr(part, "needs_reference", False) for part in compared)
 
 
+def build_reward_shaping(cfg: DictConfig) -> RewardShaping:
+    """Build what takes penalties off the rewards; without any it changes nothing.
+
+    Args:
+        cfg: checked by preflight.
+    """
+    settings = {key: cfg.reward_shaping[key] for key in _SHAPING}
+    return RewardShaping(**settings, max_response_tokens=cfg.generator.max_response_tokens)
+
+
 def build_objective(cfg: DictConfig, tokenizer: Any, dataset: Any) -> Objective:
     """Build every part from its node, and call each component of the config once.
 
@@ -72,7 +82,6 @@ def build_objective(cfg: DictConfig, tokenizer: Any, dataset: Any) -> Objective:
     Raises:
         ValueError: naming the key of what cannot be built, or is no component of its kind.
     """
-    shaping = {key: cfg.reward_shaping[key] for key in _SHAPING}
     dynamic = cfg.dynamic_sampling
     objective = Objective(
         loss=build("loss", cfg.loss),
@@ -80,9 +89,7 @@ def build_objective(cfg: DictConfig, tokenizer: Any, dataset: Any) -> Objective:
         off_policy=build("off_policy", cfg.off_policy),
         ptx=build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None,
         advantages=build("advantages", cfg.advantages),
-        reward_shaping=RewardShaping(
-            **shaping, max_response_tokens=cfg.generator.max_response_tokens
-        ),
+        reward_shaping=build_reward_shaping(cfg),
         dynamic_sampling=DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )

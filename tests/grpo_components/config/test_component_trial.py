@@ -16,8 +16,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from grpo_components.config import preflight
 from grpo_components.config.building import build, build_data
 from grpo_components.config.component_trial import check_logger, try_components
-from grpo_components.config.role_arguments import shaping_settings
-from grpo_components.objective.reward_shaping import RewardShaping
+from grpo_components.config.objective import build_reward_shaping
 
 CONFIG = Path(__file__).parents[3] / "recipes" / "configs" / "tiny_async_grpo.yaml"
 OBJECTIVE = "grpo_components.objective"
@@ -218,7 +217,7 @@ def tried(own, data, tmp_path):
         objective = {key: build(key, cfg[key]) for key in ("loss", "aggregation", "off_policy")}
         objective["ptx"] = build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None
         advantages = build("advantages", cfg.advantages)
-        shaping = RewardShaping(**shaping_settings(cfg))
+        shaping = build_reward_shaping(cfg)
         try_components(cfg, tokenizer, dataset, advantages, shaping, objective)
         assert not (tmp_path / "run").exists()
         return objective
