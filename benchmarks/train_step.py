@@ -50,6 +50,7 @@ from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.off_policy import NoCorrection
+from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
 from grpo_components.training.trainer import Trainer
 from grpo_components.trajectory import Trajectory, pack
@@ -225,7 +226,8 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
         build_checkpointer=_checkpointer(folder),
         build_optimizer=_build_optimizer,
         build_lr_scheduler=None,
-        loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP, kl_coeff=KL_COEFF),
+        loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP),
+        penalties=Penalties(kl_coeff=KL_COEFF),
         aggregation=TokenMean(),
         off_policy=NoCorrection(),
         learning_rate=None,

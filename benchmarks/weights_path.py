@@ -90,6 +90,7 @@ class TrainerSide:
         from grpo_components.objective.aggregation import TokenMean
         from grpo_components.objective.losses import GRPOLoss
         from grpo_components.objective.off_policy import NoCorrection
+        from grpo_components.objective.penalties import Penalties
         from grpo_components.training.trainer import Trainer
 
         scratch = tempfile.mkdtemp(dir=Path(folder).parent)
@@ -122,6 +123,7 @@ class TrainerSide:
             build_optimizer=partial(torch.optim.SGD, lr=0.0),
             build_lr_scheduler=None,
             loss=GRPOLoss(),
+            penalties=Penalties(),
             aggregation=TokenMean(),
             off_policy=NoCorrection(),
             learning_rate=None,

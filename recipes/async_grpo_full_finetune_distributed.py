@@ -14,7 +14,7 @@ The whole algorithm is in this file. Its loops run side by side and meet in the 
       reference  logprobs, where a KL needs them     push        every n steps
       buffer     waits while it is full              finish_step receipt, evaluate, log, save
 
-Loss and advantages are named in `setup` at EDIT ME: put your own there, or into this file.
+The default loss is `grpo_loss`, below. Edit it, and hand over what else is yours, at EDIT ME.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import torch  # noqa: F401 -- for a loss of yours in this file
+import torch
 from omegaconf import DictConfig
+from torch import Tensor
 from torchtune import config
 
+from grpo_components.cluster import handles
 from grpo_components.cluster.cluster import build_cluster
-from grpo_components.cluster.handles import GeneratorHandle, Group
 from grpo_components.cluster.supervision import exit_code, undisturbed
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.config.building import build_data
@@ -39,6 +40,27 @@ from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.objective.losses import LossInputs
+
+
+# EDIT ME: the policy loss of each trained token [N]. The config adds its KL and entropy terms to
+# any loss (`loss.kl_coeff`, `loss.entropy_coeff`), and may name another one (`loss._component_`).
+def grpo_loss(
+    tokens: LossInputs, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): arXiv 2402.03300, eq. 3."""
+    log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs  # trainer to generator
+    ratio = log_ratio.clamp(max=80).exp()  # an overflow would be NaN: 0 * inf
+    low, high, advantages = 1 - clip_low, 1 + clip_high, tokens.advantages
+    losses = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    return losses, {
+        "ratio/mean": ratio.detach(),
+        "ratio/max": ratio.detach(),
+        "ratio/clip_fraction": (too_low | too_high).float(),
+        "ratio/clip_fraction_low": too_low.float(),
+        "ratio/clip_fraction_high": too_high.float(),
+    }
 
 
 class AsyncGRPOFullFinetuneRecipeDistributed:
@@ -51,7 +73,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         - `max_staleness: 0` with n = m = 1 is the synchronous algorithm.
     """
 
-    async def rollout_loop(self, generator: GeneratorHandle) -> None:
+    async def rollout_loop(self, generator: handles.GeneratorHandle) -> None:
         """Generate one group after the other, until the run needs no more."""
         while entry := await self.ledger.admit(generator.name, self.timeouts.train_step_s):
             try:
@@ -87,7 +109,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.run.finish_step(batch, advantages, result)
         await self.run.finish()
 
-    def rejects(self, group: Group) -> str | None:
+    def rejects(self, group: handles.Group) -> str | None:
         """Why a group is not trained; None where it is."""
         if not self.run.has_trainable(group):
             return "failed"
@@ -107,9 +129,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         """
         cfg = read_config(cfg)
         tokenizer, dataset, held_out = build_data(cfg)
-        # EDIT ME: the loss of each trained token, its weight in the batch, the correction for what
-        # is off-policy (by value to the trainers); rewards [B, G] -> advantages [B, G].
-        objective = build_objective(cfg, tokenizer, dataset)
+        # EDIT ME: a coefficient of your own stands under `user:` in the config:
+        # partial(grpo_loss, my_coeff=cfg.user.my_coeff). Trainers get the loss by value.
+        objective = build_objective(cfg, grpo_loss, tokenizer, dataset)
         self.advantages, self.reward_shaping = objective.advantages_of, objective.reward_shaping
         self.dynamic_sampling, self.temperature = objective.dynamic_sampling, objective.temperature
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import re
 import signal
 import sys
 import time
@@ -86,6 +87,8 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
     try:
         if inspect.unwrap(recipe_main) is not recipe_main:  # torchtune will parse the command line
             check_command(sys.argv[1:])
+            # torchtune writes this itself, but only where the config has a component there.
+            sys.argv[1:] = [re.sub(r"^loss=(?=[^{])", "loss._component_=", a) for a in sys.argv[1:]]
         recipe_main()
     except SystemExit as end:
         if (place := _ended_by(recipe_main, end)) is None:

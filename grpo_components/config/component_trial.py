@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from torchtune.config._utils import _get_component_from_path
 from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
+from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.contracts import (
     advantages_of,
     check_first_weights,
@@ -30,9 +31,10 @@ from grpo_components.objective.contracts import (
     checked_aggregation,
     checked_weights,
 )
-from grpo_components.objective.correction import corrected_losses
 from grpo_components.objective.losses import LossInputs
+from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
+from grpo_components.objective.penalties import Penalties
 from grpo_components.rewards.pool import Sample, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.training.sample import Sample as TrainedSample
@@ -47,9 +49,7 @@ def try_components(
     cfg: DictConfig,
     tokenizer: Any,
     dataset: Any,
-    advantages: Any,
-    reward_shaping: Any,
-    objective: Mapping[str, Any],
+    objective: Objective,
 ) -> None:
     """Call each component once as the run will, and refuse what is none of its kind.
 
@@ -57,9 +57,7 @@ def try_components(
         cfg: checked by preflight.
         tokenizer: of the config.
         dataset: prompts to train on.
-        advantages: rewards [B, G] -> advantages [B, G].
-        reward_shaping: rewards, lengths, KL [B, G] and step -> rewards [B, G].
-        objective: what the trainer gets: loss, aggregation, off_policy, and ptx or None.
+        objective: of the config.
 
     Raises:
         ValueError: one line with the key of the component, what it did, and what is allowed.
@@ -72,9 +70,10 @@ def try_components(
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
         if not (cfg.eval_only or cfg.rollout_only):
-            _try_objective(cfg, reward_shaping, objective)
+            _try_objective(cfg, objective)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
-        shaped = _shaped(reward_shaping, rewards, cfg.num_steps)
+        shaped = _shaped(objective.reward_shaping, rewards, cfg.num_steps)
+        advantages = objective.advantages
         allowed = "rewards [B, G] -> advantages [B, G]"
         with named_failure("advantages", name_of(advantages), _RAISES, allowed):
             advantages_of(_own(advantages), shaped)
@@ -112,16 +111,17 @@ def _sent(key: str, component: Any) -> Any:
         return cloudpickle.loads(cloudpickle.dumps(component))
 
 
-def _try_objective(cfg: DictConfig, reward_shaping: Any, objective: Mapping[str, Any]) -> None:
-    for key, component in objective.items():
+def _try_objective(cfg: DictConfig, objective: Objective) -> None:
+    keys = ("loss", "penalties", "aggregation", "off_policy", "ptx")
+    parts = {key: getattr(objective, key) for key in keys}
+    for key, component in parts.items():
         if not (callable(component) or key == "ptx"):
             problem = f"{cfg[key]._component_} makes a {type(component).__name__}"
             raise ComponentError(f"{key}: {problem}; allowed: a class whose objects can be called")
-    ours = {key: _sent(key, part) for key, part in objective.items() if part is not None}
-    compared = (objective["loss"], reward_shaping)
-    has_reference = any(getattr(part, "needs_reference", False) for part in compared)
+    ours = {key: _sent(key, part) for key, part in parts.items() if part is not None}
     for step in dict.fromkeys((0, cfg.num_steps - 1)):
-        _try_loss(ours["loss"], ours["off_policy"], has_reference, cfg.max_staleness, step)
+        inputs = made_inputs(objective.needs_reference, cfg.max_staleness, step)
+        _try_loss(ours["loss"], ours["penalties"], ours["off_policy"], inputs)
     counts = np.array([*LENGTHS, 0])
     allowed = "token counts [S] -> weights [S]"
     guarded = named_failure("aggregation", name_of(ours["aggregation"]), _RAISES, allowed)
@@ -131,12 +131,9 @@ def _try_objective(cfg: DictConfig, reward_shaping: Any, objective: Mapping[str,
         _try_ptx(ours["ptx"])
 
 
-def _try_loss(
-    loss: Any, off_policy: Any, has_reference: bool, max_staleness: int, step: int
-) -> None:
+def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInputs) -> None:
     name, correction_name = name_of(loss), name_of(off_policy)
     allowed = "a LossInputs -> losses [N], metrics [N] by name"
-    inputs = made_inputs(has_reference, max_staleness, step)
     start = inputs.trainer_logprobs.detach()
     log_ratios = start - inputs.generator_logprobs
     if getattr(loss, "needs_proximal", False) or getattr(off_policy, "anchors_at_proximal", False):
@@ -150,7 +147,7 @@ def _try_loss(
         check_first_weights(correction_name, weights, log_ratios)
     for applied in (None,) if weights is None else (None, weights):
         with named_failure("loss", name, _RAISES, allowed):
-            losses, _ = corrected_losses(loss, inputs, applied, name)
+            losses, _ = objective_losses(loss, penalties, inputs, applied, name)
             check_numbers(name, losses, inputs)
 
 

@@ -3,62 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.config.building import build
 from grpo_components.config.component_trial import try_components
-from grpo_components.objective.contracts import advantages_of
+from grpo_components.config.schema import PENALTIES
 from grpo_components.objective.dynamic_sampling import DynamicSampling
+from grpo_components.objective.losses import at_step
+from grpo_components.objective.objective import Objective
+from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
-from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.objective.schedules import as_schedule
 
 _SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is optimized; the trainers get `for_trainers` by value."""
-
-    loss: Callable[..., Any]
-    """Tokens of a micro-batch -> losses [N] and metrics [N]."""
-    aggregation: Callable[..., Any]
-    """Trained tokens of each response [S] -> weight of each token's loss [S]."""
-    off_policy: Callable[..., Any]
-    """Log ratios [N] of trainer to generator -> weights [N]."""
-    ptx: Any
-    """Examples of a supervised loss beside the policy's; None has none."""
-    advantages: Callable[[NDArray[Any]], NDArray[Any]]
-    """Shaped rewards [B, G] -> advantages [B, G]."""
-    reward_shaping: RewardShaping
-    dynamic_sampling: DynamicSampling | None
-    """Drops groups whose rewards are all equal; None keeps them."""
-    temperature: Schedule
-    """Of sampling, by training step."""
-
-    @property
-    def for_trainers(self) -> dict[str, Any]:
-        """Keyword arguments of `Trainer`."""
-        return {
-            "loss": self.loss,
-            "aggregation": self.aggregation,
-            "off_policy": self.off_policy,
-            "ptx": self.ptx,
-            "token_advantages": getattr(self.advantages, "per_token", None),
-        }
-
-    def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
-        """Shaped rewards [B, G] -> advantages [B, G], checked; see `contracts.advantages_of`."""
-        return advantages_of(self.advantages, rewards)
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether loss or rewards have a KL to the reference."""
-        compared = (self.loss, self.reward_shaping, self.advantages)
-        return any(getattr(part, "needs_reference", False) for part in compared)
 
 
 def build_reward_shaping(cfg: DictConfig) -> RewardShaping:
@@ -71,11 +30,36 @@ def build_reward_shaping(cfg: DictConfig) -> RewardShaping:
     return RewardShaping(**settings, max_response_tokens=cfg.generator.max_response_tokens)
 
 
-def build_objective(cfg: DictConfig, tokenizer: Any, dataset: Any) -> Objective:
+def build_loss(cfg: DictConfig, default_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the policy loss: the component that the config names, else the recipe's own.
+
+    Args:
+        cfg: checked by preflight.
+        default_loss: called with the tokens and the `clip_low` and `clip_high` of the step.
+    """
+    section = {key: cfg.loss[key] for key in cfg.loss if key not in PENALTIES}
+    if "_component_" in section:
+        return build("loss", OmegaConf.create(section))
+    return at_step(default_loss, section)
+
+
+def build_penalties(cfg: DictConfig) -> Penalties:
+    """Build the terms that are added to every loss.
+
+    Args:
+        cfg: checked by preflight.
+    """
+    return Penalties(**{key: cfg.loss[key] for key in PENALTIES})
+
+
+def build_objective(
+    cfg: DictConfig, default_loss: Callable[..., Any], tokenizer: Any, dataset: Any
+) -> Objective:
     """Build every part from its node, and call each component of the config once.
 
     Args:
         cfg: checked by preflight.
+        default_loss: the recipe's own; see `build_loss`.
         tokenizer: for the examples of the supervised loss.
         dataset: prompts to train on.
 
@@ -84,7 +68,8 @@ def build_objective(cfg: DictConfig, tokenizer: Any, dataset: Any) -> Objective:
     """
     dynamic = cfg.dynamic_sampling
     objective = Objective(
-        loss=build("loss", cfg.loss),
+        loss=build_loss(cfg, default_loss),
+        penalties=build_penalties(cfg),
         aggregation=build("aggregation", cfg.aggregation),
         off_policy=build("off_policy", cfg.off_policy),
         ptx=build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None,
@@ -93,7 +78,5 @@ def build_objective(cfg: DictConfig, tokenizer: Any, dataset: Any) -> Objective:
         dynamic_sampling=DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
-    parts = {"loss": objective.loss, "aggregation": objective.aggregation}
-    parts |= {"off_policy": objective.off_policy, "ptx": objective.ptx}
-    try_components(cfg, tokenizer, dataset, objective.advantages, objective.reward_shaping, parts)
+    try_components(cfg, tokenizer, dataset, objective)
     return objective

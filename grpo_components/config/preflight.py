@@ -35,6 +35,7 @@ from grpo_components.config.prompt_match import check_same_prompts
 from grpo_components.config.replay_check import check_replay
 from grpo_components.config.schema import (
     MODEL_TYPES,
+    PENALTIES,
     REFUSED_MODEL_TYPES,
     REWARD_KEYS,
     SCHEMA,
@@ -149,7 +150,7 @@ def _check_values_together(v: dict[str, Any]) -> None:
         fail("reward_shaping.overlong_tokens", problem, "at most generator.max_response_tokens")
     correction = v["off_policy"]["_component_"].rpartition(".")[2]
     weighs = correction in ("TokenTIS", "SequenceTIS", "MaskedIS")
-    if weighs and v["loss"]["_component_"].endswith(".DecoupledPPOLoss"):
+    if weighs and v["loss"].get("_component_", "").endswith(".DecoupledPPOLoss"):
         problem = f"{v['off_policy']['_component_']} given, and DecoupledPPOLoss weighs by itself"
         fail("off_policy", problem, "NoCorrection, GeometricMask or OffPolicySequenceMask")
     turns, most = v["environment"].get("max_turns"), v["generator"]["max_response_tokens"]
@@ -299,10 +300,11 @@ def _check_components(v: dict[str, Any]) -> None:
     if os.getcwd() not in sys.path:
         # At the end, as torchtune does: a datasets.py here must not hide the package of that name.
         sys.path.append(os.getcwd())
-    for key, rule in SCHEMA.items():
-        is_node = isinstance(rule, Mapping) and "_component_" in rule
-        if is_node and v[key] not in (None, SHIPPED_ENVIRONMENT):
-            _check_arguments(key, v[key], *ADDED.get(key, (0, ())))
+    for key, value in v.items():
+        is_node = isinstance(value, Mapping) and "_component_" in value and key != "user"
+        if is_node and value != SHIPPED_ENVIRONMENT:
+            node = {name: value[name] for name in value if key != "loss" or name not in PENALTIES}
+            _check_arguments(key, node, *ADDED.get(key, (0, ())))
     for name in nested_components(v["environment"]):
         part = v["environment"][name]
         _check_arguments(f"environment.{name}", part, 0, ())
@@ -369,11 +371,17 @@ def _check_arguments(key: str, node: dict[str, Any], leading: int, by_name: tupl
     if not callable(component):
         fail(f"{key}._component_", f"{path} cannot be called", "a class or function")
     parameters = parameters_of(component)[leading:]
+    if key == "loss" and (own := [p.name for p in parameters if p.name in PENALTIES]):
+        problem = f"an argument of {path}, and the recipe adds this term to every loss"
+        fail(f"loss.{own[0]}", problem, "a loss without this argument")
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     given = [name for name in node if name != "_component_"]
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
         for name in (name for name in given if name not in named):
-            allowed = [*named, *REWARD_KEYS] if key.startswith("rewards.") else list(named)
+            beside = (
+                REWARD_KEYS if key.startswith("rewards.") else PENALTIES if key == "loss" else ()
+            )
+            allowed = [*named, *beside]
             meant = nearest(name, allowed, f"{key}.")
             fail(f"{key}.{name}", f"unknown argument of {path}", meant)
     for name in given:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -44,6 +44,8 @@ FLAG = Rule(bool)
 PATH = Rule(str)
 GPU_SHARE = Rule(float, above=0, high=1, default=1.0)
 COMPONENT: Schema = {"_component_": PATH}
+USER: Schema = {}
+"""Any keys: a fork's own, passed through as they are."""
 MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2")
 REFUSED_MODEL_TYPES = {
     "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
@@ -74,6 +76,21 @@ PTX: Schema = {  # may be null
     "coeff": Rule(float, low=0),
     "examples_per_update": COUNT,
     "seed": Rule(int, low=0),
+}
+CLIP: Schema = {  # of the recipe's own loss; a component may have other arguments
+    "clip_low": Rule(float, above=0, high=1, schedule=True, default=0.2),
+    "clip_high": Rule(float, above=0, schedule=True, default=0.2),
+}
+PENALTIES: Schema = {  # beside any loss
+    "kl_coeff": Rule(float, low=0, schedule=True, default=0.0),
+    "kl_estimator": Rule(str, choices=("k1", "k2", "k3"), default="k3"),
+    "entropy_coeff": Rule(float, low=0, default=0.0),
+}
+LOSS: Schema = {**CLIP, **PENALTIES}
+COMPONENT_LOSS: Schema = {
+    "_component_": PATH,
+    **{name: replace(rule, default=ABSENT) for name, rule in CLIP.items()},
+    **PENALTIES,
 }
 # Sampler settings by vLLM's names, each with the value that leaves the distribution as it is.
 TRUNCATION: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -117,12 +134,7 @@ SCHEMA: Schema = {
     "ppo_epochs": COUNT,
     "updates_per_batch": COUNT,
     "tokens_per_micro_batch": COUNT,
-    "loss": {
-        "_component_": PATH,
-        "clip_low": Rule(float, above=0, high=1, schedule=True),
-        "clip_high": Rule(float, above=0, schedule=True),
-        "kl_coeff": Rule(float, low=0, schedule=True),
-    },
+    "loss": LOSS,
     "advantages": COMPONENT,
     "aggregation": COMPONENT,
     "off_policy": COMPONENT,
@@ -206,6 +218,7 @@ SCHEMA: Schema = {
     "enable_activation_offloading": Rule(bool, default=False),
     "fsdp_cpu_offload": Rule(bool, default=False),
     "timeouts": {key: Rule(float, above=0, default=TIMEOUTS[key]) for key in TIMEOUTS},
+    "user": USER,
 }
 SCHEDULED = frozenset(
     f"{section}.{name}"
@@ -241,9 +254,15 @@ def read_section(schema: Schema, given: Any, key: str) -> Any:
     Raises:
         ValueError: for the first value that no rule allows.
     """
-    is_node, prefix = "_component_" in schema, f"{key}." if key else ""
+    if schema is USER:
+        return _user_section(given, key)
     if isinstance(given, dict) and given.get("_component_", "") is None:
         given = None  # what `lr_scheduler=null` on the command line comes to
+    if schema is LOSS and isinstance(given, str):
+        fail(key, f"{shown(given)} given", f"loss._component_={given}")
+    if schema is LOSS and isinstance(given, dict) and "_component_" in given:
+        schema = COMPONENT_LOSS
+    is_node, prefix = "_component_" in schema, f"{key}." if key else ""
     if given is None and schema in (LR_SCHEDULER, PTX):
         return None
     if "*" in schema:
@@ -265,6 +284,12 @@ def read_section(schema: Schema, given: Any, key: str) -> Any:
         elif name in given or rule.default is not ABSENT or rule.needed or not is_node:
             values[name] = _read_value(rule, given.get(name, rule.default), f"{prefix}{name}")
     return {**given, **values} if is_node else values
+
+
+def _user_section(given: Any, key: str) -> dict[Any, Any]:
+    if given is not None and not isinstance(given, dict):
+        fail(key, f"{shown(given)} given", "a mapping with any keys of your own")
+    return given or {}
 
 
 def _read_value(rule: Rule, given: Any, key: str) -> Any:

@@ -22,10 +22,12 @@ from torchtune import config
 
 from grpo_components import _plugin
 from grpo_components.config import preflight
+from grpo_components.config.objective import build_penalties
 from grpo_components.config.role_arguments import RoleArguments, role_arguments
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
+from grpo_components.objective.losses import GRPOLoss
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
 
@@ -183,11 +185,15 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
     dataset = config.instantiate(cfg.dataset, tokenizer)
     held_out = config.instantiate(cfg.eval_dataset, tokenizer)
     prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
-    objective = ("loss", "aggregation", "off_policy")
+    parts = ("aggregation", "off_policy")
+    objective = {key: config.instantiate(cfg[key]) for key in parts}
+    # Written apart from the recipe's grpo_loss, which must make the same bits.
+    objective["loss"] = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high)
+    objective["penalties"] = build_penalties(cfg)
     arguments = role_arguments(
         cfg,
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
-        objective={key: config.instantiate(cfg[key]) for key in objective},
+        objective=objective,
         num_references=0,
         stop_tokens=tokenizer.stop_tokens,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),

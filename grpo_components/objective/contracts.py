@@ -54,10 +54,6 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
         if not right or values.is_complex() or values.device != like.device:
             problem = f"the metric {key} of {_shown(values)} for {wanted} tokens"
             raise _refused("loss", name, problem, allowed)
-    penalty = named.get("loss/penalty")
-    if losses.requires_grad and penalty is not None and not penalty.requires_grad:
-        problem = "the metric loss/penalty without a gradient"
-        raise _refused("loss", name, problem, "the losses' part that no correction weighs")
     return losses, named
 
 

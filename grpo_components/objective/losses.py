@@ -1,22 +1,19 @@
-"""Policy objectives: one loss per token, from logprobs and advantages, in pure torch.
+"""Policy losses: one number per token, from logprobs and advantages, in pure torch.
 
-Every loss is
+The ratio is rho = exp(log pi_trainer - log pi_anchor), A is the advantage, sg() stops the gradient.
+The recipe's own `grpo_loss` is the default; the config's `loss._component_` names one of these.
 
-    policy_loss + kl_coeff k(trainer, reference) - entropy_coeff entropy
-
-where policy_loss is what the classes below define and k an estimator of `kl.py`. The ratio is
-rho = exp(log pi_trainer - log pi_anchor); the anchor is the proximal policy where its logprobs are
-given, else the generator. A is the advantage, sg() stops the gradient. No loss knows of the
-off-policy correction: `correction.py` weighs what any of them returns. The last two terms are the
-metric `loss/penalty`, with its gradient, because the correction does not weigh them.
-
-Each loss has `needs_reference` and `needs_proximal` (which logprobs it asks for) and
-`entropy_coeff` (0: the entropy may come without a gradient, or not at all).
+A loss knows neither the off-policy correction nor KL and entropy terms: `composition.py` weighs
+what any loss returns, and `penalties.py` adds to it. Attributes of a loss ask for inputs:
+`needs_proximal` for the logprobs of the policy at the start of the step, `needs_reference` for
+those of the reference, `needs_entropy` for an entropy with a gradient.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +28,6 @@ from grpo_components.objective.clipping import (
     importance_weight,
     ratio_metrics,
 )
-from grpo_components.objective.kl import ESTIMATORS
 from grpo_components.objective.schedules import Scheduled, as_schedule
 
 TokenMetrics = dict[str, Tensor]
@@ -64,20 +60,42 @@ class LossInputs:
     """[N] bool, False where the off-policy correction masks the token: its numbers are all 0, and
     so will be its loss. Of use where a token's loss depends on others; None masks none."""
 
+    @property
+    def anchor_logprobs(self) -> Tensor:
+        """[N] float32, the denominator of the ratio: proximal where given, else the generator's."""
+        if self.proximal_logprobs is None:
+            return self.generator_logprobs
+        return self.proximal_logprobs
+
+
+def at_step(
+    loss: Callable[..., tuple[Tensor, TokenMetrics]], settings: Mapping[str, Scheduled]
+) -> Callable[[LossInputs], tuple[Tensor, TokenMetrics]]:
+    """A loss function of the tokens alone, its settings set to their values of the step.
+
+    Args:
+        loss: called with the tokens and each setting by name.
+        settings: of the config's `loss`: numbers or schedules.
+    """
+    schedules = {name: as_schedule(f"loss.{name}", value) for name, value in settings.items()}
+
+    @functools.wraps(getattr(loss, "func", loss))  # of a partial, the function inside
+    def scheduled(tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
+        return loss(tokens, **{name: value(tokens.step) for name, value in schedules.items()})
+
+    return scheduled
+
 
 class GRPOLoss:
     """Clipped ratio per token: -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
 
-    DeepSeekMath, arXiv 2402.03300, eq. 3 (k3 to the reference: eq. 4), with SequenceMean; separate
+    DeepSeekMath, arXiv 2402.03300, eq. 3, with SequenceMean; separate
     bounds, "clip higher": DAPO, arXiv 2503.14476, eq. 10; dual clip: Ye et al. 2020, arXiv
     1912.09729, eq. 5. Where the clip binds the token has no gradient.
 
     Args:
         clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
         clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
-        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
-        kl_estimator: k1, k2 or k3, see `kl.py`.
-        entropy_coeff: weight of the entropy bonus.
         dual_clip: where A < 0, the ratio is clipped above at this, too: min(rho A, clip(rho) A) is
             at least dual_clip A; above 1, 3 in the paper; null is no such bound.
     """
@@ -86,25 +104,20 @@ class GRPOLoss:
         self,
         clip_low: Scheduled = 0.2,
         clip_high: Scheduled = 0.2,
-        kl_coeff: Scheduled = 0.0,
-        kl_estimator: str = "k3",
-        entropy_coeff: float = 0.0,
         dual_clip: float | None = None,
     ) -> None:
         self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
         self.dual_clip = checked_dual_clip(dual_clip)
-        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
-        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
-        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
+        self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
+        """Losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
-        log_ratio = tokens.trainer_logprobs - _anchor(tokens)
+        log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs
         policy_loss, metrics = clipped_objective(
             log_ratio, tokens.advantages, low, high, self.dual_clip
         )
-        return self._extras.complete(tokens, policy_loss, metrics)
+        return policy_loss, metrics
 
 
 class GSPOLoss:
@@ -119,9 +132,6 @@ class GSPOLoss:
         clip_low: s is clipped below at 1 - clip_low; a number or a schedule.
         clip_high: s is clipped above at 1 + clip_high; a number or a schedule. The defaults are the
             paper's (section 5.1): a mean over tokens moves far less than one token.
-        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
-        kl_estimator: k1, k2 or k3, see `kl.py`.
-        entropy_coeff: weight of the entropy bonus.
         dual_clip: where A < 0, s is clipped above at this, too; above 1; null is no such bound.
     """
 
@@ -129,21 +139,16 @@ class GSPOLoss:
         self,
         clip_low: Scheduled = 3e-4,
         clip_high: Scheduled = 4e-4,
-        kl_coeff: Scheduled = 0.0,
-        kl_estimator: str = "k3",
-        entropy_coeff: float = 0.0,
         dual_clip: float | None = None,
     ) -> None:
         self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
         self.dual_clip = checked_dual_clip(dual_clip)
-        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
-        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
-        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
+        self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
+        """Losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
-        log_ratio = tokens.trainer_logprobs - _anchor(tokens)
+        log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs
         sums = torch.zeros_like(log_ratio).index_add(0, tokens.sequence_ids, log_ratio)
         kept = _kept(tokens).to(log_ratio.dtype)
         counts = torch.zeros_like(kept).index_add(0, tokens.sequence_ids, kept).clamp(min=1)
@@ -151,7 +156,7 @@ class GSPOLoss:
         policy_loss, metrics = clipped_objective(
             mean_log_ratio, tokens.advantages, low, high, self.dual_clip
         )
-        return self._extras.complete(tokens, policy_loss, metrics)
+        return policy_loss, metrics
 
 
 class CISPOLoss:
@@ -164,31 +169,23 @@ class CISPOLoss:
         clip_low: the weight is at least 1 - clip_low; 1 is no lower bound (as in the paper's runs);
             a number or a schedule.
         clip_high: the weight is at most 1 + clip_high; a number or a schedule.
-        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
-        kl_estimator: k1, k2 or k3, see `kl.py`.
-        entropy_coeff: weight of the entropy bonus.
     """
 
     def __init__(
         self,
         clip_low: Scheduled = 1.0,
         clip_high: Scheduled = 4.0,
-        kl_coeff: Scheduled = 0.0,
-        kl_estimator: str = "k3",
-        entropy_coeff: float = 0.0,
     ) -> None:
         self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
-        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
-        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
-        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
+        self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
+        """Losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
-        ratio = (tokens.trainer_logprobs.detach() - _anchor(tokens)).exp()
+        ratio = (tokens.trainer_logprobs.detach() - tokens.anchor_logprobs).exp()
         policy_loss = -ratio.clamp(low, high) * tokens.advantages * tokens.trainer_logprobs
         metrics = ratio_metrics(ratio, ratio < low, ratio > high)
-        return self._extras.complete(tokens, policy_loss, metrics)
+        return policy_loss, metrics
 
 
 class REINFORCELoss:
@@ -200,32 +197,24 @@ class REINFORCELoss:
     Args:
         max_ratio: largest weight; null is the plain importance weight, exact on average for a token
             given those before it, but without a bound.
-        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
-        kl_estimator: k1, k2 or k3, see `kl.py`.
-        entropy_coeff: weight of the entropy bonus.
     """
 
     def __init__(
         self,
         max_ratio: float | None = None,
-        kl_coeff: Scheduled = 0.0,
-        kl_estimator: str = "k3",
-        entropy_coeff: float = 0.0,
     ) -> None:
         self.max_ratio = _positive_or_none("loss.max_ratio", max_ratio)
-        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
-        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
-        self.needs_reference, self.needs_proximal = self._extras.needs_reference, False
+        self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
-        log_ratio = tokens.trainer_logprobs.detach() - _anchor(tokens)
+        """Losses [N] with a gradient, and metrics [N] without."""
+        log_ratio = tokens.trainer_logprobs.detach() - tokens.anchor_logprobs
         weight = importance_weight(log_ratio, self.max_ratio)
         policy_loss = -weight * tokens.advantages * tokens.trainer_logprobs
         ratio = log_ratio.exp()
         too_high = ratio > (torch.inf if self.max_ratio is None else self.max_ratio)
         metrics = ratio_metrics(ratio, torch.zeros_like(too_high), too_high)
-        return self._extras.complete(tokens, policy_loss, metrics)
+        return policy_loss, metrics
 
 
 class DecoupledPPOLoss:
@@ -249,9 +238,6 @@ class DecoupledPPOLoss:
         clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
         max_weight: largest w, larger ones are cut to it; null is no bound.
         proximal: recomputed or loglinear.
-        kl_coeff: weight of the penalty to the reference; 0 needs none; a number or a schedule.
-        kl_estimator: k1, k2 or k3, see `kl.py`.
-        entropy_coeff: weight of the entropy bonus.
         dual_clip: where A < 0, the ratio is clipped above at this, too; above 1; null is no such
             bound.
     """
@@ -262,9 +248,6 @@ class DecoupledPPOLoss:
         clip_high: Scheduled = 0.2,
         max_weight: float | None = 5.0,
         proximal: Literal["recomputed", "loglinear"] = "recomputed",
-        kl_coeff: Scheduled = 0.0,
-        kl_estimator: str = "k3",
-        entropy_coeff: float = 0.0,
         dual_clip: float | None = None,
     ) -> None:
         self.clip_low, self.clip_high = checked_clip_low(clip_low), checked_clip_high(clip_high)
@@ -272,13 +255,10 @@ class DecoupledPPOLoss:
         self.max_weight = _positive_or_none("loss.max_weight", max_weight)
         if proximal not in ("recomputed", "loglinear"):
             raise ValueError(f"loss.proximal: {proximal} given; allowed: recomputed, loglinear")
-        self._extras = _Extras(kl_coeff, kl_estimator, entropy_coeff)
-        self.kl_coeff, self.entropy_coeff = self._extras.kl_coeff, self._extras.entropy_coeff
-        self.needs_reference = self._extras.needs_reference
         self.needs_proximal = proximal == "recomputed"
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses and metrics of each token, [N] each, the metrics detached but for the penalty."""
+        """Losses [N] with a gradient, and metrics [N] without."""
         if self.needs_proximal:
             assert tokens.proximal_logprobs is not None, "proximal: recomputed, but none given"
             proximal_logprobs = tokens.proximal_logprobs
@@ -292,7 +272,7 @@ class DecoupledPPOLoss:
         policy_loss, metrics = clipped_objective(
             log_ratio, tokens.advantages, low, high, self.dual_clip, log_weight
         )
-        return self._extras.complete(tokens, policy_loss, metrics)
+        return policy_loss, metrics
 
 
 def _loglinear_proximal(tokens: LossInputs) -> Tensor:
@@ -301,58 +281,10 @@ def _loglinear_proximal(tokens: LossInputs) -> Tensor:
     return torch.where(tokens.staleness > 0, torch.lerp(generator, trainer, share), trainer)
 
 
-class _Extras:
-    """What every loss adds to its policy loss: penalty to the reference, entropy bonus."""
-
-    def __init__(self, kl_coeff: Scheduled, kl_estimator: str, entropy_coeff: float) -> None:
-        self.kl_coeff = as_schedule("loss.kl_coeff", kl_coeff)
-        if not self.kl_coeff.lowest >= 0:
-            raise ValueError(f"loss.kl_coeff: {kl_coeff} given; allowed: 0 or a number > 0")
-        if kl_estimator not in ESTIMATORS:
-            allowed = ", ".join(ESTIMATORS)
-            raise ValueError(f"loss.kl_estimator: {kl_estimator} given; allowed: {allowed}")
-        if not entropy_coeff >= 0:
-            raise ValueError(
-                f"loss.entropy_coeff: {entropy_coeff} given; allowed: 0 or a number > 0"
-            )
-        self.needs_reference = self.kl_coeff.highest > 0
-        self.entropy_coeff = entropy_coeff
-        self._estimate = ESTIMATORS[kl_estimator]
-
-    def complete(
-        self, tokens: LossInputs, policy_loss: Tensor, metrics: TokenMetrics
-    ) -> tuple[Tensor, TokenMetrics]:
-        metrics = {"loss/policy": policy_loss.detach(), **metrics}
-        penalties: list[Tensor] = []
-        if tokens.reference_logprobs is None:
-            assert not self.needs_reference, "kl_coeff > 0 without reference logprobs"
-        else:
-            kl = self._estimate(tokens.trainer_logprobs, tokens.reference_logprobs)
-            metrics["loss/kl_reference"] = kl.detach()
-            coefficient = self.kl_coeff(tokens.step)
-            if coefficient > 0:  # 0 times the gradient of an overflow would be NaN
-                penalties.append(coefficient * kl)
-        if self.entropy_coeff > 0:
-            assert tokens.entropy is not None, "entropy_coeff > 0 without entropy"
-            penalties.append(-self.entropy_coeff * tokens.entropy)
-        losses = policy_loss
-        for penalty in penalties:
-            losses = losses + penalty
-        if penalties:
-            metrics["loss/penalty"] = sum(penalties[1:], penalties[0])
-        return losses, metrics
-
-
 def _kept(tokens: LossInputs) -> Tensor:
     if tokens.kept is None:
         return torch.ones_like(tokens.sequence_ids, dtype=torch.bool)
     return tokens.kept
-
-
-def _anchor(tokens: LossInputs) -> Tensor:
-    if tokens.proximal_logprobs is None:
-        return tokens.generator_logprobs
-    return tokens.proximal_logprobs
 
 
 def _positive_or_none(key: str, value: float | None) -> float | None:

@@ -3,7 +3,7 @@
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
 (pi_proximal: the trainer's policy at the start of the training step) into one weight per token,
 which multiplies the token's policy loss and carries no gradient; weight 0 masks the token
-(`correction.py`). T is the number of a response's trained tokens: with `stale_tokens: mask`, its
+(`composition.py`). T is the number of a response's trained tokens: with `stale_tokens: mask`, its
 first tokens may be over `max_staleness`, and sums and means are over the others. Log ratios, and
 their sums and means over a response, are clamped to +-20 before the exponential, so that no ratio
 overflows.

@@ -1,4 +1,4 @@
-"""The policy's loss as the trainer takes it: corrected, and with what it returns checked."""
+"""The loss of the policy as the trainer uses it: corrected, with penalties, outputs checked."""
 
 from __future__ import annotations
 
@@ -8,29 +8,36 @@ import torch
 from torch import Tensor
 
 from grpo_components.objective.component_errors import name_of, named_failure
+from grpo_components.objective.composition import Loss, objective_losses
 from grpo_components.objective.contracts import check_first_weights, checked_weights
-from grpo_components.objective.correction import Loss, corrected_losses
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
+from grpo_components.objective.penalties import Penalties
 
 
 class PolicyLoss:
-    """A loss, whichever it is, with the weights of an off-policy correction on what it returns.
+    """Any policy loss, weighted by an off-policy correction, plus the penalties.
 
     Shapes and dtypes are checked at every call, which costs nothing; weights, for which one waits
     for the device, at the first one only.
 
     Args:
-        loss: the policy objective, per token.
+        loss: the policy loss, per token.
+        penalties: added to it.
         off_policy: log ratios [N] of trainer to generator, response of each token [N] -> weights.
         compile_loss: with torch.compile.
     """
 
     def __init__(
-        self, loss: Loss, off_policy: Callable[..., Tensor], *, compile_loss: bool
+        self,
+        loss: Loss,
+        penalties: Penalties,
+        off_policy: Callable[..., Tensor],
+        *,
+        compile_loss: bool,
     ) -> None:
         self._loss = torch.compile(loss, dynamic=True) if compile_loss else loss
-        self._off_policy = off_policy
+        self._penalties, self._off_policy = penalties, off_policy
         self.name, self._correction_name = name_of(loss), name_of(off_policy)
         self._is_first = True
         self.corrects = not isinstance(off_policy, NoCorrection)
@@ -64,6 +71,6 @@ class PolicyLoss:
             weights = checked_weights(self._correction_name, returned, log_ratios)
             if self._is_first:
                 check_first_weights(self._correction_name, weights, log_ratios)
-        losses, metrics = corrected_losses(self._loss, inputs, weights, self.name)
+        losses, metrics = objective_losses(self._loss, self._penalties, inputs, weights, self.name)
         self._is_first = False
         return losses, metrics, weights

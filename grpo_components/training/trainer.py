@@ -27,9 +27,10 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.meshes import Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.packing import row_width
+from grpo_components.objective.composition import Loss
 from grpo_components.objective.contracts import checked_aggregation
-from grpo_components.objective.correction import Loss
 from grpo_components.objective.losses import LossInputs
+from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.training.checkpoint import TrainerState
@@ -65,7 +66,8 @@ class Trainer:
         build_checkpointer: makes the torchtune checkpointer of the base model.
         build_optimizer: makes the optimizer from the parameters.
         build_lr_scheduler: makes the scheduler from the optimizer; None keeps the rate constant.
-        loss: the policy objective, per token.
+        loss: the policy loss, per token.
+        penalties: KL and entropy terms beside it.
         aggregation: trained tokens of each response [S] -> weight of each token's loss [S].
         off_policy: log ratios [N] of trainer to generator, response of each token [N] -> weights.
         learning_rate: by training step; None leaves it to optimizer and scheduler.
@@ -105,6 +107,7 @@ class Trainer:
         build_optimizer: Callable[[Any], Optimizer],
         build_lr_scheduler: Callable[[Optimizer], LRScheduler] | None,
         loss: Loss,
+        penalties: Penalties,
         aggregation: Callable[[NDArray[np.int64]], NDArray[np.float64]],
         off_policy: Callable[..., Tensor],
         learning_rate: Schedule | None,
@@ -149,14 +152,14 @@ class Trainer:
         self._logprobs = ResponseLogprobs(
             self._model,
             chunk_tokens=logprob_chunk_tokens,
-            entropy_gradient=bool(getattr(loss, "entropy_coeff", 0)),
+            entropy_gradient=penalties.entropy_coeff > 0 or getattr(loss, "needs_entropy", False),
             compile_softmax=compile_model,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
         self._supervised = None if ptx is None else SupervisedLoss(ptx, *parts)
         self._optimizer = build_optimizer(self._model.parameters())
         self._lr_scheduler = build_lr_scheduler(self._optimizer) if build_lr_scheduler else None
-        self._policy_loss = PolicyLoss(loss, off_policy, compile_loss=compile_model)
+        self._policy_loss = PolicyLoss(loss, penalties, off_policy, compile_loss=compile_model)
         self._aggregation, self._is_first_update, self._skipped_because = aggregation, True, ""
         self._token_advantages = token_advantages
         self._learning_rate, self._step = learning_rate, 0

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import runpy
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cl
 
 from grpo_components.config import preflight
 from grpo_components.config.building import build
+from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.examples import tiny_policy
-from grpo_components.objective.losses import LossInputs
+from grpo_components.objective.composition import objective_losses
+from grpo_components.objective.losses import LossInputs, at_step
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = sorted(FOLDER.glob("*.yaml"))
@@ -131,7 +134,9 @@ def with_preset(name: str, base_model_path: Path, tmp_path: Path) -> DictConfig:
 def test_the_preset_grpo_is_eq_3_of_deepseekmath(base_model_path, tmp_path):
     """Value and gradient: the mean over G of the mean over |o_i| of min(...) - beta k3."""
     checked = with_preset("GRPO", base_model_path, tmp_path)
-    loss, aggregation = build("loss", checked.loss), build("aggregation", checked.aggregation)
+    clip = {key: checked.loss[key] for key in ("clip_low", "clip_high")}
+    loss = at_step(runpy.run_path(str(FOLDER.parent / f"{RECIPE}.py"))["grpo_loss"], clip)
+    penalties, aggregation = build_penalties(checked), build("aggregation", checked.aggregation)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([5, 2, 0, 3])
     size = int(lengths.sum())
@@ -165,11 +170,11 @@ def test_the_preset_grpo_is_eq_3_of_deepseekmath(base_model_path, tmp_path):
         reference_logprobs=reference,
     )
     weights = torch.tensor(aggregation(lengths.numpy()))[ids]
-    total = (loss(inputs)[0] * weights).sum()
+    total = (objective_losses(loss, penalties, inputs, None)[0] * weights).sum()
     (found,) = torch.autograd.grad(total, trainer)
     assert total.item() == pytest.approx(-objective.item(), rel=1e-12)
     torch.testing.assert_close(found, slope, rtol=1e-10, atol=1e-14)
-    assert loss.needs_reference
+    assert penalties.needs_reference
 
 
 def test_the_preset_reinforce_plus_plus_takes_the_kl_from_the_token_on(base_model_path, tmp_path):
@@ -204,8 +209,9 @@ def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(
     preset, base_model_path, tmp_path
 ):
     checked = with_preset(preset, base_model_path, tmp_path)
-    for key in ("loss", "advantages", "aggregation", "off_policy"):
+    for key in ("advantages", "aggregation", "off_policy"):
         assert callable(build(key, checked[key]))
+    assert callable(build_loss(checked, lambda tokens, **clip: tokens))
 
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))

@@ -2,6 +2,7 @@
 
 import random
 import re
+import runpy
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -14,11 +15,13 @@ from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
-from grpo_components.config.building import build, build_data
-from grpo_components.config.component_trial import check_logger, try_components
-from grpo_components.config.objective import build_reward_shaping
+from grpo_components.config.building import build_data
+from grpo_components.config.component_trial import check_logger
+from grpo_components.config.objective import build_objective
 
-CONFIG = Path(__file__).parents[3] / "recipes" / "configs" / "tiny_async_grpo.yaml"
+RECIPES = Path(__file__).parents[3] / "recipes"
+CONFIG = RECIPES / "configs" / "tiny_async_grpo.yaml"
+grpo_loss = runpy.run_path(str(RECIPES / "async_grpo_full_finetune_distributed.py"))["grpo_loss"]
 OBJECTIVE = "grpo_components.objective"
 REWARDS = """
 import os
@@ -213,12 +216,7 @@ def tried(own, data, tmp_path):
 
     def run(*overrides):
         cfg = checked(*overrides, f"output_dir={tmp_path / 'run'}")
-        tokenizer, dataset = data
-        objective = {key: build(key, cfg[key]) for key in ("loss", "aggregation", "off_policy")}
-        objective["ptx"] = build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None
-        advantages = build("advantages", cfg.advantages)
-        shaping = build_reward_shaping(cfg)
-        try_components(cfg, tokenizer, dataset, advantages, shaping, objective)
+        objective = build_objective(cfg, grpo_loss, *data)
         assert not (tmp_path / "run").exists()
         return objective
 
@@ -228,7 +226,7 @@ def tried(own, data, tmp_path):
 def component(key, path, **arguments):
     """Overrides that put a component in the place of the tiny config's."""
     drops = {
-        "loss": ("clip_low", "clip_high", "kl_coeff"),
+        "loss": ("clip_low", "clip_high"),
         "metric_logger": ("log_dir",),
         "optimizer": ("fused", "weight_decay"),
         "rewards.correctness": ("answer_format",),
@@ -400,4 +398,4 @@ def test_what_fits_is_let_through_and_not_disturbed(tried, overrides):
     assert random.getstate() == states[0]
     np.testing.assert_equal(np.random.get_state(legacy=False), states[1])
     assert torch.equal(torch.get_rng_state(), states[2])
-    assert getattr(objective["loss"], "own_calls", 0) == 0
+    assert getattr(objective.loss, "own_calls", 0) == 0

@@ -18,6 +18,7 @@ from torchtune.models.qwen2 import qwen2
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
 
 # By path: a test module has no name that another could import.
@@ -172,7 +173,8 @@ def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
 def test_compiled_layers_softmax_and_loss_make_the_same_update(run):
     """The loss has a schedule: a new step is no new graph."""
     schedule = Schedule("linear", start=0.2, end=0.1, num_steps=9)
-    changes = {"loss": GRPOLoss(kl_coeff=0.1, clip_low=schedule), "tokens_per_micro_batch": SMALL}
+    changes = {"loss": GRPOLoss(clip_low=schedule), "penalties": Penalties(kl_coeff=0.1)}
+    changes |= {"tokens_per_micro_batch": SMALL}
     expected = run("QWEN2 tied", 1, Sharding(), **changes)
     changes |= {"compile_model": True, "enable_activation_checkpointing": True}
     results = run("QWEN2 tied", 2, Sharding(), **changes)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.losses import (
     CISPOLoss,
     DecoupledPPOLoss,
@@ -23,6 +24,7 @@ from grpo_components.objective.off_policy import (
     SequenceTIS,
     TokenTIS,
 )
+from grpo_components.objective.penalties import Penalties
 
 T = torch.float64
 LOSSES = {
@@ -158,7 +160,9 @@ def test_a_token_of_advantage_zero_has_no_loss_and_no_gradient_whatever_its_rati
 def test_with_a_penalty_the_advantage_zero_leaves_only_the_penalty(name):
     inputs = tokens([-1.0], [-201.0], [0.0], dtype=torch.float32)
     inputs = replace(inputs, reference_logprobs=torch.tensor([-1.5]))
-    losses, gradient, _ = evaluate(LOSSES[name](kl_coeff=0.5), inputs)
+    inputs.trainer_logprobs.requires_grad_(True)
+    losses, _ = objective_losses(LOSSES[name](), Penalties(kl_coeff=0.5), inputs, None)
+    (gradient,) = torch.autograd.grad(losses.sum(), inputs.trainer_logprobs)
     assert losses.item() == pytest.approx(0.5 * (math.exp(-0.5) - 1 + 0.5), rel=1e-5)
     assert gradient.item() == pytest.approx(0.5 * (1 - math.exp(-0.5)), rel=1e-5)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.objective.correction import corrected_losses
+from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.losses import (
     CISPOLoss,
     DecoupledPPOLoss,
@@ -19,6 +19,7 @@ from grpo_components.objective.losses import (
     LossInputs,
     REINFORCELoss,
 )
+from grpo_components.objective.penalties import Penalties
 
 LOSSES = {
     "grpo": GRPOLoss,
@@ -57,8 +58,11 @@ def random_inputs(seed, dtype=torch.float64, **changes):
     return replace(inputs, **changes)
 
 
-def gradient(loss, inputs, weights=None):
-    losses, _ = corrected_losses(loss, inputs, weights)
+NONE, BOTH = Penalties(), Penalties(kl_coeff=0.3, entropy_coeff=0.2)
+
+
+def gradient(loss, inputs, weights=None, penalties=NONE):
+    losses, _ = objective_losses(loss, penalties, inputs, weights)
     (found,) = torch.autograd.grad(losses.sum(), inputs.trainer_logprobs)
     return found
 
@@ -73,7 +77,7 @@ def gradient(loss, inputs, weights=None):
 def test_a_masked_token_has_no_loss_and_no_gradient_whatever_its_numbers(
     name, seed, kept, dtype, data
 ):
-    loss = LOSSES[name](kl_coeff=0.3, entropy_coeff=0.2)
+    loss = LOSSES[name]()
     mask = torch.tensor(kept)
     clean, weights = random_inputs(seed, dtype), mask.to(dtype)
     wild = {}
@@ -81,7 +85,7 @@ def test_a_masked_token_has_no_loss_and_no_gradient_whatever_its_numbers(
         value = data.draw(st.sampled_from([math.inf, -math.inf, -1.0, math.nan]))
         wild[field] = torch.where(mask, getattr(clean, field).detach(), value)
         wild[field].requires_grad_(field in ("trainer_logprobs", "entropy"))
-    losses, metrics = corrected_losses(loss, replace(clean, **wild), weights)
+    losses, metrics = objective_losses(loss, BOTH, replace(clean, **wild), weights)
     losses.sum().backward()
     for found in (losses, wild["trainer_logprobs"].grad, wild["entropy"].grad, *metrics.values()):
         assert torch.isfinite(found).all()
@@ -92,9 +96,9 @@ def test_a_masked_token_has_no_loss_and_no_gradient_whatever_its_numbers(
     assert (metrics["loss/policy"][~mask] == 0).all()
     assert (metrics["ratio/max"][~mask] == 1).all() or name == "gspo"
     # And its siblings do not see it.
-    alone, _ = corrected_losses(loss, clean, weights)
+    alone, _ = objective_losses(loss, BOTH, clean, weights)
     torch.testing.assert_close(losses, alone, rtol=0, atol=0)
-    expected = gradient(loss, clean, weights)
+    expected = gradient(loss, clean, weights, BOTH)
     torch.testing.assert_close(wild["trainer_logprobs"].grad, expected, rtol=0, atol=0)
 
 
@@ -146,21 +150,18 @@ def test_an_overflowing_ratio_that_is_clipped_leaves_finite_gradients(kind):
 
 @every_loss
 def test_without_a_penalty_or_bonus_neither_reference_nor_entropy_is_needed(name):
-    loss = LOSSES[name]()
-    assert (loss.needs_reference, loss.entropy_coeff) == (False, 0)
+    assert (NONE.needs_reference, NONE.entropy_coeff) == (False, 0)
     inputs = random_inputs(0, reference_logprobs=None, entropy=None)
-    losses, metrics = loss(inputs)
+    losses, metrics = objective_losses(LOSSES[name](), NONE, inputs, None)
     assert losses.shape == (N,)
     assert "loss/kl_reference" not in metrics
 
 
-@every_loss
-def test_what_is_needed_and_missing_is_an_error(name):
-    loss = LOSSES[name](kl_coeff=0.1, entropy_coeff=0.1)
-    assert loss.needs_reference
+def test_what_is_needed_and_missing_is_an_error():
+    assert BOTH.needs_reference
     for missing in ("reference_logprobs", "entropy"):
         with pytest.raises(AssertionError, match="without"):
-            loss(random_inputs(0, **{missing: None}))
+            BOTH(random_inputs(0, **{missing: None}))
 
 
 def test_only_the_recomputed_proximal_policy_is_asked_for():
@@ -173,8 +174,8 @@ def test_only_the_recomputed_proximal_policy_is_asked_for():
 @every_loss
 def test_a_reference_without_a_penalty_is_measured_and_changes_nothing(name):
     inputs = random_inputs(0)
-    losses, metrics = LOSSES[name]()(inputs)
-    assert (metrics["loss/kl_reference"] >= 0).all()
+    losses, metrics = objective_losses(LOSSES[name](), NONE, inputs, None)
+    assert (metrics["loss/kl_reference"] >= 0).all() and "loss/penalty" not in metrics
     torch.testing.assert_close(losses, metrics["loss/policy"], rtol=0, atol=0)
 
 
@@ -182,18 +183,20 @@ def test_a_reference_without_a_penalty_is_measured_and_changes_nothing(name):
 def test_where_the_penalty_is_at_zero_an_overflowing_one_leaves_finite_gradients(name):
     off_at_first = {"schedule": "linear", "start": 0.0, "end": 0.5, "num_steps": 10}
     inputs = random_inputs(0, torch.float32, reference_logprobs=torch.full((N,), 200.0))
-    assert torch.isinf(LOSSES[name]()(inputs)[1]["loss/kl_reference"]).all()
+    assert torch.isinf(NONE(inputs)[1]["loss/kl_reference"]).all()
     for coefficient in (0.0, off_at_first):
-        assert torch.isfinite(gradient(LOSSES[name](kl_coeff=coefficient), inputs)).all()
+        found = gradient(LOSSES[name](), inputs, penalties=Penalties(coefficient))
+        assert torch.isfinite(found).all()
 
 
 @every_loss
 def test_the_penalty_follows_its_schedule(name):
     ramp = {"schedule": "linear", "start": 0.0, "end": 0.5, "num_steps": 10}
-    loss = LOSSES[name](kl_coeff=ramp)
-    assert loss.needs_reference
+    penalties = Penalties(kl_coeff=ramp)
+    assert penalties.needs_reference
     for step, coefficient in ((0, 0.0), (4, 0.2), (10, 0.5), (99, 0.5)):
-        losses, metrics = loss(random_inputs(3, step=step))
+        inputs = random_inputs(3, step=step)
+        losses, metrics = objective_losses(LOSSES[name](), penalties, inputs, None)
         expected = metrics["loss/policy"] + coefficient * metrics["loss/kl_reference"]
         torch.testing.assert_close(losses.detach(), expected)
 
@@ -209,7 +212,7 @@ def test_the_clip_follows_its_schedule(kind):
 
 @every_loss
 def test_a_loss_reaches_the_trainer_by_value(name):
-    loss = LOSSES[name](kl_coeff=0.1)
+    loss = LOSSES[name]()
     inputs = random_inputs(1)
     copy = pickle.loads(pickle.dumps(loss))
     torch.testing.assert_close(copy(inputs)[0], loss(inputs)[0], rtol=0, atol=0)
@@ -221,7 +224,7 @@ BAD = [
         [{"clip_low": 0}, {"clip_low": 1.5}, {"clip_high": 0}, {"clip_high": "wide"}],
     ),
     *itertools.product(
-        [GRPOLoss, GSPOLoss, CISPOLoss, REINFORCELoss, DecoupledPPOLoss],
+        [Penalties],
         [{"kl_coeff": -1}, {"kl_estimator": "k4"}, {"entropy_coeff": -0.1}],
     ),
     (REINFORCELoss, {"max_ratio": 0}),

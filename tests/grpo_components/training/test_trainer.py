@@ -41,6 +41,7 @@ from grpo_components.objective.off_policy import (
     correction_weights,
     mismatch_summary,
 )
+from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
 from grpo_components.training.skipped_steps import load_batch
@@ -197,7 +198,8 @@ class Ranks:
                 ),
                 "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
                 "build_lr_scheduler": None,
-                "loss": GRPOLoss(kl_coeff=0.1),
+                "loss": GRPOLoss(),
+                "penalties": Penalties(kl_coeff=0.0 if "loss" in changes else 0.1),
                 "aggregation": TokenMean(),
                 "off_policy": NoCorrection(),
                 "learning_rate": None,
@@ -311,7 +313,8 @@ def expected_update(
     token_advantages=None,
 ):
     """Weights and metrics after one step, from whole logits of one sequence at a time."""
-    loss, off_policy = loss or GRPOLoss(kl_coeff=0.1), off_policy or NoCorrection()
+    penalties = Penalties(kl_coeff=0.1 if loss is None else 0.0)
+    loss, off_policy = loss or GRPOLoss(), off_policy or NoCorrection()
     model = build_model()
     to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
     model.load_state_dict(to_tune(hf_weights(base)))
@@ -355,10 +358,12 @@ def expected_update(
     }
     if inputs.proximal_logprobs is not None:
         neutral["proximal_logprobs"] = torch.where(kept, inputs.proximal_logprobs, 0.0)
-    losses, measured = loss(replace(inputs, **neutral, kept=kept))
-    penalty = measured.get("loss/penalty", 0.0)
-    losses = correction * (losses - penalty) + penalty
-    measured["loss/policy"] = (losses - penalty).detach()
+    tokens = replace(inputs, **neutral, kept=kept)
+    losses, measured = loss(tokens)
+    terms, added = penalties(tokens)
+    losses = correction * losses
+    measured = {**measured, **added, "loss/policy": losses.detach()}
+    losses = sum(terms, losses)
     weights = (aggregation or TokenMean())(np.array(counts))
     total = (losses * torch.tensor(np.repeat(weights, counts))).sum()
     total.backward()
@@ -953,8 +958,8 @@ def test_a_batch_without_a_token_to_train_is_a_skipped_step_with_every_key(ranks
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_entropy_bonus_raises_the_entropy(ranks, base, num_ranks):
     calls = [step(RAGGED, np.zeros(len(RAGGED)), i) for i in range(2)]
-    loss = GRPOLoss(entropy_coeff=0.1)
-    first, second = ranks.run(base, num_ranks, calls, loss=loss, tokens_per_micro_batch=SMALL)[0]
+    changes = {"penalties": Penalties(entropy_coeff=0.1), "tokens_per_micro_batch": SMALL}
+    first, second = ranks.run(base, num_ranks, calls, **changes)[0]
     assert first["grad_norm"] > 1e-4
     assert second["entropy"] > first["entropy"]
 

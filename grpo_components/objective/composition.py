@@ -1,4 +1,4 @@
-"""The off-policy correction's weights on what a loss returns, whichever loss it is."""
+"""What is minimized per token: any policy loss, weighted by the correction, plus the penalties."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from torch import Tensor
 from grpo_components.objective.component_errors import named_failure
 from grpo_components.objective.contracts import checked_losses
 from grpo_components.objective.losses import LossInputs, TokenMetrics
+from grpo_components.objective.penalties import Penalties
 
 Loss = Callable[[LossInputs], tuple[Tensor, TokenMetrics]]
 
 
-def corrected_losses(
-    loss: Loss, inputs: LossInputs, weights: Tensor | None, name: str = "the loss"
+def objective_losses(
+    loss: Loss,
+    penalties: Penalties,
+    inputs: LossInputs,
+    weights: Tensor | None,
+    name: str = "the loss",
 ) -> tuple[Tensor, TokenMetrics]:
-    """Losses of a micro-batch's tokens, each times its weight: the only place that weighs them.
+    """What is minimized for each token of a micro-batch: weight times policy loss, plus penalties.
 
-    With l and p what the loss returns for a token, and as its metric `loss/penalty` (0 where it has
-    none), the token's loss is w (l - p) + p. A penalty is what no correction concerns, such as the
-    KL to the reference and an entropy bonus. A token with weight 0 is masked wholly: the loss gets
-    0 for each of its numbers, and whatever it makes of them, loss and gradient are 0.
+    The only place that weighs losses and adds penalties, whichever loss it is. A token with weight
+    0 is masked: loss and penalties get 0 for each of its numbers, and its loss and gradient are 0.
 
     Args:
         loss: maps [N] tokens to [N] losses and metrics.
+        penalties: KL to the reference and entropy bonus, which no correction weighs.
         inputs: of the N tokens.
         weights: [N] finite numbers >= 0, without gradient; None is 1 for each.
         name: of the loss, for errors.
 
     Returns:
-        The losses [N], and the loss's metrics [N] with `loss/policy`, what w (l - p) is.
+        The losses [N], and metrics [N] of loss and penalties with `loss/policy`, the weighted loss.
 
     Raises:
         ComponentError: the loss does not return what it has to.
@@ -41,15 +45,16 @@ def corrected_losses(
     tokens = inputs if kept is None else _with_masked_tokens_neutral(inputs, kept)
     with named_failure("loss", name):
         returned = loss(tokens)
-    losses, metrics = checked_losses(name, returned, tokens)
-    penalty = metrics.get("loss/penalty")
-    policy = losses if penalty is None else losses - penalty
+    policy, metrics = checked_losses(name, returned, tokens)
+    terms, penalty_metrics = penalties(tokens)
     reported = metrics.get("loss/policy", policy).detach()
+    total = policy if weights is None else weights * policy
+    for term in terms:
+        total = total + term
     if weights is not None and kept is not None:
-        losses = weights * policy if penalty is None else weights * policy + penalty
-        losses = torch.where(kept, losses, 0.0)
+        total = torch.where(kept, total, 0.0)
         reported = torch.where(kept, weights * reported, 0.0)
-    return losses, {**metrics, "loss/policy": reported}
+    return total, {**metrics, **penalty_metrics, "loss/policy": reported}
 
 
 def _with_masked_tokens_neutral(inputs: LossInputs, kept: Tensor) -> LossInputs:
