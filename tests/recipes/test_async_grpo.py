@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 from chaos import Fault, forked_recipe
 from classifier import random_classifier
 from safetensors.torch import load_file
@@ -23,7 +24,8 @@ from grpo_components.trajectory import batch_hash
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "async_grpo_full_finetune_distributed"
-REWARDS = Path(__file__).parents[2] / "docs" / "rewards.md"
+REPOSITORY = Path(__file__).parents[2]
+REWARDS = REPOSITORY / "docs" / "rewards.md"
 
 
 @pytest.fixture
@@ -434,33 +436,33 @@ class Reward:
             raise ValueError(f"cannot read \\x1b[2J{response_text!r}")
         return float(answer in response_text)
 """
-MARKED_LOSS = """class MarkedLoss:
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __call__(self, inputs):
-        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp()
-        losses = -ratio * inputs.advantages
-        return losses, {'loss/mark': torch.full_like(losses, self.mark)}
+FORK = re.search(
+    r"```diff\n(.*?)```", (REPOSITORY / "docs" / "objectives.md").read_text(), re.DOTALL
+)
 
 
-"""
+def forked(source: str) -> str:
+    """The recipe with the changes that docs/objectives.md prints."""
+    assert FORK is not None
+    for hunk in FORK[1].split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] != "+")
+        assert source.count(before) == 1, before
+        source = source.replace(before, "".join(line[1:] for line in lines if line[0] != "-"))
+    return source
 
 
 @pytest.mark.slow
-def test_a_copied_recipe_with_the_users_own_loss_and_parts_that_fail(tune, tmp_path):
-    """An environment and a reward that raise cost their samples only.
+def test_a_copied_recipe_with_an_edited_loss_and_parts_that_fail(tune, tmp_path):
+    """The documented fork: its own loss and key. What its own environment and reward raise costs
+    their samples only.
 
     In an object store that holds no more than a few snapshots of the weights.
     """
     subprocess.run([TUNE, "cp", RECIPE, "my_grpo.py"], cwd=tmp_path, check=True)
     subprocess.run([TUNE, "cp", "tiny_async_grpo", "my_config.yaml"], cwd=tmp_path, check=True)
     recipe = tmp_path / "my_grpo.py"
-    source = recipe.read_text()
-    changed = source.replace('loss = build("loss", cfg.loss)', "loss = MarkedLoss(7.25)")
-    changed = changed.replace("class AsyncGRPO", f"{MARKED_LOSS}class AsyncGRPO", 1)
-    assert changed.count("MarkedLoss") == 2
-    recipe.write_text(changed)
+    recipe.write_text(forked(recipe.read_text()))
     (tmp_path / "unreliable.py").write_text(UNRELIABLE)
     output, output_dir = succeed(
         tune,
@@ -468,13 +470,16 @@ def test_a_copied_recipe_with_the_users_own_loss_and_parts_that_fail(tune, tmp_p
         *("max_staleness=3", "pull_every_m_rollouts=100", "rollouts_in_flight=3", "num_steps=8"),
         *("environment=unreliable.Environment", "~rewards.correctness.answer_format"),
         *("rewards.correctness._component_=unreliable.Reward", "max_failed_samples=1000"),
-        "object_store_memory=80000000",
+        *("object_store_memory=80000000", "user.negative_weight=0", "user.note=mine"),
         recipe="my_grpo.py",
         config="my_config.yaml",
     )
     steps = metrics(output_dir)[1:]
     assert len(steps) == 8
-    assert all(record["loss/mark"] == 7.25 for record in steps)
+    assert all(record["loss/negative"] == 0 for record in steps)  # by the key's value
+    assert all(record["loss/policy"] <= 0 for record in steps)
+    user = yaml.safe_load((output_dir / "config.yaml").read_text())["user"]
+    assert user == {"negative_weight": 0, "note": "mine"}
     assert all(record["staleness/max"] <= 3 for record in steps)
     assert "failed in" in output and "\x1b" not in output
     failed = records(output_dir / "logs" / "failed_samples.jsonl")

@@ -102,9 +102,9 @@ def test_a_component_cannot_end_the_run_silently(monkeypatch, raised):
 
 
 def test_what_a_component_raises_is_told_in_a_short_line():
-    message = refusal("loss", component(GRPO, kl_estimator="x\n" * 5000))
-    assert message.startswith("loss.kl_estimator: x") and len(message) <= 285
-    assert "\n" not in message and message.endswith("k1, k2, k3")
+    message = refusal("loss", component(GRPO, dual_clip="x\n" * 5000))
+    assert message.startswith("loss.dual_clip: x") and len(message) <= 300
+    assert "\n" not in message and message.endswith("or null")
 
 
 def test_the_cause_stays_with_the_error():

@@ -214,7 +214,7 @@ def test_a_value_still_to_be_filled_in_is_refused(cfg):
             "did you mean model.num_layers?",
         ),
         ("dataset.src=x", "dataset.src: unknown argument of grpo_components", "source"),
-        ("loss.epsilon=0.2", "loss.epsilon: unknown argument", "clip_low, clip_high, kl_coeff"),
+        ("loss.epsilon=0.2", "loss.epsilon: unknown key", "clip_low, clip_high, kl_coeff"),
         (
             "rewards.correctness.weights=1",
             "rewards.correctness.weights: unknown",
