@@ -96,13 +96,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.run.begin(loops)
         while not self.ledger.finished:
             batch = await self.roles.buffer.take(self.groups_per_step)
-            rewards = self.reward_shaping(
-                batch.rewards,
-                batch.response_lengths,
-                batch.reference_kl,
-                self.ledger.steps_done,
-                batch.cut_off,
-            )
+            rewards = self.reward_shaping(batch, self.ledger.steps_done)
             advantages = self.advantages(rewards)
             result = await self.roles.trainers.train_step(batch, advantages)
             result.metrics["time/push"] = await self.weights.push_if_due(result.policy_version)

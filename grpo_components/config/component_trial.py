@@ -10,7 +10,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import cloudpickle
@@ -186,17 +186,28 @@ def _made_rewards(group_size: int) -> NDArray[np.float64]:
     return np.array(groups, np.float64)
 
 
+@dataclass
+class _Rewards:
+    """A made batch; see `ResponseBatch`."""
+
+    rewards: NDArray[np.float64]
+    response_lengths: NDArray[np.int64]
+    cut_off: NDArray[np.bool_]
+    reference_kl: NDArray[np.float64] | None = None
+
+
 def _shaped(
     reward_shaping: Any, rewards: NDArray[np.float64], num_steps: int
 ) -> NDArray[np.float64]:
     """Rewards as the advantages will get them."""
-    lengths = np.full(rewards.shape, 1)
     shaping, name = _own(reward_shaping), name_of(reward_shaping)
-    kl = np.zeros(rewards.shape) if getattr(shaping, "needs_reference", False) else None
+    batch = _Rewards(rewards, np.full(rewards.shape, 1), np.zeros(rewards.shape, bool))
+    if shaping.needs_reference:
+        batch.reference_kl = np.zeros(rewards.shape)
     shaped = rewards
     for step in (0, num_steps - 1):
         with named_failure("reward_shaping", name, _RAISES, "rewards [B, G] -> rewards [B, G]"):
-            shaped = cast("NDArray[np.float64]", np.asarray(shaping(rewards, lengths, kl, step)))
+            shaped = cast("NDArray[np.float64]", np.asarray(shaping(batch, step)))
         if shaped.shape != rewards.shape or shaped.dtype.kind != "f":
             problem = f"shape {list(shaped.shape)} for {list(rewards.shape)} rewards"
             raise ComponentError(f"reward_shaping: {name} returned {problem}; allowed: the same")

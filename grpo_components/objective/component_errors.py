@@ -1,4 +1,4 @@
-"""The failure of a component of the config, told with its key, its name and the user's own line."""
+"""Errors of a component of the config: its key, its name, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, cast
 
 _LIBRARIES = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
 _INSTALLED = {"site-packages", "dist-packages"}
-_SHOWN = 120
-"""Characters of a message that are kept: it may hold a whole tensor."""
+MAX_ERROR_CHARS = 120
+"""Of a component's message: it may hold a whole tensor."""
 
 
 class ComponentError(ValueError):
-    """A component of the config does not do what one of its kind has to; no restart changes that.
+    """A component of the config breaks the contract of its kind; a restart would not help.
 
     The message is one line, "key: what is wrong; allowed: ...".
     """
@@ -26,7 +26,7 @@ def name_of(component: Any) -> str:
     """The dotted path of a component's class, or of a function.
 
     Args:
-        component: an object that a config's `_component_` has made.
+        component: made from a config's `_component_`, or a function of the recipe.
     """
     named = cast(Any, component if hasattr(component, "__qualname__") else type(component))
     return f"{named.__module__}.{named.__qualname__}"
@@ -39,12 +39,13 @@ def named_failure(
     kinds: tuple[type[BaseException], ...] = (SystemExit,),
     allowed: str = "one that raises nothing",
 ) -> Generator[None]:
-    """Turn what a component raises into a `ComponentError` with its key, name, file and line.
+    """Convert what a component raises into a `ComponentError` with its key, name, file and line.
 
     Args:
         key: of the component in the config.
         name: of the component.
-        kinds: what is turned; by itself, only what would end the process without a word.
+        kinds: exceptions to convert; by default only `SystemExit`, which would end the process
+            silently.
         allowed: what a component of this kind is.
     """
     try:
@@ -52,26 +53,29 @@ def named_failure(
     except ComponentError:
         raise
     except kinds as error:
-        what = told(error)
+        what = describe(error)
         raise ComponentError(f"{key}: {name} raised {what}; allowed: {allowed}") from error
 
 
-def told(error: BaseException) -> str:
-    """Kind, place and message of an error, in one line.
+def describe(error: BaseException) -> str:
+    """Type, place and message of an error, in one line.
 
     Args:
         error: with its traceback.
     """
     text = " ".join(f"{error}".split())
-    text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    text = text if len(text) <= MAX_ERROR_CHARS else f"{text[: MAX_ERROR_CHARS - 3]}..."
     return f"{type(error).__name__}{place_of(error)}: {text}"
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error was raised, as " (file:line)": the innermost line of the user's own.
+    """The innermost line of the user's own code in a traceback, as " (file:line)".
 
     Args:
-        error: with its traceback; empty where no line of it is the user's.
+        error: with its traceback.
+
+    Returns:
+        Empty where no line is the user's.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

@@ -1,10 +1,10 @@
-"""What is added to the rewards before the advantages: KL to the reference, length of responses."""
+"""Penalties on the rewards before the advantages: KL to the reference, overlong responses."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,30 @@ from torch import Tensor
 
 from grpo_components.objective.kl import ESTIMATORS
 from grpo_components.objective.schedules import Schedule, as_schedule
+
+
+class ResponseBatch(Protocol):
+    """B groups of G responses, as reward shaping reads them."""
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """[B, G] NaN where the sample failed."""
+        ...
+
+    @property
+    def response_lengths(self) -> NDArray[np.integer]:
+        """[B, G] tokens of each response, the environment's included."""
+        ...
+
+    @property
+    def cut_off(self) -> NDArray[np.bool_]:
+        """[B, G] whether a limit on its length ended the response."""
+        ...
+
+    @property
+    def reference_kl(self) -> NDArray[np.float64] | None:
+        """[B, G] nats of each response (`sequence_kl`); None without a reference."""
+        ...
 
 
 class RewardShaping:
@@ -28,8 +52,8 @@ class RewardShaping:
     Args:
         kl_coeff: reward per nat of KL; a number, or a mapping that gives a schedule; 0 is off.
         max_response_tokens: the length at which the generator stops a response.
-        overlong_tokens: the last so many of these are punished, more and more; 0 is off.
-        overlong_penalty: what a response of full length loses, in units of reward.
+        overlong_tokens: length of the range before the limit in which the penalty grows; 0 is off.
+        overlong_penalty: of a response of full length, in units of reward.
 
     Raises:
         ValueError: a setting is out of range; the message names its key.
@@ -65,38 +89,28 @@ class RewardShaping:
         """Whether the KL coefficient is above 0 at any step."""
         return self.kl_coeff.highest > 0
 
-    def __call__(
-        self,
-        rewards: NDArray[np.float64],
-        response_lengths: NDArray[np.integer],
-        reference_kl: NDArray[np.float64] | None,
-        step: int,
-        cut_off: NDArray[np.bool_] | None = None,
-    ) -> NDArray[np.float64]:
+    def __call__(self, batch: ResponseBatch, step: int) -> NDArray[np.float64]:
         """Shape the rewards of a batch.
 
+        A response that the limit ended counts as one of full length, also where a conversation
+        ended before it because the environment's next words had no room.
+
         Args:
-            rewards: [B, G] float64; NaN where the sample failed, and stays so.
-            response_lengths: [B, G] int, tokens of each response, the environment's included.
-            reference_kl: [B, G] float64, nats per response (`sequence_kl`); None is allowed where
-                no KL is taken.
+            batch: B groups of G responses.
             step: training steps done before this one.
-            cut_off: [B, G] whether the limit ended the response, which then counts as one of full
-                length: a conversation may end before it, where the next words have no room. None
-                where no response was.
 
         Returns:
-            [B, G] float64, a new array.
+            [B, G] float64, a new array; NaN where the sample failed.
         """
-        shaped = rewards.astype(np.float64)
+        shaped = batch.rewards.astype(np.float64)
         coefficient = self.kl_coeff(step)
         if coefficient > 0:
-            assert reference_kl is not None, "kl_coeff > 0 without KL to the reference"
-            shaped -= coefficient * reference_kl
+            assert batch.reference_kl is not None, "kl_coeff > 0 without KL to the reference"
+            shaped -= coefficient * batch.reference_kl
         if self.overlong_tokens > 0:
-            if cut_off is not None:
-                response_lengths = np.where(cut_off, self.max_response_tokens, response_lengths)
-            excess = response_lengths - (self.max_response_tokens - self.overlong_tokens)
+            longest = self.max_response_tokens
+            lengths = np.where(batch.cut_off, longest, batch.response_lengths)
+            excess = lengths - (longest - self.overlong_tokens)
             shaped -= self.overlong_penalty * np.clip(excess / self.overlong_tokens, 0.0, 1.0)
         return shaped
 

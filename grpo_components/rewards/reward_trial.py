@@ -12,7 +12,7 @@ import sys
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from grpo_components.objective.component_errors import ComponentError, told
+from grpo_components.objective.component_errors import ComponentError, describe
 from grpo_components.rewards.pool import RewardSpec, Sample
 
 _START_TIMEOUT_S = 120.0
@@ -92,7 +92,7 @@ def _problem_of(reward: Any, sample: Sample) -> str:
         number = float(value)
         _ = number >= getattr(reward, "max_reward", 1.0)
     except (Exception, SystemExit) as error:  # whatever a user's code raises
-        return f"raised {told(error)}"
+        return f"raised {describe(error)}"
     return "" if math.isfinite(number) else f"gave {number}"
 
 
@@ -104,7 +104,7 @@ def _serve(connection: Connection) -> None:
             module, _, attribute = spec.component.rpartition(".")
             reward = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
         except (Exception, SystemExit) as error:  # whatever a user's code raises
-            connection.send((name, "built", f"cannot be built, {told(error)}"))
+            connection.send((name, "built", f"cannot be built, {describe(error)}"))
             return
         problems = []
         for sample in samples:

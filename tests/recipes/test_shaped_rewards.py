@@ -36,7 +36,7 @@ def test_the_overlong_penalty_counts_what_the_environment_said(said, length, los
     shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
     group = summarize([response(mask), response([True])])
     batch = Batch(cast(Any, None), [group], [], "", 0, 0, 0.0)
-    shaped = shaping(batch.rewards, batch.response_lengths, None, 0, batch.cut_off)
+    shaped = shaping(batch, 0)
     assert shaped.tolist() == [[1.0 - loses, 1.0]]
 
 
@@ -46,5 +46,5 @@ def test_a_conversation_that_the_limit_ended_loses_all_of_the_penalty(length):
     shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
     group = summarize([response([True] * length, finish_reason="length"), response([True])])
     batch = Batch(cast(Any, None), [group], [], "", 0, 0, 0.0)
-    shaped = shaping(batch.rewards, batch.response_lengths, None, 0, batch.cut_off)
+    shaped = shaping(batch, 0)
     assert shaped.tolist() == [[0.5, 1.0]]

@@ -1,6 +1,7 @@
 """Reward shaping: KL and length against their formulas in plain Python, and by hand."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,12 @@ KL = hnp.arrays(np.float64, SHAPE, elements=st.floats(-5, 50))
 NO_TOKENS = np.zeros(SHAPE, dtype=np.int64)
 
 
+def shape(shaping, rewards, tokens, kl=None, step=0):
+    not_cut_off = np.zeros(rewards.shape, bool)
+    batch = {"rewards": rewards, "response_lengths": tokens, "reference_kl": kl}
+    return shaping(SimpleNamespace(**batch, cut_off=not_cut_off), step)
+
+
 def overlong(tokens, longest, cache):
     """DAPO, eq. 13, case by case."""
     if cache == 0 or tokens <= longest - cache:
@@ -32,7 +39,7 @@ def overlong(tokens, longest, cache):
 def test_every_reward_is_its_formula_and_a_failed_sample_stays_failed(
     rewards, tokens, kl, kl_coeff, cache, penalty
 ):
-    shaped = RewardShaping(kl_coeff, 80, cache, penalty)(rewards, tokens, kl, step=0)
+    shaped = shape(RewardShaping(kl_coeff, 80, cache, penalty), rewards, tokens, kl)
     assert shaped.dtype == np.float64
     for index in np.ndindex(SHAPE):
         expected = rewards[index] - kl_coeff * kl[index]
@@ -44,13 +51,13 @@ def test_every_reward_is_its_formula_and_a_failed_sample_stays_failed(
 def test_off_changes_nothing_and_needs_no_reference(rewards, tokens):
     shaping = RewardShaping(kl_coeff=0.0, max_response_tokens=64)
     assert not shaping.needs_reference
-    np.testing.assert_array_equal(shaping(rewards, tokens, None, step=3), rewards)
+    np.testing.assert_array_equal(shape(shaping, rewards, tokens, step=3), rewards)
 
 
 @given(REWARDS, TOKENS, KL)
 def test_the_given_rewards_are_left_as_they_are(rewards, tokens, kl):
     before = rewards.copy()
-    RewardShaping(0.5, 80, 40, 1.0)(rewards, tokens, kl, step=0)
+    shape(RewardShaping(0.5, 80, 40, 1.0), rewards, tokens, kl)
     np.testing.assert_array_equal(rewards, before)
 
 
@@ -61,7 +68,7 @@ def test_a_longer_response_never_loses_less_and_a_full_one_loses_the_whole_penal
     longest = cache + more
     lengths = np.arange(longest + 3, dtype=np.int64)[None]
     shaping = RewardShaping(0.0, longest, cache, penalty)
-    shaped = shaping(np.zeros(lengths.shape), lengths, None, step=0)[0]
+    shaped = shape(shaping, np.zeros(lengths.shape), lengths)[0]
     assert (np.diff(shaped) <= 0).all()
     assert (shaped[: longest - cache + 1] == 0).all()
     assert (shaped[longest:] == -penalty).all()
@@ -72,7 +79,8 @@ def test_two_groups_of_three_by_hand():
     rewards = np.array([[1.0, 1.0, 1.0], [0.0, math.nan, 2.0]])
     tokens = np.array([[6, 8, 10], [10, 10, 7]])
     kl = np.array([[0.0, 1.0, 2.0], [-1.0, 5.0, 4.0]])
-    shaped = RewardShaping(0.1, 10, overlong_tokens=4, overlong_penalty=0.5)(rewards, tokens, kl, 0)
+    shaping = RewardShaping(0.1, 10, overlong_tokens=4, overlong_penalty=0.5)
+    shaped = shape(shaping, rewards, tokens, kl)
     expected = [[1.0, 0.65, 0.3], [-0.4, math.nan, 1.475]]
     np.testing.assert_allclose(shaped, expected, rtol=1e-12)
 
@@ -82,7 +90,7 @@ def test_the_kl_coefficient_follows_its_schedule():
     shaping = RewardShaping(kl_coeff, 64)
     assert shaping.needs_reference
     rewards, kl = np.zeros(SHAPE), np.ones(SHAPE)
-    losses = [-shaping(rewards, NO_TOKENS, kl, step)[0, 0] for step in range(4)]
+    losses = [-shape(shaping, rewards, NO_TOKENS, kl, step)[0, 0] for step in range(4)]
     assert losses == pytest.approx([0.2, 0.1, 0.0, 0.0])
 
 
