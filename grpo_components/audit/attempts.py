@@ -1,13 +1,13 @@
-"""Follows the records of a run from its first attempt to its last."""
+"""Checks the records of a run in order, over all its attempts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 
-from grpo_components.audit.beside import Beside
 from grpo_components.audit.chain import Chain
-from grpo_components.audit.findings import Report
+from grpo_components.audit.cross_checks import CrossCheck
+from grpo_components.audit.findings import Findings
 from grpo_components.audit.groups import check_ends, follow_events
 from grpo_components.audit.history import History, Record
 from grpo_components.audit.lines import UnreadableError, parse
@@ -15,18 +15,18 @@ from grpo_components.audit.weights import Weights, check_contract
 from grpo_components.records.receipt_shapes import mismatch
 
 _FORMATS = (1, 2)
-"""Of start records; the first has no chain."""
+"""Known formats of start records; format 1 has no chain."""
 
 
-class Attempts:
-    """Follows the records of one file.
+class RunAudit:
+    """Checks the records of one file of receipts.
 
     Args:
         name: of the file.
-        resume_points: steps after which attempts go on.
-        chain: of the file.
-        beside: rules that compare records with the run's other files.
-        report: told what is checked.
+        resume_points: `steps_done` of all start records.
+        chain: checks the hashes.
+        cross_checks: compare the records with the run's other files.
+        findings: gets the outcome of every check.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Attempts:
         name: str,
         resume_points: Iterable[int],
         chain: Chain,
-        beside: Sequence[Beside],
-        report: Report,
+        cross_checks: Sequence[CrossCheck],
+        findings: Findings,
     ) -> None:
-        self._name, self._chain, self._beside = name, chain, beside
-        self._report, self._check = report, report.check
+        self._name, self._chain, self._cross_checks = name, chain, cross_checks
+        self._findings, self._check = findings, findings.check
         self._resume_points = set(resume_points)
         self._snapshots = {0: History()}
         self._history = History()
         self._start: Record = {}
-        self._weights = Weights(self._history, report)
+        self._weights = Weights(self._history, findings)
         self._ended = False
 
     def follow(self, line: bytes, number: int) -> None:
@@ -51,12 +51,12 @@ class Attempts:
 
         Args:
             line: with its line end.
-            number: from 1.
+            number: of the line, from 1.
 
         Raises:
-            Broken: if the following records make no sense.
+            FatalViolation: if the remaining records cannot be checked.
         """
-        where = self._report.where = f"{self._name} line {number}"
+        where = self._findings.where = f"{self._name} line {number}"
         fields = self._chain.follow(line.removesuffix(b"\n"))
         record, problem = None, None
         try:
@@ -68,7 +68,7 @@ class Attempts:
         assert isinstance(record, dict)
         kind, attempt = record["record"], record["attempt"]
         what = f"step {record['step']}" if kind == "step" else f"{kind} record"
-        self._report.where = f"{where} (attempt {attempt}, {what})"
+        self._findings.where = f"{where} (attempt {attempt}, {what})"
         if kind == "start":
             self._begin(record)
         else:
@@ -77,33 +77,33 @@ class Attempts:
             self._check(
                 "header",
                 attempt == known and not self._ended,
-                f"lies in attempt {known}" + (", after its end" if self._ended else ""),
+                f"is within attempt {known}" + (", after its end" if self._ended else ""),
                 fatal=True,
             )
             (self._step if kind == "step" else self._end)(record)
-        for rule in self._beside:
+        for rule in self._cross_checks:
             rule.follow(record)
 
     def finish(self, unfinished: bool) -> None:
-        """Check what can only be said at the end of the file.
+        """Check the file as a whole, after its last line.
 
         Args:
-            unfinished: a run without its end record is no violation.
+            unfinished: accept a missing end record.
 
         Raises:
-            Broken: if there is no record.
+            FatalViolation: if there is no start record.
         """
-        self._report.where = f"{self._name}, its end"
+        self._findings.where = f"{self._name}, at its end"
         self._check("header", bool(self._start), "there is no start record", fatal=True)
         if not (unfinished and not self._ended):
             last = f"after step {self._history.step} of {self._start['num_steps']}"
             self._check("complete", self._ended, f"no end record {last}: the run was killed")
         self._chain.finish(unfinished)
-        for rule in self._beside:
+        for rule in self._cross_checks:
             rule.finish()
 
     def summary(self) -> str:
-        """What the run was, in one line."""
+        """The run in one line."""
         h = self._history
         return (
             f"{self._start.get('attempt', 0) + 1} attempt(s), {h.step} steps, policy version "
@@ -121,7 +121,7 @@ class Attempts:
         self._check(
             "steps",
             step in self._snapshots,
-            f"goes on after step {step}, which was not recorded",
+            f"resumes after step {step}, which is not recorded",
             fatal=True,
         )
         self._history = deepcopy(self._snapshots[step])
@@ -129,20 +129,24 @@ class Attempts:
         self._check(
             "versions",
             start["policy_version"] == left,
-            f"starts with version {start['policy_version']}, step {step} left {left}",
+            f"starts with version {start['policy_version']}, but step {step} ended with {left}",
         )
-        self._weights = Weights(self._history, self._report)
+        self._weights = Weights(self._history, self._findings)
         self._start, self._ended = start, False
 
     def _step(self, record: Record) -> None:
         check, h = self._check, self._history
         step, start, after = record["step"], record["trained_from"], record["policy_version"]
         check("steps", step == h.step + 1, f"follows step {h.step}", fatal=True)
-        check("versions", start == h.policy_version, f"trained from {start}, not the one before")
-        check("versions", after - start in (0, 1), f"from version {start} to {after}")
-        check_contract(record, self._start["max_staleness"], self._report)
+        check(
+            "versions",
+            start == h.policy_version,
+            f"trained from {start}, not from {h.policy_version}",
+        )
+        check("versions", after - start in (0, 1), f"changes version {start} to {after}")
+        check_contract(record, self._start["max_staleness"], self._findings)
         self._weights.follow(record, newest=after)
-        trained = follow_events(record, self._start, h, self._report)
+        trained = follow_events(record, self._start, h, self._findings)
 
         wanted = self._start["groups_per_step"]
         check("batches", len(trained) == wanted, f"trains {len(trained)} groups, not {wanted}")
@@ -152,14 +156,22 @@ class Attempts:
         check("tokens", tokens <= sampled, f"trains {tokens} of {sampled} tokens")
         listed = [(t["group_id"], t["prompt_index"], t["epoch"]) for t in record["trained"]]
         events = [(group_id, *group.prompt) for group_id, group in trained.items()]
-        check("totals", listed == events, "the list of trained prompts is not that of the events")
+        check("totals", listed == events, "the list of trained prompts differs from the events")
 
         batch_hash, mass = record["batch_hash"], record["correction_mass"]
-        fresh = bool(batch_hash) and batch_hash not in h.batch_hashes
-        check("hashes", fresh, "has no batch hash" if not batch_hash else "an earlier batch's hash")
+        unique = bool(batch_hash) and batch_hash not in h.batch_hashes
+        check(
+            "hashes",
+            unique,
+            "has no batch hash" if not batch_hash else "repeats an earlier batch hash",
+        )
         h.batch_hashes.add(batch_hash)
-        if after != start:  # a skipped step may have none
-            check("correction", mass is not None, "correction_mass is null, the step not skipped")
+        if after != start:  # a skipped step may have no mass
+            check(
+                "correction",
+                mass is not None,
+                "correction_mass is null, but the step was not skipped",
+            )
 
         h.step, h.policy_version = step, after
         if step in self._resume_points:
@@ -168,13 +180,17 @@ class Attempts:
     def _end(self, record: Record) -> None:
         check, h, wanted = self._check, self._history, self._start["groups_per_step"]
         check("steps", record["step"] == h.step, f"ends after step {record['step']}, not {h.step}")
-        check("versions", record["policy_version"] == h.policy_version, "another policy version")
-        # A run may be stopped between a step and its record.
+        check(
+            "versions",
+            record["policy_version"] == h.policy_version,
+            f"policy_version is not {h.policy_version}",
+        )
+        # A run may be stopped after a step and before its record.
         self._weights.follow(record, newest=h.policy_version + (not record["finished"]))
-        trained = follow_events(record, self._start, h, self._report)
+        trained = follow_events(record, self._start, h, self._findings)
         whole = not trained or (not record["finished"] and len(trained) == wanted)
-        check("batches", whole, f"{len(trained)} groups are trained outside of a step")
-        check_ends(record, h, self._report)
+        check("batches", whole, f"{len(trained)} groups are trained outside any step")
+        check_ends(record, h, self._findings)
         finished = h.step == self._start["num_steps"]
         check("complete", record["finished"] == finished, f"finished is {record['finished']}")
         self._ended = True

@@ -1,4 +1,4 @@
-"""The rules of the audit, how often each was checked, and where it was first broken."""
+"""The rules of the audit, and what was found for each."""
 
 from __future__ import annotations
 
@@ -8,81 +8,84 @@ from grpo_components.plain_text import one_line
 
 RULES = {
     "parses": "every line is a record with all its fields",
-    "chain": "every record holds the hash of itself and the one before, the last as receipts.end",
-    "header": "every attempt begins with its start record, and attempts count up from 0",
-    "config": "the settings of every attempt are those of its config.yaml",
-    "steps": "steps follow one another from 1, or from where an attempt goes on",
-    "versions": "a step adds 1 to the policy version, or 0 where it was skipped",
-    "contract": "no trained token is older than max_staleness, or from the future",
-    "sampled": "every trained token's version was acknowledged (0 is the base model)",
-    "acknowledged": "no generator goes back, or ahead of the trainer",
-    "checksums": "a version has one checksum, the published one, on every generator",
-    "loads": "logs/events.jsonl has every acknowledged pull, with the same checksum",
-    "issued": "groups are issued once, numbered from 0 without a gap",
-    "prompts": "no prompt is issued again unless handed back, none is trained twice",
-    "reissued": "prompts that were handed back come before any new one",
+    "chain": "every record has the hash of itself and its predecessor; receipts.end names the last",
+    "header": "every attempt begins with a start record; attempts are numbered 0, 1, 2, ...",
+    "config": "every attempt has the settings of its config.yaml",
+    "steps": "steps are consecutive, from 1 or from where an attempt resumes",
+    "versions": "a step adds 1 to the policy version, or 0 if it was skipped",
+    "contract": "no trained token is older than max_staleness, or newer than the trainer",
+    "sampled": "a generator acknowledged the version of every trained token (0: the base model)",
+    "acknowledged": "no generator loads a version older than its own or newer than the trainer's",
+    "checksums": "a version has one checksum: as published, and on every generator",
+    "loads": "logs/events.jsonl has every acknowledged pull with the same checksum",
+    "issued": "groups are issued once, numbered 0, 1, 2, ...",
+    "prompts": "a prompt is issued again only if it was handed back, and trained at most once",
+    "reissued": "prompts that were handed back are issued before new ones",
     "generated": "a group is generated at most once, after it was issued or restarted",
     "ended": "a group is trained or dropped once, after it was generated",
     "batches": "every step trains groups_per_step groups",
-    "synchronous": "at max_staleness 0 nothing is dropped as stale",
-    "tokens": "no more tokens are trained than their groups' responses have",
-    "hashes": "every batch has a hash, no two the same",
-    "correction": "the correction mass is within what the config's off_policy can give",
+    "synchronous": "at max_staleness 0 no group is dropped as stale",
+    "tokens": "a step trains at most as many tokens as its responses have",
+    "hashes": "every batch has a hash, and no two are equal",
+    "correction": "correction_mass is within the bounds of the config's off_policy",
     "metrics": "logs/metrics.jsonl has the same version, tokens, staleness and correction mass",
-    "totals": "a record's sums and lists agree with its events",
+    "totals": "the sums and lists of a record agree with its events",
     "accounted": "issued = trained + dropped + living at the end, and no prompt is lost",
-    "complete": "the run has an end record, and finished says whether all steps were done",
-    "one_run": "receipts, config and checkpoints are of one run, latest of the steps that count",
+    "complete": "the run has an end record; finished says whether all steps were done",
+    "one_run": "receipts, config and checkpoints are of one run; latest is of a step that counts",
 }
-"""What is checked, in this order."""
+"""Rule -> what it requires, in the order of the table."""
 
-_MAX_CHARS = 300
-
-
-class Broken(Exception):
-    """The records cannot be followed any further."""
+_MAX_VIOLATION_CHARS = 300
 
 
-class Report:
-    """How often each rule was checked, and where it was first broken."""
+class FatalViolation(Exception):
+    """A violation after which the remaining records cannot be checked."""
+
+
+class Findings:
+    """Counts the checks of each rule and keeps the first violation."""
 
     def __init__(self) -> None:
         self.checked: Counter[str] = Counter()
         self.broken: dict[str, str] = {}
-        """The first violation of each broken rule in one plain line, in the order of finding."""
+        """Broken rule -> its first violation, in one line of plain text; in the order found."""
         self.notes: list[str] = []
-        """What a person should know beside the rules, each in one line."""
+        """Remarks that are not violations, one line each."""
         self.where = ""
-        """File and line of the record that is being checked."""
+        """File and line that are being checked; the prefix of a violation."""
 
-    def check(self, rule: str, holds: bool, otherwise: str, *, fatal: bool = False) -> bool:
-        """Count a check; returns whether it holds.
+    def check(self, rule: str, holds: bool, problem: str, *, fatal: bool = False) -> bool:
+        """Record the outcome of one check.
 
         Args:
             rule: key of RULES.
-            holds: the outcome.
-            otherwise: what is wrong where it does not hold.
-            fatal: whether the following records make no sense then.
+            holds: whether the check passed.
+            problem: what is wrong if it did not.
+            fatal: whether the remaining records cannot be checked then.
+
+        Returns:
+            `holds`.
 
         Raises:
-            Broken: where a fatal check does not hold.
+            FatalViolation: if a fatal check failed.
         """
         self.checked[rule] += 1
         if not holds:
-            said = one_line(f"{self.where}: {otherwise}"[: 2 * _MAX_CHARS])
-            if len(said) > _MAX_CHARS:
-                said = f"{said[: _MAX_CHARS - 3]}..."
-            self.broken.setdefault(rule, said)
+            line = one_line(f"{self.where}: {problem}"[: 2 * _MAX_VIOLATION_CHARS])
+            if len(line) > _MAX_VIOLATION_CHARS:
+                line = f"{line[: _MAX_VIOLATION_CHARS - 3]}..."
+            self.broken.setdefault(rule, line)
             if fatal:
-                raise Broken
+                raise FatalViolation
         return holds
 
     def table(self) -> str:
         """One line per rule: its name, how often it was checked, and the outcome."""
         width = max(map(len, RULES))
         lines = [f"{'rule':{width}}  {'checked':>8}  outcome"]
-        for rule, sentence in RULES.items():
-            outcome = f"ok: {sentence}" if self.checked[rule] else f"not checked: {sentence}"
+        for rule, requirement in RULES.items():
+            outcome = f"ok: {requirement}" if self.checked[rule] else f"not checked: {requirement}"
             if rule in self.broken:
                 outcome = f"BROKEN: {self.broken[rule]}"
             lines.append(f"{rule:{width}}  {self.checked[rule]:>8}  {outcome}")

@@ -1,33 +1,35 @@
-"""Follows the groups and prompts of a run through the events of its records."""
+"""Checks the events of groups and prompts in the records."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 
-from grpo_components.audit.findings import Report
+from grpo_components.audit.findings import Findings
 from grpo_components.audit.history import Group, History, Prompt, Record
 
 _STATES = ("in_flight", "buffered", "in_training")
 
 
-def follow_events(record: Record, start: Record, h: History, report: Report) -> dict[int, Group]:
-    """Follow a record's events, and compare its sums with them.
+def follow_events(
+    record: Record, start: Record, h: History, findings: Findings
+) -> dict[int, Group]:
+    """Check the events of a record, and compare its sums with them.
 
     Args:
         record: a step or end record.
-        start: of its attempt.
-        h: history before the record; it is brought up to date.
-        report: told what is checked.
+        start: start record of its attempt.
+        h: state before the record; updated in place.
+        findings: gets the outcome of every check.
 
     Returns:
-        The groups that the events train, by number.
+        Number -> group, for the groups that the events train.
     """
-    totals, check = _Totals(), report.check
+    totals, check = _Totals(), findings.check
     trained: dict[int, Group] = {}
     for event in record["events"]:
         if "issued" in event:
-            _issue(event, h, report)
+            _issue(event, h, findings)
             totals.issued += 1
         elif "generated" in event:
             number = event["generated"]
@@ -35,7 +37,7 @@ def follow_events(record: Record, start: Record, h: History, report: Report) -> 
             if check("generated", group is not None, f"group {number} is not living"):
                 assert group is not None
                 again = group.response_tokens is not None
-                check("generated", not again, f"group {number} is generated again")
+                check("generated", not again, f"group {number} is generated twice")
                 group.response_tokens = event["response_tokens"]
             totals.add("generated", event["response_tokens"])
         elif "restarted" in event:
@@ -45,7 +47,7 @@ def follow_events(record: Record, start: Record, h: History, report: Report) -> 
                 assert group is not None
                 group.response_tokens = None
         else:
-            group = _end_group(event, h, report)
+            group = _end_group(event, h, findings)
             tokens = group.response_tokens if group else None
             reason = event.get("reason")
             totals.add("trained" if reason is None else f"dropped.{reason}", tokens)
@@ -55,34 +57,38 @@ def follow_events(record: Record, start: Record, h: History, report: Report) -> 
     if start["max_staleness"] == 0:
         check("synchronous", not stale, f"groups {stale[:8]} are dropped as stale")
     problem = totals.mismatch(record["groups"])
-    check("totals", not problem, f"groups.{problem} is not that of the events")
+    check("totals", not problem, f"groups.{problem} differs from the events")
     return trained
 
 
-def check_ends(record: Record, h: History, report: Report) -> None:
-    """Compare what an end record lists as left with what the events left.
+def check_ends(record: Record, h: History, findings: Findings) -> None:
+    """Compare the remaining groups and prompts of an end record with the events.
 
     Args:
         record: an end record.
-        h: history with the record's events.
-        report: told what is checked.
+        h: state after the record's events.
+        findings: gets the outcome of every check.
     """
-    check = report.check
+    check = findings.check
     living = {g["group_id"]: (g["prompt_index"], g["epoch"]) for g in record["living"]}
     once = len(living) == len(record["living"])
-    check("accounted", once, "a group is listed twice as living")
+    check("accounted", once, "`living` lists a group twice")
     known = {number: group.prompt for number, group in h.living.items()}
-    odd = sorted(living.items() ^ known.items())
-    check("accounted", not odd, f"group {odd and odd[0][0]} is not where its events left it")
-    for group in record["living"] if not odd else ():
+    differing = sorted(living.items() ^ known.items())
+    name = differing and differing[0][0]
+    check("accounted", not differing, f"`living` and the events disagree on group {name}")
+    for group in record["living"] if not differing else ():
         generated = h.living[group["group_id"]].response_tokens is not None
-        sound = group["state"] in _STATES and (generated or group["state"] == "in_flight")
-        said = f"group {group['group_id']} is {group['state']}"
-        check("accounted", sound, f"{said}, {'' if generated else 'un'}generated")
+        consistent = group["state"] in _STATES and (generated or group["state"] == "in_flight")
+        problem = f"group {group['group_id']} is {group['state']}"
+        problem += f", but {'generated' if generated else 'not generated'}"
+        check("accounted", consistent, problem)
     waiting = Counter((p["prompt_index"], p["epoch"]) for p in record["waiting"])
-    odd = sorted((waiting - h.waiting) + (h.waiting - waiting))
-    lost = f"prompt {_name(odd[0])} is lost or waits unasked" if odd else ""
-    check("accounted", not odd, lost)
+    differing = sorted((waiting - h.waiting) + (h.waiting - waiting))
+    problem = (
+        f"`waiting` and the events disagree on prompt {_name(differing[0])}" if differing else ""
+    )
+    check("accounted", not differing, problem)
     check(
         "accounted",
         h.issued == h.trained + h.dropped + len(living),
@@ -90,40 +96,41 @@ def check_ends(record: Record, h: History, report: Report) -> None:
     )
 
 
-def _issue(event: Record, h: History, report: Report) -> None:
+def _issue(event: Record, h: History, findings: Findings) -> None:
     number, prompt = event["issued"], (event["prompt_index"], event["epoch"])
-    before = f"the one before is {h.issued - 1}" if h.issued else "it is the first"
-    in_order = report.check("issued", number == h.issued, f"group {number} is issued; {before}")
+    in_order = findings.check(
+        "issued", number == h.issued, f"group {number} is issued, expected {h.issued}"
+    )
     if not in_order and number < h.issued:
         return
     handed_back = h.waiting[prompt] > 0
     known = prompt in h.issued_prompts
-    report.check(
+    findings.check(
         "prompts",
         handed_back or not known,
         f"group {number} issues prompt {_name(prompt)} again",
     )
     first = next(iter(+h.waiting), None)
-    report.check(
+    findings.check(
         "reissued",
         handed_back or known or first is None,
-        f"group {number} is new, prompt {_name(first or prompt)} was handed back before",
+        f"group {number} has a new prompt, but prompt {_name(first or prompt)} was handed back",
     )
-    h.waiting -= Counter([prompt])  # keeps what is above 0
+    h.waiting -= Counter([prompt])  # drops counts of 0
     h.issued_prompts.add(prompt)
     h.issued = number + 1
     h.living[number] = Group(prompt)
 
 
-def _end_group(event: Record, h: History, report: Report) -> Group | None:
-    dropped, check = "dropped" in event, report.check
+def _end_group(event: Record, h: History, findings: Findings) -> Group | None:
+    dropped, check = "dropped" in event, findings.check
     reason, number = event.get("reason"), event["dropped" if dropped else "trained"]
     if dropped:
         named = bool(reason) and not str(reason).isspace()
         check("ended", named, f"group {number} is dropped without a reason")
     group = h.living.pop(number, None)
     verb = f"dropped as {reason}" if dropped else "trained"
-    if not check("ended", group is not None, f"group {number}, not living, is {verb}"):
+    if not check("ended", group is not None, f"group {number} is {verb}, but is not living"):
         return None
     assert group is not None
     ready = group.response_tokens is not None or reason == "failed"
@@ -141,7 +148,7 @@ def _end_group(event: Record, h: History, report: Report) -> Group | None:
 
 
 class _Totals:
-    """A record's sums, made again from its events."""
+    """The sums of a record, recomputed from its events."""
 
     def __init__(self) -> None:
         self.issued = 0
@@ -151,7 +158,7 @@ class _Totals:
         self._tokens.setdefault(what, []).append(response_tokens)
 
     def mismatch(self, groups: Record) -> str:
-        """The first field that says something else, or nothing."""
+        """The first field of `groups` that differs, or an empty string."""
         if groups["issued"] != self.issued:
             return "issued"
         stated = {key: groups[key] for key in ("generated", "trained")}
@@ -162,8 +169,10 @@ class _Totals:
             known = [tokens for tokens in values if tokens is not None]
             mean = sum(known) / len(known) if known else None
             amount = stated.get(what, {"count": 0, "response_tokens_mean": None})
-            said = amount["response_tokens_mean"]
-            same = said == mean or (said is not None and mean and math.isclose(said, mean))
+            stated_mean = amount["response_tokens_mean"]
+            same = stated_mean == mean or bool(
+                stated_mean is not None and mean and math.isclose(stated_mean, mean)
+            )
             if amount["count"] != len(values) or not same:
                 return what.removeprefix("dropped.") if what == "dropped.filtered" else what
         return ""

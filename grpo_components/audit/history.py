@@ -1,4 +1,4 @@
-"""What the records up to some step say of groups, prompts and weights."""
+"""The state of groups, prompts and weights after a step, as the records give it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Prompt = tuple[int, int]
 
 @dataclass
 class Group:
-    """A living group."""
+    """A group that is neither trained nor dropped yet."""
 
     prompt: Prompt
     response_tokens: float | None = None
-    """On average over its responses; None until it is generated."""
+    """Mean over its responses; None until it is generated."""
 
 
 @dataclass
 class History:
-    """What the records up to some step say; a resumed attempt goes on from one."""
+    """State after a step. A resumed attempt continues from the state of its checkpoint's step."""
 
     step: int = 0
     policy_version: int = 0
@@ -35,6 +35,6 @@ class History:
     trained_prompts: set[Prompt] = field(default_factory=set)
     batch_hashes: set[str] = field(default_factory=set)
     checksums: dict[int, str] = field(default_factory=dict)
-    """Of each acknowledged version."""
+    """Acknowledged version -> its checksum."""
     unacknowledged: dict[int, int] = field(default_factory=dict)
-    """Versions of trained tokens that no generator acknowledged yet, and the step."""
+    """Version of trained tokens that no generator has acknowledged yet -> the step."""

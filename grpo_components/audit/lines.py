@@ -1,4 +1,4 @@
-"""Reads files of JSON lines strictly: what two readers could understand differently is an error."""
+"""Reads JSON lines strictly: a line that two parsers could read differently is an error."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from typing import Any, BinaryIO
 MAX_LINE_BYTES = 64 * 2**20
 _MAX_DIGITS = 16
 _MAX_DEPTH = 16
-_SHOWN = 40
-"""Characters of a value in an error."""
+_MAX_SHOWN_CHARS = 40
 
 
 class UnreadableError(ValueError):
-    """A line that is no JSON value, or one that readers understand differently."""
+    """A line is not JSON, or JSON that parsers read differently."""
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file with their line ends, ended by `\\n` alone.
+    """Yield the lines of a file, split at `\\n` only.
 
     Args:
         file: opened for reading bytes.
 
     Yields:
-        Each line; of one that is longer than `MAX_LINE_BYTES` as much, and then nothing more.
+        Each line with its line end. A line longer than `MAX_LINE_BYTES` is cut and is the last.
     """
     while line := file.readline(MAX_LINE_BYTES + 1):
         yield line
@@ -35,23 +34,23 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> Any:
-    """The JSON value of a line.
+    """Parse the JSON value of a line.
 
     Args:
         line: with or without its line end.
 
     Raises:
-        UnreadableError: no JSON in UTF-8; or a key twice in an object, NaN or an infinity, an
-            integer of more than 16 digits, more than 16 levels, more than 64 MiB.
+        UnreadableError: not JSON in UTF-8; a duplicate key; NaN or infinity; an integer of more
+            than 16 digits; more than 16 levels; more than 64 MiB.
     """
     if len(line) > MAX_LINE_BYTES:
         raise UnreadableError(f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
         value = _READER.decode(line.decode())
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"no UTF-8 at byte {error.start + 1} of the line") from None
+        raise UnreadableError(f"not UTF-8 at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
-        raise UnreadableError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
+        raise UnreadableError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
         raise UnreadableError(_TOO_DEEP) from None
     level = [value]
@@ -63,11 +62,11 @@ def parse(line: bytes) -> Any:
 
 
 def records_of(path: Path, word: bytes = b"{") -> Iterator[dict[str, Any]]:
-    """The objects of a file that stands beside the receipts; what cannot be read is passed over.
+    """Yield the objects of another JSON-lines file of the run; skips lines that cannot be read.
 
     Args:
         path: of the file; it may be missing.
-        word: only lines that hold these bytes are read.
+        word: only lines that contain these bytes are parsed.
     """
     if not path.is_file():
         return
@@ -92,21 +91,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise UnreadableError(f"the key {twice[:_SHOWN]!r} is there twice in one object")
+        raise UnreadableError(f"duplicate key {twice[:_MAX_SHOWN_CHARS]!r}")
     return found
 
 
-def _integer(said: str) -> int:
-    digits = len(said.lstrip("-"))
+def _integer(literal: str) -> int:
+    digits = len(literal.lstrip("-"))
     if digits > _MAX_DIGITS:
         raise UnreadableError(f"an integer of {digits} digits")
-    return int(said)
+    return int(literal)
 
 
-def _number(said: str) -> float:
-    value = float(said)
+def _number(literal: str) -> float:
+    value = float(literal)
     if not math.isfinite(value):
-        raise UnreadableError(f"{said[:_SHOWN]} is no finite number")
+        raise UnreadableError(f"{literal[:_MAX_SHOWN_CHARS]} is not a finite number")
     return value
 
 

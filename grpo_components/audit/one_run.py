@@ -1,4 +1,4 @@
-"""The audit of what lies beside the receipts: whether all of it is of one run, life by life."""
+"""The `one_run` rule: receipts, configs and checkpoints of a folder belong to one run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from grpo_components.audit.lines import UnreadableError, parse, records_of
 Check = Callable[[str, bool, str], Any]
 RULE = "one_run"
 _HEAD = re.compile(r"# (run|incarnation): ([0-9a-f]{32})\n")
-_MAX_CHARS = 60
+_MAX_VALUE_CHARS = 60
 
 
-class _Lives:
-    """What the receipts say of a run's processes and steps."""
+class _RecordedRun:
+    """Run ids, process ids (incarnations) and steps in the receipts."""
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.runs: list[Any] = []
-        """Of all attempts that name one, in their order."""
+        """Run id of each attempt that has one, in order."""
         self.incarnations: list[Any] = []
         self.steps: dict[Any, tuple[Any, Any]] = {}
-        """The policy version that a step left and the process that recorded it, by step: those of
-        the last attempt, whose later steps are not superseded."""
+        """Step -> the policy version after it and the incarnation that recorded it; without steps
+        that a later attempt superseded."""
         self._now: Any = None
         for record in records:
             if record.get("record") == "start":
@@ -36,78 +36,82 @@ class _Lives:
     def _start(self, record: dict[str, Any]) -> None:
         done, self._now = record.get("steps_done"), record.get("incarnation")
         if isinstance(done, int):
-            self.steps = {s: left for s, left in self.steps.items() if _is_at_most(s, done)}
+            self.steps = {s: entry for s, entry in self.steps.items() if _is_at_most(s, done)}
         if "run" in record:
             self.runs.append(record["run"])
             self.incarnations.append(self._now)
 
 
 def check_one_run(receipts: Path, check: Check) -> None:
-    """Check that receipts, configs and checkpoints of a folder are of one run.
+    """Check that receipts, configs and checkpoints of a folder belong to one run.
 
-    Records and checkpoints from before runs had ids are compared by step and version only.
+    Records and checkpoints of older versions, without ids, are compared by step and version only.
 
     Args:
-        receipts: path of receipts.jsonl; what lies beside it is checked, too.
-        check: told the rule, whether it holds, and what is wrong where it does not.
+        receipts: path of receipts.jsonl, in the folder of the run.
+        check: called with the rule, whether it holds, and the problem if it does not.
     """
     folder = receipts.parent
-    # Before the receipts: a run that goes on writes the receipt of a step before its checkpoint.
+    # Read before the receipts: a run writes the receipt of a step before its checkpoint.
     latest = folder / "checkpoints" / "latest"
     target = os.readlink(latest) if latest.is_symlink() else None
     saved = {path.name: _saved(path) for path in sorted(folder.glob("checkpoints/step_*"))}
-    lives = _Lives(records_of(receipts))
-    run = lives.runs[0] if lives.runs else None
-    other = next((each for each in lives.runs if each != run), None)
-    check(RULE, other is None, f"receipts of run {_shown(other)} among those of {_shown(run)}")
+    recorded = _RecordedRun(records_of(receipts))
+    run = recorded.runs[0] if recorded.runs else None
+    other = next((each for each in recorded.runs if each != run), None)
+    check(RULE, other is None, f"the receipts name two runs: {_shown(run)} and {_shown(other)}")
     if run is not None:
-        _check_configs(folder, run, lives, check)
+        _check_configs(folder, run, recorded, check)
         for name, (identity, _) in saved.items():
-            _check_checkpoint(name, identity, run, lives, check)
+            _check_checkpoint(name, identity, run, recorded, check)
     if target is not None:
-        _check_latest(target, *saved.get(target, ({}, {})), lives, check)
+        _check_latest(target, *saved.get(target, ({}, {})), recorded, check)
 
 
-def _check_configs(folder: Path, run: Any, lives: _Lives, check: Check) -> None:
+def _check_configs(folder: Path, run: Any, recorded: _RecordedRun, check: Check) -> None:
     for path in sorted(folder.glob("config*.yaml")):
         found = _head(path)
         last = path.name == "config.yaml"
-        incarnations = lives.incarnations[-1:] if last else [None, *lives.incarnations]
-        own = found.get("run", None if last else run) == run
+        incarnations = recorded.incarnations[-1:] if last else [None, *recorded.incarnations]
+        same_run = found.get("run", None if last else run) == run
         problem = f"{path.name} is of run {_shown(found.get('run'))}, incarnation "
-        problem += f"{_shown(found.get('incarnation'))}, and no start record says so"
-        check(RULE, own and found.get("incarnation") in incarnations, problem)
+        problem += f"{_shown(found.get('incarnation'))}, which no start record has"
+        check(RULE, same_run and found.get("incarnation") in incarnations, problem)
 
 
 def _check_checkpoint(
-    name: str, identity: dict[str, Any], run: Any, lives: _Lives, check: Check
+    name: str, identity: dict[str, Any], run: Any, recorded: _RecordedRun, check: Check
 ) -> None:
-    if not identity:  # from before runs had ids
+    if not identity:  # of an older version, without ids
         return
     other, process = identity.get("run"), identity.get("incarnation")
     check(RULE, other == run, f"{name} is a checkpoint of run {_shown(other)}, not {_shown(run)}")
     problem = f"{name} was written by incarnation {_shown(process)}, which no start record names"
-    check(RULE, process in lives.incarnations, problem)
+    check(RULE, process in recorded.incarnations, problem)
 
 
 def _check_latest(
-    name: str, identity: dict[str, Any], ledger: dict[str, Any], lives: _Lives, check: Check
+    name: str,
+    identity: dict[str, Any],
+    ledger: dict[str, Any],
+    recorded: _RecordedRun,
+    check: Check,
 ) -> None:
-    """What a run would resume from has to be of the steps that count."""
+    """Check that `latest`, from which a run would resume, is of a step that counts."""
     step, version, latest = ledger.get("steps_done"), ledger.get("policy_version"), _shown(name)
-    recorded = lives.steps.get(step) if isinstance(step, int) else None
-    problem = f"latest is {latest}, and the last attempt has not done step {_shown(step)}"
-    if not check(RULE, recorded is not None, problem) or recorded is None:
+    after_step = recorded.steps.get(step) if isinstance(step, int) else None
+    problem = f"latest is {latest}, but step {_shown(step)} is not among the steps that count"
+    if not check(RULE, after_step is not None, problem) or after_step is None:
         return
-    problem = f"latest is {latest}, of policy version {_shown(version)}; its step left "
-    check(RULE, version == recorded[0], problem + _shown(recorded[0]))
-    process = identity.get("incarnation", recorded[1])
-    problem = f"latest is {latest}, of incarnation {_shown(process)}, and another recorded its step"
-    check(RULE, process == recorded[1], problem)
+    problem = f"latest is {latest} with policy version {_shown(version)}; its step ended with "
+    check(RULE, version == after_step[0], problem + _shown(after_step[0]))
+    process = identity.get("incarnation", after_step[1])
+    problem = f"latest is {latest} of incarnation {_shown(process)}, but another recorded its step"
+    check(RULE, process == after_step[1], problem)
 
 
 def _saved(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Identity and ledger in a checkpoint's state, empty where there are none."""
+    """Identity and ledger in a checkpoint's state; empty if missing."""
     try:
         text = (checkpoint / "state" / "driver.json").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -136,5 +140,5 @@ def _json(text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value of a file, safe to show."""
-    return ascii(value)[:_MAX_CHARS].strip("'")
+    """A value from a file as short ASCII text."""
+    return ascii(value)[:_MAX_VALUE_CHARS].strip("'")

@@ -1,4 +1,4 @@
-"""The settings of a config that receipts repeat or rest on, read without building any value."""
+"""Reads the settings of a saved config as text, without constructing any object."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 import yaml
 
 Settings = dict[str, "str | dict[str, str]"]
-"""Scalars by key as they are written, and those one level deeper."""
+"""Key -> its scalar as written, or the scalars of its section."""
 
 _MAX_BYTES = 2**20
 _OFF_POLICY = "grpo_components.objective.off_policy."
 
 
 def read_settings(path: Path) -> Settings:
-    """The scalars of a config.
+    """Read the scalars of a config.
 
     Args:
         path: of a YAML file.
 
     Raises:
-        ValueError: if it is no mapping, has a key twice, or more than 1 MiB.
+        ValueError: if it is not a YAML mapping, has a duplicate key, or exceeds 1 MiB.
         OSError: if it cannot be read.
     """
     if not path.is_file():
-        raise ValueError("it is no file")
+        raise ValueError("not a regular file")
     with path.open("rb") as file:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
-        raise ValueError("it has more than 1 MiB")
+        raise ValueError("larger than 1 MiB")
     try:
-        # Nodes alone: no tag in the file can make a value.
+        # Compose only nodes, so that no tag can construct an object.
         root = yaml.compose(text.decode(), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"no YAML: {getattr(error, 'problem', None) or 'damaged'}") from None
+        raise ValueError(f"not YAML: {getattr(error, 'problem', None) or 'damaged'}") from None
     except RecursionError:
         raise ValueError("too many levels of brackets") from None
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError("it is no mapping")
+        raise ValueError("not a mapping")
     settings: Settings = {}
     for key, node in _pairs(root).items():
         if isinstance(node, yaml.ScalarNode):
@@ -51,14 +51,14 @@ def read_settings(path: Path) -> Settings:
 
 
 def correction_bounds(off_policy: Any) -> tuple[float, float]:
-    """Least and largest mean weight that a correction can give.
+    """Bounds of the mean weight that an off-policy correction can give.
 
     Args:
-        off_policy: the section of a config; of a component that is not one of this package, or
-            with a cap that is not in the section, nothing is known.
+        off_policy: the section of a config.
 
     Returns:
-        Both; 0 and infinity where nothing is known.
+        Lower and upper bound; 0 and infinity for a component that is not one of this package, or
+        whose cap is not in the section.
     """
     section: Mapping[str, str] = off_policy if isinstance(off_policy, dict) else {}
     component = section.get("_component_", "").removeprefix(_OFF_POLICY)
@@ -77,6 +77,8 @@ def _pairs(node: yaml.MappingNode) -> dict[str, yaml.Node]:
     found: dict[str, yaml.Node] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.value in found:
-            raise ValueError(f"line {key.start_mark.line + 1}: no key, or one that is there twice")
+            raise ValueError(
+                f"line {key.start_mark.line + 1}: not a scalar key, or a duplicate one"
+            )
         found[key.value] = value
     return found

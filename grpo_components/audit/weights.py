@@ -1,99 +1,99 @@
-"""Follows which weights each generator had, and which of them sampled what was trained."""
+"""Checks which weights the generators loaded, and which of them sampled the trained tokens."""
 
 from __future__ import annotations
 
-from grpo_components.audit.findings import Report
+from grpo_components.audit.findings import Findings
 from grpo_components.audit.history import History, Record
 
 
 class Weights:
-    """The weights of an attempt's generators; each of them begins with the base model.
+    """Checks the weights of an attempt's generators, which all start with the base model.
 
     Args:
-        history: of the run up to the attempt; it is brought up to date.
-        report: told what is checked.
+        history: state at the start of the attempt; updated in place.
+        findings: gets the outcome of every check.
     """
 
-    def __init__(self, history: History, report: Report) -> None:
-        self._history, self._check = history, report.check
+    def __init__(self, history: History, findings: Findings) -> None:
+        self._history, self._check = history, findings.check
         self._versions: dict[str, int] = {}
-        """That each generator of the attempt has."""
+        """Generator -> the version that it has."""
 
     def follow(self, record: Record, newest: int) -> None:
-        """Check the pulls of a record, and the versions that sampled what it trained.
+        """Check the pulls of a record, and the versions that sampled its trained tokens.
 
         Args:
             record: a step or end record.
-            newest: policy version of the trainer at its end.
+            newest: policy version of the trainer after the record.
         """
-        self._acknowledgements(record, newest)
-        self._sampled(record)
+        self._check_pulls(record, newest)
+        self._check_sampled(record)
 
-    def _acknowledgements(self, record: Record, newest: int) -> None:
+    def _check_pulls(self, record: Record, newest: int) -> None:
         h, check = self._history, self._check
         stated = {name: (g["version"], g["checksum"]) for name, g in record["generators"].items()}
-        for said in record["acknowledged"]:
-            name, version = said["generator"], said["version"]
+        for pull in record["acknowledged"]:
+            name, version = pull["generator"], pull["version"]
             had = self._versions.get(name, 0)
             check(
                 "acknowledged",
                 had <= version <= newest,
-                f"{name} loads version {version}; it had {had}, the trainer is at {newest}",
+                f"{name} loads version {version}; it had {had}, the trainer has {newest}",
             )
-            known = h.checksums.setdefault(version, said["published"])
+            known = h.checksums.setdefault(version, pull["published"])
             check(
                 "checksums",
-                said["checksum"] == said["published"] == known,
-                f"{name} loads version {version} with {said['checksum']}, published is "
-                f"{said['published']}, known before {known}",
+                pull["checksum"] == pull["published"] == known,
+                f"{name} loads version {version} with {pull['checksum']}; published is "
+                f"{pull['published']}, earlier {known}",
             )
             self._versions[name] = version
             h.unacknowledged.pop(version, None)
         expected = dict.fromkeys(stated, (0, None)) | {
             name: (version, h.checksums.get(version)) for name, version in self._versions.items()
         }
-        check("totals", stated == expected, "generators have not what they acknowledged")
+        check("totals", stated == expected, "`generators` differs from what they acknowledged")
 
-    def _sampled(self, record: Record) -> None:
-        # A response may sample with new weights a moment before they are acknowledged.
+    def _check_sampled(self, record: Record) -> None:
+        # A generator may sample with new weights shortly before it acknowledges them.
         h = self._history
         late = min(h.unacknowledged, default=None)
         self._check(
             "sampled",
             late is None,
-            f"version {late} was trained in step {h.unacknowledged.get(late or 0)}, and no "
-            "generator acknowledged it",
+            f"step {h.unacknowledged.get(late or 0)} trained tokens of version {late}, which no "
+            "generator acknowledged",
         )
         for version in map(int, record.get("token_versions", {})):
             if version and version not in h.checksums:
                 h.unacknowledged[version] = record["step"]
 
 
-def check_contract(record: Record, bound: int, report: Report) -> None:
+def check_contract(record: Record, bound: int, findings: Findings) -> None:
     """Check the versions that sampled a step's tokens against the staleness contract.
 
     Args:
         record: a step record.
-        bound: largest staleness, in policy versions.
-        report: told what is checked.
+        bound: max_staleness, in policy versions.
+        findings: gets the outcome of every check.
     """
-    check, start = report.check, record["trained_from"]
+    check, start = findings.check, record["trained_from"]
     versions = sorted(int(v) for v in record["token_versions"])
     oldest = start - versions[0] if versions else None
     check(
         "contract",
         oldest is None or oldest <= bound,
-        f"a token of version {versions[:1]} is trained from {start}; max_staleness is {bound}",
+        f"trains tokens of version {versions[:1]} from version {start}; max_staleness is {bound}",
     )
     check(
         "contract",
         not versions or versions[-1] <= start,
-        f"a token of version {versions[-1:]} is trained from {start}: from the future",
+        f"trains tokens of version {versions[-1:]} from version {start}, which is older",
     )
     check(
         "contract",
         record["max_staleness"] == oldest,
-        f"max_staleness is {record['max_staleness']}, by the token versions it is {oldest}",
+        f"max_staleness is {record['max_staleness']}, but {oldest} by its token versions",
     )
     sampled = all(record["token_versions"].values())
-    check("contract", sampled, "token_versions has a version that sampled no token")
+    check("contract", sampled, "token_versions has a version with 0 tokens")

@@ -1,4 +1,4 @@
-"""The rungs of the equivalence ladder that compare vLLM engines."""
+"""Rungs of the equivalence ladder that compare vLLM engines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_components.equivalence.roles import ENGINES, RoleProcess
 from grpo_components.equivalence.rungs import Bench, saved_weights
 from grpo_components.exchange.weights import Manifest, pack_bucket
 
-_SHARED = [7 + number % 200 for number in range(150)]
-"""Start of a prompt that is longer than a block of the prefix cache (128 tokens on a CPU)."""
+_LONG_PREFIX = [7 + number % 200 for number in range(150)]
+"""Longer than a block of the prefix cache (128 tokens on a CPU)."""
 
 
 def pulled_engine_is_fresh_engine(bench: Bench) -> float:
-    """Tokens and logprobs after a swap of the weights, and by a new engine; tied and untied."""
-    prompts = [[5, 6, 7, number + 1] for number in range(6)] + [[*_SHARED, n] for n in (1, 2)]
+    """Tokens and logprobs of an engine after a weight swap, and of a freshly loaded one."""
+    prompts = [[5, 6, 7, number + 1] for number in range(6)] + [[*_LONG_PREFIX, n] for n in (1, 2)]
     worst = 0.0
     with closing(RoleProcess(ENGINES, env=_engine_environment())) as engines:
         for base, new in _weights_before_and_after(bench):
@@ -32,14 +32,14 @@ def pulled_engine_is_fresh_engine(bench: Bench) -> float:
 
 
 def engine_pulled_under_load_is_fresh_engine(bench: Bench) -> float:
-    """What new requests get while older ones run on over the swap, and from a new engine."""
-    prompts = [[*_SHARED, number] for number in range(4)]
+    """The same for new requests while earlier ones keep running during the swap."""
+    prompts = [[*_LONG_PREFIX, number] for number in range(4)]
     worst = 0.0
     with closing(RoleProcess(ENGINES, env=_engine_environment())) as engines:
         for base, new in _weights_before_and_after(bench):
             pulled, load = engines.call("sample_under_load", str(base), _bucket(new), prompts)
             if any(set(completion.token_versions) != {0, 1} for completion in load):
-                return math.inf  # it was not under load
+                return math.inf  # the swap did not fall into a running response
             if any(set(completion.token_versions) != {1} for completion in pulled):
                 return math.inf
             fresh = engines.call("sample", str(new), None, prompts)
@@ -52,7 +52,7 @@ def _engine_environment() -> dict[str, str]:
 
 
 def _weights_before_and_after(bench: Bench) -> list[tuple[Path, Path]]:
-    """Folders of two random models, with tied and with untied embeddings."""
+    """Folders of an old and a new random model, with tied and with untied embeddings."""
     families = [FAMILIES["QWEN2 (tied)"], FAMILIES["QWEN2 (untied)"]]
     return [
         (random_checkpoint(family, bench.folder(), 0), random_checkpoint(family, bench.folder(), 1))
@@ -65,7 +65,7 @@ def _bucket(folder: Path) -> tuple[Manifest, Any]:
 
 
 def _difference_of_completions(left: list[Any], right: list[Any]) -> float:
-    """The largest difference of logprobs in nats; infinite where a token is another."""
+    """Largest difference of the logprobs in nats; infinite if any token differs."""
     worst = 0.0
     for a, b in zip(left, right, strict=True):
         if not np.array_equal(a.token_ids, b.token_ids):

@@ -1,4 +1,4 @@
-"""Small random Hugging Face models of every family that goes to torchtune and back."""
+"""Small random Hugging Face models of every supported family."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Family:
-    """One way in which a family's weights are laid out."""
+    """A model family with one layout of its weights."""
 
     model_type: str
-    """torchtune's name."""
+    """torchtune's name of the family."""
     hf_model_type: str
-    """Hugging Face's name."""
+    """Hugging Face's name of the family."""
     build_model: Callable[[], nn.Module]
     hf_options: dict[str, Any]
 
@@ -50,7 +50,7 @@ def _family(
     rope_theta: float = 10_000.0,
     **hf_options: Any,
 ) -> Family:
-    # torchtune's builders have these by default, Hugging Face has others.
+    # Defaults of torchtune's builders; those of Hugging Face differ.
     rope = {"rope_type": "default", "rope_theta": rope_theta}
     defaults = {"rms_norm_eps": 1e-5, "rope_parameters": rope, "num_key_value_heads": num_kv_heads}
     build_model = partial(builder, **_SIZES, num_kv_heads=num_kv_heads)
@@ -58,7 +58,7 @@ def _family(
 
 
 def _scaled_rope(factor: float) -> dict[str, Any]:
-    """What Llama 3.1 and later have, of which torchtune's builders know the factor."""
+    """Rope scaling of Llama 3.1 and later; torchtune's builders have the same factor."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500_000.0,
@@ -97,14 +97,14 @@ FAMILIES = {
     ),
     "QWEN2 (untied)": _family("QWEN2", "qwen2", qwen2, rope_theta=1e6),
 }
-"""By a name that says which layout; every family that `hf_converter` knows."""
+"""Every family that `hf_converter` supports, by a name that includes the layout."""
 
 
 def hf_config_of(family: Family) -> Any:
     """The Hugging Face config of a family's small model.
 
     Args:
-        family: decides the class and its values.
+        family: gives the class and its options.
     """
     options: dict[str, Any] = {
         "vocab_size": _SIZES["vocab_size"],
@@ -122,12 +122,12 @@ def hf_config_of(family: Family) -> Any:
 
 
 def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
-    """Save a model of random weights as Hugging Face's own class writes it.
+    """Save a randomly initialized model with Hugging Face's `save_pretrained`.
 
     Args:
-        family: decides the class and its config.
-        folder: empty.
-        seed: decides the weights.
+        family: gives the class and its config.
+        folder: an empty folder.
+        seed: of the weights.
 
     Returns:
         The folder.
@@ -135,7 +135,7 @@ def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config_of(family))
-        for parameter in model.parameters():  # norms and biases, too: else two could be swapped
+        for parameter in model.parameters():  # norms and biases, too, to detect swapped ones
             nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return folder

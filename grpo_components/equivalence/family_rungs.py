@@ -1,4 +1,4 @@
-"""The rungs of the equivalence ladder that every model family climbs."""
+"""Rungs of the equivalence ladder that are measured for every model family."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.cluster.cluster import engine_environment
 from grpo_components.equivalence.families import FAMILIES, Family, random_checkpoint
-from grpo_components.equivalence.roles import ENGINES, RoleProcess, exported
-from grpo_components.equivalence.rungs import Bench, LogprobGap, largest_difference, saved_weights
+from grpo_components.equivalence.roles import ENGINES, RoleProcess, merged_export
+from grpo_components.equivalence.rungs import Bench, LogprobGap, max_difference, saved_weights
 from grpo_components.exchange.weights import unpack_bucket
 from grpo_components.trajectory import Trajectory, pack
 
@@ -24,10 +24,10 @@ _PROMPTS = [[5, 6, 7, number] for number in range(4)]
 
 
 def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
-    """What a trainer of a family has in place of the tiny policy's arguments.
+    """Trainer arguments of a family that replace those of the tiny policy.
 
     Args:
-        bench: of the trainer.
+        bench: has the scratch folder.
         family: of the model.
         base: folder of its checkpoint.
     """
@@ -46,7 +46,7 @@ def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]
 
 
 def reloaded_is_exported(bench: Bench) -> float:
-    """A Hugging Face model, as a trainer saves it, and as another exports that again."""
+    """Weights of a Hugging Face model: saved by a trainer, and exported after reloading that."""
     worst = 0.0
     for family in FAMILIES.values():
         base = random_checkpoint(family, bench.folder(), seed=0)
@@ -56,14 +56,14 @@ def reloaded_is_exported(bench: Bench) -> float:
         again = [("gather_weights",), ("export_weights", 0)]
         for weights in (
             saved_weights(copy),
-            exported(bench.train(again, **family_arguments(bench, family, copy))),
+            merged_export(bench.train(again, **family_arguments(bench, family, copy))),
         ):
-            worst = max(worst, largest_difference(saved_weights(base), weights))
+            worst = max(worst, max_difference(saved_weights(base), weights))
     return worst
 
 
 def every_family_samples_from_what_it_trained(bench: Bench) -> float:
-    """A training step, an export, an engine that pulls it, and the trainer on what that sampled."""
+    """Train a step, export, sample with an engine that pulled it, compare with the trainer."""
     rng, worst = np.random.default_rng(0), 0.0
     with closing(RoleProcess(ENGINES, env=engine_environment("cpu", "WARNING", 1))) as engines:
         for family in FAMILIES.values():
@@ -76,13 +76,16 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
             step = _train_step([(ids, np.zeros(9, np.float32)) for ids in responses], version=0)
             calls = [step, ("gather_weights",), ("export_weights", 1)]
             bucket, _ = bench.train(calls, **arguments)[0][-1]
-            if largest_difference(saved_weights(base), unpack_bucket(*bucket)) < 1e-3:
-                return math.inf  # nothing was trained
+            if max_difference(saved_weights(base), unpack_bucket(*bucket)) < 1e-3:
+                return math.inf  # the step changed nothing
             sampled = [
                 (completion.token_ids, completion.logprobs)
                 for completion in engines.call("sample", str(base), bucket, _PROMPTS)
             ]
-            calls = [step, _train_step(sampled, version=1)]  # the same first step, in a new trainer
+            calls = [
+                step,
+                _train_step(sampled, version=1),
+            ]  # repeats the first step in a new trainer
             result = bench.train(calls, **arguments)[0][-1]
             worst = max(worst, result.metrics["gap/max"])
     return worst
@@ -91,10 +94,10 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
 def _train_step(
     responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int
 ) -> tuple[Any, ...]:
-    """The call that trains on responses [R] to the prompts, with the logprobs [R] of a generator.
+    """A `train_step` call for one response per prompt.
 
     Args:
-        responses: to each prompt.
+        responses: token ids [R] and generator logprobs [R] of each response.
         version: policy version that sampled them.
     """
     records = [

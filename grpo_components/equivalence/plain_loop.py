@@ -1,4 +1,4 @@
-"""GRPO as a plain synchronous loop: no Ray, no ledger, no buffer, no server, no recipe."""
+"""GRPO as a plain synchronous loop, without Ray, ledger, buffer, server or recipe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from grpo_components.trajectory import PackedTrajectories, concatenate
 
 
 def plain_loop(cfg: DictConfig, scratch: Path) -> tuple[list[PackedTrajectories], Path]:
-    """Train synchronously: answer the prompts one by one, step, load the weights, repeat.
+    """Train synchronously: generate groups one by one, train a step, load the weights, repeat.
 
     Args:
         cfg: checked by preflight; one generator, one trainer, no reference.
         scratch: empty folder.
 
     Returns:
-        The batches in their order, and the folder of the last weights.
+        The batches in order, and the folder of the final weights.
     """
     arguments, prompts = tiny_arguments(cfg, scratch / "ranks")
     advantages_of = config.instantiate(cfg.advantages)

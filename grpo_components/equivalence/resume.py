@@ -1,4 +1,4 @@
-"""The rung of the equivalence ladder that kills a run and resumes it."""
+"""Rung of the equivalence ladder that kills and resumes a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_components.audit.__main__ import audit
 from grpo_components.equivalence.rungs import (
     Bench,
     batch_hashes,
-    largest_difference,
+    max_difference,
     run,
     saved_weights,
     synchronous_command,
@@ -23,54 +23,54 @@ from grpo_components.equivalence.rungs import (
 from grpo_components.records.resume import last_attempt
 
 _SAVING = ("save_every_n_steps=1", "async_checkpoint=true", "keep_last_n=2")
-_GONE_S = 5.0
-"""How long a killed run's processes may take to follow it, before they are killed, too."""
+_EXIT_TIMEOUT_S = 5.0
+"""Seconds in which child processes must end after their run was killed; then they are killed."""
 
 
 def resumed_is_uninterrupted(bench: Bench) -> float:
-    """A run of the recipe killed after its first checkpoint and resumed, and one that was left
-    alone: batches and last weights; the audit holds over both attempts."""
+    """Batches and final weights: a run killed after its first checkpoint and resumed, and an
+    uninterrupted one. The audit must pass over both attempts."""
     whole, resumed = bench.synchronous_run(0), bench.folder() / "run"
     run_and_kill(synchronous_command(resumed, *_SAVING), "step 1: saved")
     run(synchronous_command(resumed, *_SAVING, "resume_from_checkpoint=true"))
-    report, _ = audit(resumed / "receipts.jsonl")
-    if report.broken or last_attempt(resumed) != 1:
+    findings, _ = audit(resumed / "receipts.jsonl")
+    if findings.broken or last_attempt(resumed) != 1:
         return math.inf
     if not batch_hashes(whole) or batch_hashes(whole) != batch_hashes(resumed):
         return math.inf
     latest = "checkpoints/latest"
-    return largest_difference(saved_weights(whole / latest), saved_weights(resumed / latest))
+    return max_difference(saved_weights(whole / latest), saved_weights(resumed / latest))
 
 
 def run_and_kill(command: list[str], words: str) -> None:
-    """Run a command until it says something, kill it with SIGKILL, and remove what it left.
+    """Run a command until it prints some words, kill it with SIGKILL, and clean up after it.
 
     Args:
         command: of a run of the recipe.
-        words: in a line of its output.
+        words: part of a line of its output.
 
     Raises:
-        RuntimeError: with what it said, if it ends without these words.
+        RuntimeError: if it ends without printing them, with its output.
     """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
-        said, children, folders = [], [], set[str]()
+        output, children, folders = [], [], set[str]()
         try:
             for line in process.stdout:
-                said.append(line)
+                output.append(line)
                 if words in line:
                     break
             else:
-                raise RuntimeError(f"{' '.join(command)} ended early:\n{''.join(said)}")
+                raise RuntimeError(f"{' '.join(command)} ended early:\n{''.join(output)}")
             children = psutil.Process(process.pid).children(recursive=True)
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     folders |= set(re.findall(r"/tmp/(grpo-\d+-\w+)", " ".join(child.cmdline())))
         finally:
             process.kill()
-            _, alive = psutil.wait_procs(children, timeout=_GONE_S)
+            _, alive = psutil.wait_procs(children, timeout=_EXIT_TIMEOUT_S)
             for child in alive:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()

@@ -1,4 +1,4 @@
-"""The real role classes in processes of their own, without Ray, for the equivalence ladder."""
+"""Runs the real role classes in their own processes without Ray, for the equivalence ladder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from grpo_components.objective.losses import GRPOLoss
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
 
-# Dotted paths, as the recipe has them: each class is imported in its own process only.
+# Dotted paths, so that each class is imported only in its own process.
 GENERATOR = "grpo_components.rollout.generator.Generator"
 TRAINER = "grpo_components.training.trainer.Trainer"
 FRESH_TRAINERS = "grpo_components.equivalence.roles.FreshTrainers"
@@ -39,19 +39,19 @@ ENGINES = "grpo_components.equivalence.roles.Engines"
 _ENGINE = "grpo_components.rollout.vllm_engine.VLLMEngine"
 Prompts = Iterator[tuple[dict[str, Any], int]]
 _SWAP_STEP = 16
-"""Engine step before which new weights come under load."""
-_CLOSE_S = 30.0
-"""How long a process may take to end before it is killed."""
+"""Under load, new weights are swapped in before this engine step."""
+_CLOSE_TIMEOUT_S = 30.0
+"""Seconds a process may take to end before it is killed."""
 
 
 class RoleProcess:
-    """One object in a spawned process with the threads and variables that the cluster gives a role.
+    """An object in a spawned process, with the threads and environment that the cluster sets.
 
     Args:
         role_class: dotted path of its class.
-        cpu_threads: threads that torch may use there.
-        env: environment variables.
-        kwargs: of the class.
+        cpu_threads: number of threads for torch.
+        env: additional environment variables.
+        kwargs: arguments of the class.
     """
 
     def __init__(
@@ -64,28 +64,28 @@ class RoleProcess:
     ) -> None:
         self._name = role_class.rpartition(".")[2]
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self._connection, child_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, role_class, cpu_threads, kwargs), name=self._name
+            target=_serve, args=(child_end, role_class, cpu_threads, kwargs), name=self._name
         )
         variables = {
             "OMP_NUM_THREADS": str(cpu_threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             **(env or {}),
         }
-        with _environment(variables):  # OpenMP and vLLM read theirs while they are imported
+        with _environment(variables):  # OpenMP and vLLM read them at import
             self._process.start()
-        theirs.close()
+        child_end.close()
 
     def submit(self, method: str, *args: Any) -> None:
-        """Start a call without waiting for it."""
+        """Start a call without waiting for its result."""
         self._connection.send((method, args))
 
     def result(self) -> Any:
-        """Wait for the oldest call's result.
+        """Wait for the result of the oldest submitted call.
 
         Raises:
-            RuntimeError: with what went wrong in the process.
+            RuntimeError: if the call failed, with its traceback, or if the process died.
         """
         try:
             succeeded, value = self._connection.recv()
@@ -102,9 +102,9 @@ class RoleProcess:
 
     def close(self) -> None:
         """End the process."""
-        with contextlib.suppress(BrokenPipeError):  # it is dead
+        with contextlib.suppress(BrokenPipeError):  # the process is dead
             self._connection.send(None)
-        self._process.join(_CLOSE_S)
+        self._process.join(_CLOSE_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -114,7 +114,7 @@ class RoleProcess:
 def _serve(
     connection: Connection, role_class: str, cpu_threads: int, kwargs: dict[str, Any]
 ) -> None:
-    """The process's main function: build the object, then answer calls until there are no more."""
+    """Main function of the process: build the object, then answer calls until None arrives."""
     quiet_libraries("WARNING")
     torch.set_num_threads(cpu_threads)
     role: Any = None
@@ -122,25 +122,25 @@ def _serve(
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
         try:
-            role = _find(role_class)(**kwargs)
-            built = ""
-        except Exception:  # told in the answer to the first call
-            built = traceback.format_exc()
+            role = _import_object(role_class)(**kwargs)
+            build_error = ""
+        except Exception:  # sent as the answer to the first call
+            build_error = traceback.format_exc()
         while (call := connection.recv()) is not None:
             method, args = call
             try:
-                if built:
-                    raise RuntimeError(built)
+                if build_error:
+                    raise RuntimeError(build_error)
                 value = getattr(role, method)(*args)
                 answer = True, asyncio.run(value) if inspect.iscoroutine(value) else value
-            except Exception:  # whatever it is, the caller raises it
+            except Exception:  # re-raised by the caller
                 answer = False, traceback.format_exc()
             connection.send(answer)
     if hasattr(role, "close"):
         role.close()
 
 
-def _find(dotted_path: str) -> Any:
+def _import_object(dotted_path: str) -> Any:
     module, _, name = dotted_path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -156,15 +156,15 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-# ---- what the recipe hands to the roles ---------------------------------------------------------
+# ---- arguments of the roles ---------------------------------------------------------------------
 
 
 def tiny_config(output_dir: Path, *overrides: str) -> DictConfig:
-    """The checked config `tiny_async_grpo`, with overrides as on the command line.
+    """The validated config `tiny_async_grpo` with overrides.
 
     Args:
         output_dir: of the run.
-        overrides: `key=value`.
+        overrides: `key=value`, as on the command line.
     """
     cfg = OmegaConf.load(_plugin.recipes_folder() / "configs" / "tiny_async_grpo.yaml")
     changes = OmegaConf.from_dotlist([f"output_dir={output_dir}", *overrides])
@@ -172,14 +172,14 @@ def tiny_config(output_dir: Path, *overrides: str) -> DictConfig:
 
 
 def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Prompts]:
-    """What the recipe hands to the roles, and the prompts in its order.
+    """The arguments that the recipe gives its roles, and the prompts in its order.
 
     Args:
         cfg: checked by preflight; without a reference.
         rendezvous: file through which the trainer ranks find each other.
 
     Returns:
-        The arguments of `RoleProcess`, but for a trainer's rank; and endless (prompt, epoch) pairs.
+        Arguments of `RoleProcess` (without a trainer's rank); endless (prompt, epoch) pairs.
     """
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
@@ -199,34 +199,30 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
         rendezvous=str(rendezvous),
     )
-    for own in (arguments.trainer, arguments.generator):
-        for key in (
-            "num_gpus",
-            "min_living",
-            "schedule_folder",
-            "numbered_lives",
-        ):
-            own.pop(key, None)
+    for role in (arguments.trainer, arguments.generator):
+        # Options of the cluster, which does not run here.
+        for key in ("num_gpus", "min_living", "schedule_folder", "numbered_lives"):
+            role.pop(key, None)
     return arguments, prompts
 
 
-# ---- what runs in the processes -----------------------------------------------------------------
+# ---- classes that run in the processes ----------------------------------------------------------
 
 
 class FreshTrainers:
-    """Builds a trainer rank for every job, so that nothing of the job before is left."""
+    """Builds a new trainer rank for every job, so that jobs share no state."""
 
     def run(self, arguments: dict[str, Any], calls: list[tuple[Any, ...]]) -> list[Any]:
-        """Make calls on a new trainer rank.
+        """Call methods of a new trainer rank.
 
         Args:
             arguments: of the trainer.
-            calls: method and arguments of each.
+            calls: (method, *args) each.
 
         Returns:
-            What each call returned.
+            The results of the calls.
         """
-        trainer = _find(TRAINER)(**arguments)
+        trainer = _import_object(TRAINER)(**arguments)
         try:
             return [getattr(trainer, method)(*args) for method, *args in calls]
         finally:
@@ -234,51 +230,53 @@ class FreshTrainers:
 
 
 class Engines:
-    """Samples from vLLM engines, one after the other."""
+    """Samples from vLLM engines, a new one for every call."""
 
     def sample(
         self, model_path: str, bucket: tuple[Manifest, Any] | None, prompts: list[list[int]]
     ) -> list[Any]:
-        """Completions by a new engine.
+        """Sample completions from a new engine.
 
         Args:
-            model_path: what the engine is loaded with.
-            bucket: weights to swap in after it has answered the prompts once; None keeps its own.
-            prompts: tokens of each.
+            model_path: weights that the engine loads at its start.
+            bucket: weights to swap in after one pass over the prompts; None swaps nothing.
+            prompts: token ids of each prompt.
         """
         with closing(self._engine(model_path)) as engine:
             if bucket is not None:
-                _results(_ask(engine, prompts))  # fills the prefix cache, which the swap must empty
+                _results(
+                    _submit_all(engine, prompts)
+                )  # fills the prefix cache, which the swap must clear
                 engine.load_weights(1, unpack_bucket(*bucket)).result()
-            return _results(_ask(engine, prompts))
+            return _results(_submit_all(engine, prompts))
 
     def sample_under_load(
         self, model_path: str, bucket: tuple[Manifest, Any], prompts: list[list[int]]
     ) -> tuple[list[Any], list[Any]]:
-        """Completions by an engine that got new weights while the same prompts were running.
+        """Sample from a new engine whose weights are swapped while requests are running.
 
         Args:
-            model_path: what the engine is loaded with.
+            model_path: weights that the engine loads at its start.
             bucket: weights to swap in.
-            prompts: tokens of each.
+            prompts: token ids of each prompt.
 
         Returns:
-            What was asked after the swap, and what was running over it until the former was done.
+            Completions of the requests made after the swap, and of those running during it.
         """
-        # The swap lies between two steps of the first requests, and the others come with it.
+        # The schedule swaps between two steps of the first requests, and adds the others there.
         names = [str(number) for number in range(len(prompts))]
         entries = [(0, f"running {name}") for name in names]
         entries += [(_SWAP_STEP, "weights 1"), *((_SWAP_STEP, f"new {name}") for name in names)]
-        schedule = Schedule(recorded=entries, timeout_s=_CLOSE_S)
+        schedule = Schedule(recorded=entries, timeout_s=_CLOSE_TIMEOUT_S)
         with closing(self._engine(model_path, schedule)) as engine:
-            running = _ask(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
+            running = _submit_all(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
             loading = engine.load_weights(1, unpack_bucket(*bucket))
-            new = _results(_ask(engine, prompts, "new"))
+            new = _results(_submit_all(engine, prompts, "new"))
             loading.result()
             return new, _results(running)
 
     def _engine(self, model_path: str, schedule: Any = None) -> Any:
-        return _find(_ENGINE)(
+        return _import_object(_ENGINE)(
             model_path,
             device="cpu",
             dtype="fp32",
@@ -292,7 +290,7 @@ class Engines:
         )
 
 
-def _ask(
+def _submit_all(
     engine: Any, prompts: list[list[int]], name: str = "prompt", max_tokens: int = 32
 ) -> list[Any]:
     return [
@@ -312,11 +310,11 @@ def _results(futures: list[Any]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def exported(results: list[list[Any]]) -> StateDict:
-    """The weights that all ranks' last call, `export_weights`, brought out together.
+def merged_export(results: list[list[Any]]) -> StateDict:
+    """Merge the weights that all ranks returned from their last call, `export_weights`.
 
     Args:
-        results: what each rank's `run` returned.
+        results: of `FreshTrainers.run`, by rank.
     """
     weights: StateDict = {}
     for rank_results in results:

@@ -1,4 +1,4 @@
-"""The rungs of the equivalence ladder: what each of them runs, and the difference it measures."""
+"""Rungs of the equivalence ladder: each runs a computation in two ways and measures the gap."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Hashable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from grpo_components.equivalence.roles import (
     GENERATOR,
     TRAINER,
     RoleProcess,
-    exported,
+    merged_export,
     tiny_arguments,
     tiny_config,
 )
@@ -36,26 +37,27 @@ from grpo_components.objective.losses import GRPOLoss, GSPOLoss, LossInputs
 from grpo_components.objective.off_policy import NoCorrection, TokenTIS
 from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack
 
+T = TypeVar("T")
 WHOLE, SMALL = 100_000, 64
-"""Token budgets of a micro-batch: all in one forward pass; about two trajectories in each."""
+"""`tokens_per_micro_batch`: the whole batch in one forward pass; about two trajectories each."""
 SYNCHRONOUS = (
     *("max_staleness=0", "push_every_n_steps=1", "pull_every_m_rollouts=1"),
     *("num_steps=3", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"),
-    "optimizer.lr=1e-3",  # so that the next step's responses show every change of the weights
+    "optimizer.lr=1e-3",  # large: differing weights change the next responses
 )
 OBJECTIVES = (
     (GRPOLoss(), TokenMean(), NoCorrection()),
     (GSPOLoss(clip_low=0.2, clip_high=0.2), SequenceMean(), NoCorrection()),
     (GRPOLoss(), ConstantLength(16), TokenTIS()),
 )
-"""Loss, aggregation and correction of the updates that rungs compare."""
+"""Loss, aggregation and off-policy correction of the compared training steps."""
 
 
 class Bench:
-    """What the rungs share: a scratch folder, trainer ranks, and runs of the real recipe.
+    """What the rungs share: a scratch folder, trainer ranks, and results that several rungs need.
 
     Args:
-        scratch: empty folder.
+        scratch: an empty folder.
     """
 
     def __init__(self, scratch: Path) -> None:
@@ -63,23 +65,35 @@ class Bench:
         self.cfg = tiny_config(scratch / "unused", *SYNCHRONOUS)
         self._ranks: list[RoleProcess] = []
         self._runs: list[Path] = []
+        self._results: dict[Any, Any] = {}
 
     def folder(self) -> Path:
         """A new empty folder."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """A result that several rungs need, computed at the first request.
+
+        Args:
+            key: of the result.
+            compute: called if there is no result yet.
+        """
+        if key not in self._results:
+            self._results[key] = compute()
+        return self._results[key]
+
     def train(
         self, calls: list[tuple[Any, ...]], num_ranks: int = 1, **changes: Any
     ) -> list[list[Any]]:
-        """Make calls on the ranks of a new trainer of the tiny policy.
+        """Build a new trainer of the tiny policy and call its methods on every rank.
 
         Args:
-            calls: method and arguments of each.
+            calls: (method, *args) each.
             num_ranks: of the trainer.
-            changes: of its arguments.
+            changes: trainer arguments that differ from the tiny config.
 
         Returns:
-            What each call returned, by rank.
+            For each rank, the results of the calls.
         """
         while len(self._ranks) < num_ranks:
             self._ranks.append(RoleProcess(FRESH_TRAINERS))
@@ -91,10 +105,10 @@ class Bench:
         return [process.result() for process in self._ranks[:num_ranks]]
 
     def synchronous_run(self, number: int) -> Path:
-        """The output folder of the first or second run of the recipe at max_staleness 0.
+        """Output folder of a run of the recipe at max_staleness 0; runs it at the first request.
 
         Args:
-            number: 0 or 1.
+            number: 0 for the first run, 1 for the second, ...
         """
         while len(self._runs) <= number:
             output_dir = self.folder() / "run"
@@ -103,23 +117,23 @@ class Bench:
         return self._runs[number]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the trainer processes."""
         for process in self._ranks:
             process.close()
 
 
 def synchronous_command(output_dir: Path, *overrides: str) -> list[str]:
-    """The command of a run of the recipe at max_staleness 0."""
+    """Command line of a run of the recipe at max_staleness 0."""
     command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
     command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
     return [*command, f"output_dir={output_dir}", *SYNCHRONOUS, *overrides]
 
 
 def run(command: list[str]) -> None:
-    """Run a command to its end.
+    """Run a command and wait for its end.
 
     Raises:
-        RuntimeError: with what it said, if it fails.
+        RuntimeError: if it fails, with its output.
     """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -127,18 +141,21 @@ def run(command: list[str]) -> None:
         try:
             output, _ = process.communicate()
         except BaseException:
-            process.send_signal(signal.SIGINT)  # lets the run clean up, and is waited for
+            process.send_signal(signal.SIGINT)  # lets the run clean up before Popen waits for it
             raise
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{output}")
 
 
-def largest_difference(left: StateDict, right: StateDict) -> float:
-    """The largest absolute difference of two sets of tensors; 0 only where every bit is the same.
+def max_difference(left: StateDict, right: StateDict) -> float:
+    """Largest absolute difference of two state dicts; 0 only if they are bit-identical.
 
     Args:
         left: tensors by name.
-        right: the same; infinite difference where a name, shape or dtype is another.
+        right: tensors by name.
+
+    Returns:
+        The difference; infinite if names, shapes or dtypes differ, or for NaN.
     """
     if left.keys() != right.keys():
         return math.inf
@@ -152,12 +169,12 @@ def largest_difference(left: StateDict, right: StateDict) -> float:
         gap = float((a.double() - b.double()).abs().max())
         if math.isnan(gap):
             return math.inf
-        largest = max(largest, gap, math.ulp(0.0))  # 0.0 and -0.0 are not the same bits
+        largest = max(largest, gap, math.ulp(0.0))  # 0.0 and -0.0 differ in their bits
     return largest
 
 
 def saved_weights(folder: Path) -> StateDict:
-    """The tensors of a saved policy, by Hugging Face name."""
+    """Tensors of a saved policy by Hugging Face name."""
     return load_file(folder / "model.safetensors")
 
 
@@ -165,25 +182,25 @@ def saved_weights(folder: Path) -> StateDict:
 
 
 def recipe_is_plain_loop(bench: Bench) -> float:
-    """A run of the recipe at max_staleness 0 and the plain loop: batches and last weights."""
+    """Batches and final weights: the recipe at max_staleness 0, and the plain loop."""
     run = bench.synchronous_run(0)
     batches, last = plain_loop(bench.cfg, bench.folder())
     if not batches or batch_hashes(run) != [batch_hash(batch) for batch in batches]:
         return math.inf
-    return largest_difference(saved_weights(run / "checkpoints/latest"), saved_weights(last))
+    return max_difference(saved_weights(run / "checkpoints/latest"), saved_weights(last))
 
 
 def synchronous_runs_are_identical(bench: Bench) -> float:
-    """Two runs of the recipe at max_staleness 0: batches and last weights."""
+    """Batches and final weights of two runs of the recipe at max_staleness 0."""
     first, second = bench.synchronous_run(0), bench.synchronous_run(1)
     if not batch_hashes(first) or batch_hashes(first) != batch_hashes(second):
         return math.inf
     latest = "checkpoints/latest"
-    return largest_difference(saved_weights(first / latest), saved_weights(second / latest))
+    return max_difference(saved_weights(first / latest), saved_weights(second / latest))
 
 
 def batch_hashes(run: Path) -> list[str]:
-    """What the receipts of a run say of its batches, in the order of steps; the last attempt's."""
+    """Batch hash of each step in a run's receipts, from the last attempt of the step."""
     records = [json.loads(line) for line in (run / "receipts.jsonl").open()]
     hashes = {r["step"]: r["batch_hash"] for r in records if "batch_hash" in r}
     return [hashes[step] for step in sorted(hashes)]
@@ -193,54 +210,59 @@ def batch_hashes(run: Path) -> list[str]:
 
 
 def micro_batched_is_whole_batch(bench: Bench) -> float:
-    """One update from micro-batches of a few trajectories, and from the whole batch at once."""
-    return _difference_of_updates(bench, {"tokens_per_micro_batch": SMALL})
+    """Weights after a step with micro-batches of a few trajectories, and with one whole batch."""
+    return _compare_with_whole_batch(bench, {"tokens_per_micro_batch": SMALL})
 
 
 def two_ranks_are_one(bench: Bench) -> float:
-    """One update on two FSDP ranks, and on one."""
-    return _difference_of_updates(bench, {"num_ranks": 2, "tokens_per_micro_batch": SMALL})
+    """Weights after a step on two FSDP ranks, and on one."""
+    return _compare_with_whole_batch(bench, {"num_ranks": 2, "tokens_per_micro_batch": SMALL})
 
 
-def _difference_of_updates(bench: Bench, changes: dict[str, Any]) -> float:
-    """Relative to the largest change of a weight by the update on one rank with the whole batch."""
+def _compare_with_whole_batch(bench: Bench, changes: dict[str, Any]) -> float:
+    """Difference to a step on one rank with the whole batch, relative to its largest change."""
     trajectories, advantages = ragged_batch(bench)
     base = saved_weights(Path(bench.cfg.base_model_path))
     worst = 0.0
-    for loss, aggregation, off_policy in OBJECTIVES:
+    for number, (loss, aggregation, off_policy) in enumerate(OBJECTIVES):
         objective = {"loss": loss, "aggregation": aggregation, "off_policy": off_policy}
-        whole = updated(bench, trajectories, advantages, tokens_per_micro_batch=WHOLE, **objective)
-        other = updated(bench, trajectories, advantages, **changes, **objective)
-        worst = max(worst, largest_difference(whole, other) / largest_difference(whole, base))
+        step = partial(weights_after_step, bench, trajectories, advantages, **objective)
+        whole = bench.once(("whole batch", number), partial(step, tokens_per_micro_batch=WHOLE))
+        other = step(**changes)
+        worst = max(worst, max_difference(whole, other) / max_difference(whole, base))
     return worst
 
 
-def updated(
+def weights_after_step(
     bench: Bench, trajectories: list[Trajectory], advantages: np.ndarray, **changes: Any
 ) -> StateDict:
-    """The tiny policy after one step of SGD, whose change of the weights is the gradient.
+    """Weights of the tiny policy after one SGD step, which changes them by the scaled gradient.
 
     Args:
-        bench: of the trainer ranks.
-        trajectories: S records.
+        bench: has the trainer ranks.
+        trajectories: S responses.
         advantages: [S] float32.
-        changes: of the trainer's arguments.
+        changes: trainer arguments that differ from the tiny config.
     """
     sgd = {"build_optimizer": partial(torch.optim.SGD, lr=10.0), "clip_grad_norm": None}
     step = ("train_step", pack(trajectories), advantages, 0)
     calls = [step, ("gather_weights",), ("export_weights", 1)]
-    return exported(bench.train(calls, **sgd, **changes))
+    return merged_export(bench.train(calls, **sgd, **changes))
 
 
 def ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
-    """Twelve records of random tokens and lengths, sampled near the tiny policy.
+    """Twelve responses of random tokens and lengths, with logprobs close to the tiny policy's.
 
     Args:
-        bench: of the config.
+        bench: has the config.
 
     Returns:
-        The records, with turns of an environment and two temperatures, and advantages [12].
+        The responses, with environment tokens and two temperatures; advantages [12] float32.
     """
+    return bench.once("ragged batch", partial(_ragged_batch, bench))
+
+
+def _ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
     model = whole_model(bench)
     rng = np.random.default_rng(0)
     records = []
@@ -275,11 +297,11 @@ def whole_model(bench: Bench) -> nn.Module:
 
 
 def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
-    """Logprobs [R] of a record's response from the logits of every position and token.
+    """Logprobs [R] of a response from the full logits of every position.
 
     Args:
         model: a torchtune decoder.
-        record: one response.
+        record: the response.
     """
     ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
     logprobs = torch.log_softmax(model(ids[None])[0].float() / record.temperature, dim=-1)
@@ -287,7 +309,7 @@ def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
 
 
 def chunked_is_full_logits(bench: Bench) -> float:
-    """Logprobs projected in chunks and by `log_softmax` of all logits, and their gradients."""
+    """Logprobs and gradients: projected in chunks, and by `log_softmax` of the full logits."""
     records, _ = ragged_batch(bench)
     model = whole_model(bench).requires_grad_(True)
     expected = torch.cat([full_logprobs(model, record) for record in records])
@@ -297,9 +319,9 @@ def chunked_is_full_logits(bench: Bench) -> float:
     worst = 0.0
     for chunk_tokens in (1, 7, 10_000):
         logprobs = ResponseLogprobs(model, chunk_tokens=chunk_tokens)(token_batch(records))[0]
-        gap = largest_difference({"": expected.detach()}, {"": logprobs.detach()})
+        gap = max_difference({"": expected.detach()}, {"": logprobs.detach()})
         gradients = _gradients(model, logprobs @ weights)
-        relative = largest_difference(expected_gradients, gradients) / largest_gradient
+        relative = max_difference(expected_gradients, gradients) / largest_gradient
         worst = max(worst, gap, relative)
     return worst
 
@@ -313,16 +335,16 @@ def _gradients(model: nn.Module, value: Tensor) -> StateDict:
 
 
 class LogprobGap:
-    """An objective that also measures how far generator and trainer are apart."""
+    """A policy-gradient loss that also measures generator and trainer logprobs' difference."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [N] of the policy gradient, and the distance [N] of the logprobs, in nats."""
+        """Losses [N], and the absolute differences of the logprobs [N] in nats."""
         gap = (inputs.trainer_logprobs - inputs.generator_logprobs).detach().abs()
         return -inputs.trainer_logprobs * inputs.advantages, {"gap/max": gap}
 
 
 def generator_is_trainer(bench: Bench) -> float:
-    """Logprobs that the generator sampled with, and the trainer's: base weights and trained."""
+    """Logprobs of generator and trainer, with the base weights and after a step."""
     arguments, prompts = tiny_arguments(bench.cfg, bench.folder() / "ranks")
     changes = {"loss": LogprobGap(), "build_optimizer": partial(torch.optim.AdamW, lr=1e-3)}
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Writes small generated data sets, one of each kind, to try the builders without a download."""
+"""Writes small generated data sets, one per builder, to try them without a download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]
 
 
 def math_rows(rng: random.Random, count: int) -> Rows:
-    """Problems with boxed answers: sums of digits (level 1) and fractions to reduce (level 2)."""
+    """Problems with boxed answers: sums of digits (level 1), fractions to reduce (level 2)."""
     rows: Rows = []
     for number in range(count):
         if number % 2 == 0:
@@ -38,7 +38,7 @@ def math_rows(rng: random.Random, count: int) -> Rows:
 
 
 def countdown_rows(rng: random.Random, count: int) -> Rows:
-    """Numbers with a target that can be made of them, each used once."""
+    """Numbers, and a target that can be reached with each of them used once."""
     signs: list[Callable[[int, int], int]] = [operator.add, operator.sub, operator.mul]
     rows: Rows = []
     while len(rows) < count:
@@ -53,7 +53,7 @@ def countdown_rows(rng: random.Random, count: int) -> Rows:
 
 
 def code_rows(rng: random.Random, count: int) -> Rows:
-    """Small programs to write, tested by what they print or by asserts."""
+    """Small programming tasks, tested by output or by asserts."""
     rows: Rows = []
     for number in range(count):
         k = rng.randint(2, 9)
@@ -70,7 +70,7 @@ def code_rows(rng: random.Random, count: int) -> Rows:
 
 
 def table_rows(rng: random.Random, count: int) -> Rows:
-    """Questions with short answers, under column names of their own."""
+    """Questions with short answers, in the columns `prompt` and `gold`."""
     chosen = [rng.choice(list(CAPITALS.items())) for _ in range(count)]
     return [{"prompt": f"The capital of {land}?", "gold": city} for land, city in chosen]
 
@@ -79,12 +79,12 @@ def write_sample_data(folder: Path, *, rows: int = 64, seed: int = 0) -> list[Pa
     """Write `math.jsonl`, `countdown.json`, `code.jsonl` and `table.csv`.
 
     Args:
-        folder: made where it is missing; files of these names are replaced.
-        rows: of each file.
+        folder: created if missing; existing files of these names are replaced.
+        rows: number of rows in each file.
         seed: the same seed gives the same files.
 
     Returns:
-        The files.
+        Paths of the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("math.jsonl", "countdown.json", "code.jsonl", "table.csv")]
@@ -100,25 +100,28 @@ def write_sample_data(folder: Path, *, rows: int = 64, seed: int = 0) -> list[Pa
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code.
+    """Write the files and print their paths.
 
     Args:
-        arguments: what follows the program's name; by default the command's own.
+        arguments: of the command line; None takes those of this process.
+
+    Returns:
+        The exit code, 0; a wrong argument exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="python -m grpo_components.examples.sample_data",
         description="Write small generated data sets: math, countdown, code and a table.",
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=64, help="of each file")
+    parser.add_argument("--rows", type=int, default=64, help="rows in each file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.rows < 1:
-        parser.error("--rows: must be at least 1")
+        parser.error(f"--rows: {options.rows} given; allowed: at least 1")
     try:
         files = write_sample_data(options.folder, rows=options.rows, seed=options.seed)
     except OSError as error:
-        parser.error(f"{options.folder}: {error.strerror}; allowed: a folder to write to")
+        parser.error(f"{options.folder}: {error.strerror}; allowed: a writable folder")
     Console().print("\n".join(map(str, files)), soft_wrap=True)
     return 0
 

@@ -1,8 +1,8 @@
-"""Builds the tiny Qwen2.5-shaped policy and the word problems that every CPU demo and test uses.
+"""Builds the tiny Qwen2.5-shaped policy and the word problems of the CPU demo and the tests.
 
-A model that knows nothing earns no reward, and one that knows everything has nothing left to learn.
-So the last answers it is shown are wrong more often than right: greedy decoding nearly always finds
-the right number, but sampling at temperature 1 does so only about two times in five.
+Reinforcement learning needs a policy that is sometimes right. So the supervised training ends with
+answers that are wrong more often than right: afterwards greedy decoding is nearly always right, and
+sampling at temperature 1 about two times in five.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Read when torch loads: by default waiting threads spin, four times slower on a busy machine.
+# Set before torch loads: threads that spin while waiting are four times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from rich.console import Console
@@ -26,26 +26,26 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.utils.logging import disable_progress_bar
 
-FORMAT_VERSION = 2  # raised whenever the same seed and steps would give another model or other data
+FORMAT_VERSION = 2  # raise it when the same seed and steps give another model or data
 DEFAULT_OUTPUT_DIR = Path("/tmp/torchtune-async-grpo/tiny_policy")
 DEFAULT_STEPS = 400
 RECORD_FILE = "tiny_policy.json"
 PROMPT_TEMPLATE = "Question: {question}\nAnswer:\n"
-MAX_RESPONSE_TOKENS = 16  # a right answer takes 12 at most, end of text included
+MAX_RESPONSE_TOKENS = 16  # a right answer takes at most 12, including end of text
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 20
-CERTAIN_SHARE = 0.6  # of the steps: first the sums are learned from right answers, then the doubt
-WRONG_SHARE = 0.55  # of the answers shown after that
+CERTAIN_SHARE = 0.6  # of the steps: train on right answers only, then on partly wrong ones
+WRONG_SHARE = 0.55  # of the answers after that
 END_OF_TEXT = "<|endoftext|>"
-SPECIAL_TOKENS = (  # every name that torchtune's Qwen2.5 tokenizer asks for, in Qwen2.5's order
+SPECIAL_TOKENS = (  # all that torchtune's Qwen2.5 tokenizer requires, in Qwen2.5's order
     f"{END_OF_TEXT} <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>"
     " <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|>"
     " <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|>"
     " <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>"
 ).split()
-# vLLM on CPU takes heads of 32 or 64 features (not 48), and up to width 320 its logprobs do not
-# depend on what else is in the batch.
+# vLLM on CPU supports head dimensions of 32 and 64 (not 48). Up to hidden size 320 its logprobs do
+# not depend on the other requests in the batch.
 ARCHITECTURE: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 256,
@@ -60,7 +60,7 @@ ARCHITECTURE: dict[str, Any] = {
 }
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
 THINGS = ("apples", "pens", "cups", "books", "coins", "cards", "eggs", "balls")
-TEMPLATES = (  # each with the sign of its sum; the numbers are digits, the result never negative
+TEMPLATES = (  # text and sign; a and b are digits, the result is never negative
     ("{name} has {a} {things} and gets {b} more. How many now?", "+"),
     ("{name} has {a} {things} and {other} has {b}. How many in all?", "+"),
     ("{name} sees {a} {things}, then {b} more. How many in all?", "+"),
@@ -75,38 +75,41 @@ console = Console(stderr=True)
 
 
 class Problem(NamedTuple):
-    """One word problem with the parts of its worked answer."""
+    """A word problem with the parts of its worked answer."""
 
     question: str
     sum: str
     result: int
 
     def answer(self, result: int) -> str:
-        """Return the worked answer in GSM8K's form, ending in `#### result`.
+        """The worked answer in GSM8K's form, ending in `#### result`.
 
         Args:
-            result (int): the number to end with, right or wrong.
+            result: the final number, right or wrong.
         """
         return f"{self.sum}={result}\n#### {result}"
 
     @property
     def prompt(self) -> str:
-        """The text that the policy continues."""
+        """The prompt of the policy."""
         return PROMPT_TEMPLATE.replace("{question}", self.question)
 
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Return train and held-out problems; no template meets the same two numbers in both.
+    """Generate train and held-out problems; they share no pair of template and numbers.
 
     Args:
-        seed (int): decides the split, and the names and things in each problem.
+        seed: decides the split, and the names and things in each problem.
+
+    Returns:
+        Train and held-out problems.
     """
     rng = random.Random(seed)
     digits = range(10)
     keys = [(*t, a, b) for t in TEMPLATES for a in digits for b in digits if t[1] == "+" or a >= b]
     rng.shuffle(keys)
 
-    def tell(keys: list[tuple[str, str, int, int]], times: int) -> list[Problem]:
+    def write(keys: list[tuple[str, str, int, int]], times: int) -> list[Problem]:
         problems = {}
         for text, sign, a, b in keys * times:
             name, other = rng.sample(NAMES, 2)
@@ -116,18 +119,18 @@ def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
         return list(problems.values())
 
     held_out = len(keys) // 6
-    return tell(keys[held_out:], 4), tell(keys[:held_out], 2)
+    return write(keys[held_out:], 4), write(keys[:held_out], 2)
 
 
-def _shown_result(result: int, doubt: float, rng: random.Random) -> int:
-    """Return the result or, with probability `doubt`, a number from 0 upwards off by 1 to 3."""
-    if rng.random() >= doubt:
+def _noisy_result(result: int, wrong_share: float, rng: random.Random) -> int:
+    """The result or, with probability `wrong_share`, a non-negative number off by 1 to 3."""
+    if rng.random() >= wrong_share:
         return result
     return rng.choice([result + e for e in (-3, -2, -1, 1, 2, 3) if result + e >= 0])
 
 
 def _make_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
-    """Return a small byte-level BPE tokenizer that splits words as Qwen2.5's does."""
+    """Train a small byte-level BPE tokenizer with Qwen2.5's pre-tokenization."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -156,7 +159,7 @@ def _warm_start(
     seed: int,
     steps: int,
 ) -> None:
-    """Train the policy in place on worked answers, of which the later ones are often wrong."""
+    """Train the policy in place on worked answers, which are partly wrong in the last steps."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.3, fused=True
@@ -166,10 +169,10 @@ def _warm_start(
     )
     for step in track(range(steps), "warming up the tiny policy", console=console):
         batch = rng.sample(problems, BATCH_SIZE)
-        doubt = WRONG_SHARE if step >= CERTAIN_SHARE * steps else 0.0
-        shown = [p.answer(_shown_result(p.result, doubt, rng)) + END_OF_TEXT for p in batch]
+        wrong_share = WRONG_SHARE if step >= CERTAIN_SHARE * steps else 0.0
+        texts = [p.answer(_noisy_result(p.result, wrong_share, rng)) + END_OF_TEXT for p in batch]
         prompts = tokenizer([p.prompt for p in batch])["input_ids"]
-        answers = tokenizer(shown)["input_ids"]
+        answers = tokenizer(texts)["input_ids"]
         width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
         ids = torch.zeros(BATCH_SIZE, width, dtype=torch.int64)
         is_answer = torch.zeros(BATCH_SIZE, width, dtype=torch.bool)
@@ -193,7 +196,7 @@ def _success_rate(
     problems: list[Problem],
     samples: int,
 ) -> float:
-    """Return the share of right answers at temperature 1, or of greedy ones where samples is 0."""
+    """Share of right answers at temperature 1; with `samples` 0, of greedy answers."""
     prompts = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt")
     responses = policy.generate(  # pyright: ignore[reportAttributeAccessIssue]
         input_ids=prompts["input_ids"],
@@ -204,30 +207,30 @@ def _success_rate(
         num_return_sequences=max(samples, 1),
     )[:, prompts["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    asked = [p for p in problems for _ in range(max(samples, 1))]
-    right = [t.endswith(f"#### {p.result}") for t, p in zip(texts, asked, strict=True)]
+    repeated = [p for p in problems for _ in range(max(samples, 1))]
+    right = [t.endswith(f"#### {p.result}") for t, p in zip(texts, repeated, strict=True)]
     return sum(right) / len(right)
 
 
 def build_tiny_policy(
     output_dir: Path, *, seed: int = 0, steps: int = DEFAULT_STEPS, force: bool = False
 ) -> dict[str, int | float]:
-    """Write the policy, its tokenizer and its data to a folder, unless they are there already.
+    """Build the policy, its tokenizer and its data in a folder, unless this build is there already.
 
     Args:
-        output_dir (Path): a folder that does not exist, is empty, or holds an earlier build.
-        seed (int): decides the data, the first weights and the training order.
-        steps (int): supervised steps.
-        force (bool): build again even if this very build is there.
+        output_dir: a folder that is missing, empty, or has an earlier build.
+        seed: of the data, the initial weights and the training order.
+        steps: supervised training steps.
+        force: build even if the same build is there.
 
     Returns:
         The build record, also written to `tiny_policy.json`.
 
     Raises:
-        ValueError: If the folder holds something else, or there are no steps.
+        ValueError: if the folder contains something else, or `steps` is below 1.
     """
     if steps < 1:
-        raise ValueError(f"--steps: must be at least 1, not {steps}")
+        raise ValueError(f"--steps: {steps} given; allowed: at least 1")
     output_dir = output_dir.absolute()
     record_path = output_dir / RECORD_FILE
     identity = {"format_version": FORMAT_VERSION, "seed": seed, "steps": steps}
@@ -238,10 +241,10 @@ def build_tiny_policy(
             return record
     elif output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(
-            f"--output-dir: {output_dir} exists and holds no tiny policy; name another folder"
+            f"--output-dir: {output_dir} has other files; allowed: a new or empty folder"
         )
     output_dir.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside and renamed, so that a folder with this name is always a finished build.
+    # Build in a temporary folder and rename it: `output_dir` is always a complete build.
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=".tiny_policy-") as scratch:
         new = Path(scratch) / "new"
         with torch.random.fork_rng(devices=[]):
@@ -288,10 +291,13 @@ def _build_into(folder: Path, *, seed: int, steps: int) -> dict[str, int | float
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code.
+    """Build the tiny policy.
 
     Args:
-        arguments (list[str] | None): what follows the program's name; by default the command's own.
+        arguments: of the command line; None takes those of this process.
+
+    Returns:
+        Exit code: 0, or 2 for a wrong argument.
     """
     parser = argparse.ArgumentParser(
         prog="python -m grpo_components.examples.tiny_policy",
@@ -299,8 +305,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output-dir", type=Path, default=DEFAULT_OUTPUT_DIR)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="supervised steps")
-    parser.add_argument("--force", action="store_true", help="build even if it is already there")
+    parser.add_argument(
+        "--steps", type=int, default=DEFAULT_STEPS, help="supervised training steps"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="build even if the same build is there"
+    )
     options = parser.parse_args(arguments)
     disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""The report of a run, one page: `python -m grpo_components.report OUTPUT_DIR`."""
+"""Write the report of a run as one HTML page: `python -m grpo_components.report OUTPUT_DIR`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from pathlib import Path
 
 from grpo_components.plain_text import one_line
 from grpo_components.report.page import write_report
-from grpo_components.report.rollouts import MOST_GROUPS
+from grpo_components.report.rollouts import MAX_GROUPS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and say where it is.
+    """Write the page and print its path.
+
+    Args:
+        arguments: of the command line; None takes those of this process.
 
     Returns:
-        The exit code: 0, or 2 where there is nothing to report, or no place for it.
+        Exit code: 0, or 2 if no step is logged or the page cannot be written.
     """
     parser = argparse.ArgumentParser(prog="python -m grpo_components.report", description=__doc__)
-    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="of the run")
+    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
     parser.add_argument(
         "--rollouts",
         type=_count,
-        default=MOST_GROUPS,
+        default=MAX_GROUPS,
         metavar="N",
-        help=f"groups to show at most, spread over the run (default {MOST_GROUPS})",
+        help=f"show at most N groups, spread over the run (default {MAX_GROUPS})",
     )
     options = parser.parse_args(arguments)
     try:
@@ -37,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _count(said: str) -> int:
-    if not said.isdecimal():
-        raise argparse.ArgumentTypeError(f"{said!r} given; allowed: 0 or more")
-    return int(said)
+def _count(argument: str) -> int:
+    if not argument.isdecimal():
+        raise argparse.ArgumentTypeError(f"{argument!r} given; allowed: 0 or more")
+    return int(argument)
 
 
 if __name__ == "__main__":

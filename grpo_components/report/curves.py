@@ -1,4 +1,4 @@
-"""The curves of a report: metrics over steps, as charts for plotly."""
+"""Charts of the metrics over steps, as plotly figures."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from statistics import fmean
 from typing import Any
 
 from grpo_components.report.run_files import NUMBER, Record
-from grpo_components.report.shown import label
+from grpo_components.report.safe_text import label
 
-MOST_POINTS = 1000
-"""Of one curve; where a run has more steps, each point stands for several."""
-MOST_OTHERS = 300
-"""Charts of other metrics."""
+MAX_POINTS = 1000
+"""Of one curve; in a longer run each point combines several steps."""
+MAX_OTHER_CHARTS = 300
+"""Limit on charts of metrics that have no panel."""
 _FEW_STEPS = 8
-"""Each of which gets its tick: plotly would put some between them."""
-_HEIGHT, _ROW, _ROWS = 270, 20, 8
-"""Pixels of a chart, and of a row in its legend or on its axis; so many rows need no more."""
-_NAMES_IN_A_ROW = 2
-"""Of a legend, on a narrow screen."""
+"""Up to this many steps each get a tick; plotly would add ticks between them."""
+_HEIGHT, _ROW_HEIGHT = 270, 20
+"""Pixels of a chart, and of each further row in its legend or on its vertical axis."""
+_FREE_ROWS = 8
+"""Rows on the vertical axis that fit without more height."""
+_LEGEND_COLUMNS = 2
+"""On a narrow screen."""
 Chart = dict[str, Any]
-"""`title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
+"""`title`, `about` (one line) and `figure` (plotly `data` and `layout`)."""
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One chart: its curves by metric key, each with its name in the legend."""
+    """One chart. `curves` maps metric keys to names in the legend."""
 
     title: str
     about: str
@@ -39,20 +41,22 @@ class _Panel:
     from_zero: bool = False
 
 
-def _both(metric: str) -> dict[str, str]:
-    """Curves of what is measured in training and at evaluations."""
+def _training_and_held_out(metric: str) -> dict[str, str]:
+    """Curves of a metric that both training and evaluation measure."""
     return {f"rollout/{metric}": "training", f"eval/{metric}": "held-out"}
 
 
 _PANELS = {
     "Learning": (
         _Panel(
-            "Reward", "mean over the responses of a step or an evaluation", _both("reward_mean")
+            "Reward",
+            "mean over the responses of a step or an evaluation",
+            _training_and_held_out("reward_mean"),
         ),
         _Panel(
             "Success",
-            "share of responses with the full reward",
-            _both("success_rate"),
+            "share of responses with full reward",
+            _training_and_held_out("success_rate"),
             range=(-0.02, 1.02),
         ),
         _Panel(
@@ -62,7 +66,7 @@ _PANELS = {
             from_zero=True,
         ),
         _Panel("Entropy", "of the trainer's next-token distribution, nats", {"entropy": "entropy"}),
-        _Panel("Loss", "aggregated, and its policy part", {"loss/total": "", "loss/policy": ""}),
+        _Panel("Loss", "total, and its policy part", {"loss/total": "", "loss/policy": ""}),
         _Panel("Gradient norm", "before clipping", {"grad_norm": "norm"}, from_zero=True),
     ),
     "How far apart generator and trainer are": (
@@ -74,13 +78,13 @@ _PANELS = {
         ),
         _Panel(
             "Ratio",
-            "trainer's probability of a token over the generator's",
+            "probability of a token: trainer / generator",
             {"ratio/mean": "mean", "mismatch/ratio_p01": "1 %", "mismatch/ratio_p99": "99 %"},
         ),
-        _Panel("Largest ratio", "of all tokens in a step", {"ratio/max": "largest"}, log=True),
+        _Panel("Largest ratio", "over all tokens of a step", {"ratio/max": "largest"}, log=True),
         _Panel(
             "Clipped tokens",
-            "share whose ratio lies outside the clip range",
+            "share of tokens whose ratio is outside the clip range",
             {"ratio/clip_fraction_low": "below", "ratio/clip_fraction_high": "above"},
             from_zero=True,
         ),
@@ -91,7 +95,7 @@ _PANELS = {
         ),
         _Panel(
             "Effective sample size",
-            "share of the tokens that the ratios leave",
+            "of the tokens under the ratios' weights, as a share",
             {"mismatch/effective_sample_size": "share"},
         ),
     ),
@@ -107,7 +111,7 @@ _PANELS = {
         ),
         _Panel(
             "Time of a step",
-            "seconds: the whole step, and its parts",
+            "seconds: whole step and its parts",
             {
                 "time/step": "step",
                 "time/wait_for_batch": "waiting for a batch",
@@ -118,7 +122,7 @@ _PANELS = {
         ),
         _Panel(
             "Buffer",
-            "groups left after a batch was taken",
+            "groups left after taking a batch",
             {"buffer/size": "groups"},
             from_zero=True,
         ),
@@ -129,7 +133,7 @@ _BOOKKEEPING = {"step", "attempt", "policy_version", "eval/policy_version", "eva
 
 
 def metric_charts(metrics: Sequence[Record]) -> dict[str, list[Chart]]:
-    """Charts of a run's metrics by section; what was never measured is left out.
+    """Charts of a run's metrics by section, without those that were never measured.
 
     Args:
         metrics: of each step, in order.
@@ -141,7 +145,7 @@ def metric_charts(metrics: Sequence[Record]) -> dict[str, list[Chart]]:
     drawn = {key for panels in _PANELS.values() for panel in panels for key in panel.curves}
     keys = dict.fromkeys(key for record in metrics for key in record)
     others = [_Panel(key, "", {key: key}) for key in keys if key not in drawn | _BOOKKEEPING]
-    others = others[:MOST_OTHERS]
+    others = others[:MAX_OTHER_CHARTS]
     sections["Other metrics"] = [chart for panel in others if (chart := _chart(metrics, panel))]
     return sections
 
@@ -159,18 +163,20 @@ def chart(
     Args:
         title: of the chart.
         about: one line that says what is drawn.
-        traces: plotly's.
+        traces: plotly traces.
         x_title: of the horizontal axis.
-        rows: that the vertical axis names.
-        layout: plotly's, besides what all charts share.
+        rows: number of names on the vertical axis.
+        layout: plotly settings beyond those of all charts.
     """
     x_axis: dict[str, Any] = {"title": {"text": x_title}}
     if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
         x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
-    legend = max(0, math.ceil(len(traces) / _NAMES_IN_A_ROW) - 2)  # two rows have their room
+    legend = max(
+        0, math.ceil(len(traces) / _LEGEND_COLUMNS) - 2
+    )  # the margin has room for two rows
     shared = {
         **{"xaxis": x_axis, "showlegend": len(traces) > 1},
-        "height": _HEIGHT + _ROW * max(legend, rows - _ROWS),
+        "height": _HEIGHT + _ROW_HEIGHT * max(legend, rows - _FREE_ROWS),
     }
     return {
         "title": title,
@@ -180,13 +186,13 @@ def chart(
 
 
 def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
-    """A plotly trace of at most `MOST_POINTS` points; a `meta` of "smooth" lets the reader smooth.
+    """A plotly trace; `meta="smooth"` makes the page's slider smooth it.
 
     Args:
         name: in the legend.
-        x: where the values lie.
-        y: the values, finite.
-        trace: plotly's other settings.
+        x: steps or minutes.
+        y: finite values.
+        trace: other plotly settings.
     """
     mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
     lines = {"type": "scatter", "mode": mode, "name": label(name)}
@@ -198,14 +204,14 @@ def thinned(
     y: Sequence[float],
     combine: Callable[[Sequence[float]], float],
 ) -> tuple[list[float], list[float]]:
-    """The same curve in at most `MOST_POINTS` points, each of them of equally many others.
+    """Reduce a curve to at most `MAX_POINTS` points, each combined from equally many.
 
     Args:
-        x: where the values lie.
-        y: the values.
-        combine: values -> the value of their point.
+        x: steps; a point gets the last one it combines.
+        y: values.
+        combine: values of one point -> its value.
     """
-    width = math.ceil(len(y) / MOST_POINTS) or 1
+    width = math.ceil(len(y) / MAX_POINTS) or 1
     starts = range(0, len(y), width)
     return (
         [x[min(start + width, len(x)) - 1] for start in starts],
@@ -214,7 +220,7 @@ def thinned(
 
 
 def short(values: Sequence[float]) -> list[float]:
-    """Numbers in six digits, which is more than a screen shows."""
+    """Round to six significant digits, more than a screen shows."""
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 
@@ -238,9 +244,9 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
     axis: dict[str, Any] = {"type": "log"} if panel.log else {}
     axis |= {"range": list(panel.range)} if panel.range else {}
     axis |= {"rangemode": "tozero"} if panel.from_zero else {}
-    several = len(panel.curves) > 1  # the name of one tells that the others were not measured
+    several = len(panel.curves) > 1  # with one curve left, its name shows which it is
     return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=several)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # no NaN, either
+    return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # False for NaN, too

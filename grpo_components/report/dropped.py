@@ -1,4 +1,4 @@
-"""Groups that were generated and never trained, and samples that failed, with the reasons."""
+"""The section on dropped groups and failed samples, with reasons."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from grpo_components.report.run_files import Receipts, read_records
 from grpo_components.report.tables import table
 from grpo_components.report.unread import Unread
 
-_SHOWN = 100
-_MOST_REASONS = 50
+_MAX_ROWS = 100
+_MAX_REASONS = 50
 _REASONS = {
-    "stale": "too old when a batch was formed; max_staleness allows no more",
-    "failed": "no sample of it could be scored, or its generator was lost",
-    "filtered": "dynamic sampling has put another prompt in its place",
+    "stale": "older than max_staleness when the batch was formed",
+    "failed": "none of its samples could be scored, or its generator was lost",
+    "filtered": "dynamic sampling replaced its prompt with another",
 }
 
 
 def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | None = None) -> str:
-    """HTML of what was dropped and why.
+    """HTML of the dropped groups and failed samples.
 
     Args:
         receipts: of the run.
-        failed_samples: the file of failed samples; it may be missing.
-        unread: gets what is passed over.
+        failed_samples: path of failed_samples.jsonl; it may be missing.
+        unread: collects notes on what is skipped.
     """
     parts = []
     if receipts.drops:
         counts = Counter(str(drop["reason"]) for drop in receipts.drops)
         why = [
-            (reason, n, _REASONS.get(reason, "")) for reason, n in counts.most_common(_MOST_REASONS)
+            (reason, n, _REASONS.get(reason, "")) for reason, n in counts.most_common(_MAX_REASONS)
         ]
         columns = ("step", "group_id", "reason", "prompt_index", "epoch", "reissue")
         last = [
@@ -38,11 +38,11 @@ def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | N
                 ("no", "yes")[value] if isinstance(value, bool) else value
                 for value in map(drop.get, columns)
             ]
-            for drop in receipts.drops[-_SHOWN:]
+            for drop in receipts.drops[-_MAX_ROWS:]
         ]
         parts += [
             '<div class="box">',
-            table(("reason", "groups", "what it means"), why),
+            table(("reason", "groups", "meaning"), why),
             f"<details><summary>the last {len(last)} of {len(receipts.drops):,}</summary>",
             table(("before step", "group", "reason", "prompt", "epoch", "issued again"), last),
             "</details></div>",
@@ -60,7 +60,7 @@ def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | N
                 str(record.get("prompt_index")),
                 "\n".join(f"{n} x {error}" for error, n in record["errors"].items()),
             )
-            for record in failures[-_SHOWN:]
+            for record in failures[-_MAX_ROWS:]
         ]
         parts += [
             '<div class="box"><h3>Failed samples</h3><p class="about">',

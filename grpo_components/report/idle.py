@@ -1,4 +1,4 @@
-"""Who stood idle: how much of each step's time a role had nothing to work on."""
+"""Idle time: the share of each step in which a role had nothing to work on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from grpo_components.report.run_files import Record
 
 
 class Idle:
-    """How long each role had nothing to do, from one training step to the next.
+    """Measures the idle time of each role between one training step and the next.
 
-    An attempt's first step counts from the first group that a generator gets.
+    A generator is busy while it has a group in flight. A reference is busy from the end of a
+    group's generation until the group is buffered. The trainers are busy from taking a batch until
+    the end of its step. The first step of an attempt counts from the first issued group.
 
-    A generator works while it has a group in flight, a reference from the end of a group's
-    generation until it is buffered, the trainers from the taking of a batch to the end of its step.
+    Args:
+        references: number of reference workers.
     """
 
     def __init__(self, references: int) -> None:
         self._references = references
         self._since: dict[str, float] = {}
-        """When each working role began."""
+        """Time at which each busy role became busy."""
         self._busy: dict[str, float] = defaultdict(float)
         self._tasks: dict[str, set[Any]] = defaultdict(set)
         self._generators: dict[int, str] = {}
@@ -30,10 +32,10 @@ class Idle:
         self._last: float | None = None
         self.steps: list[int] = []
         self.shares: list[dict[str, float]] = []
-        """Of each step, the idle share of its time by role."""
+        """Idle share of each step, by role."""
 
     def follow(self, event: Record) -> None:
-        """Take the next event of the log."""
+        """Account for the next event of `events.jsonl`."""
         kind, now = event["event"], event["time"]
         group: int = event.get("group", -1)
         if self._last is None and kind in ("issue", "sample"):
@@ -82,7 +84,7 @@ class Idle:
             self._busy[role] += now - self._since.pop(role)
 
     def _close_step(self, step: int, now: float) -> None:
-        while self.steps and self.steps[-1] >= step:  # an earlier attempt's, done again
+        while self.steps and self.steps[-1] >= step:  # of an earlier attempt, now repeated
             self.steps.pop()
             self.shares.pop()
         if self._last is not None and now > self._last:
@@ -100,7 +102,7 @@ class Idle:
         self._last = now
 
     def chart(self) -> Chart | None:
-        """Idle shares over steps; None if there was no step."""
+        """Chart of the idle shares over steps; None without a step."""
         if not self.steps:
             return None
         traces = []
@@ -108,6 +110,6 @@ class Idle:
             values = [shares.get(role, 1.0) for shares in self.shares]
             steps, means = thinned(self.steps, values, fmean)
             traces.append(curve(role, steps, means, meta="smooth"))
-        about = "share of the time between two steps in which a role had no group or batch to work "
-        about += "on; evaluations and checkpoints count as idle"
+        about = "share of the time between two steps in which a role had no group or batch; "
+        about += "evaluations and checkpoints count as idle"
         return chart("Idle time by role", about, traces, yaxis={"range": [-0.02, 1.02]})

@@ -2,7 +2,7 @@
 
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 
-// Everything of a run comes into the page as text, never as markup.
+// Inserts a run's data as text, never as markup.
 function make(tag, className, text) {
   const node = document.createElement(tag);
   if (className) node.className = className;
@@ -18,9 +18,9 @@ function number(value, digits = 3) {
 // ---- Charts
 
 const COLORS = ["#2563a8", "#d9822b", "#1b7f4b", "#8e4ec6", "#b42318", "#5b6774", "#0e7c86"];
-const DASHES = ["solid", "dash", "dot"]; // where there are more curves than colours
+const DASHES = ["solid", "dash", "dot"]; // for curves beyond the number of colours
 
-/* An exponential mean, without the pull of its start to zero. */
+/* Exponential moving average with bias correction. */
 function smoothed(values, weight) {
   let sum = 0, norm = 0;
   return values.map((value) => {
@@ -107,7 +107,7 @@ const DIFFERENCES = {
   "generator - reference": ["generator_logprobs", "reference_logprobs"],
 };
 
-/* Of each token; null where one of the two was not measured. */
+/* Per token; null where one of the two is missing. */
 function differences(response, what) {
   const [left, right] = DIFFERENCES[what].map((name) => response[name]);
   if (!left || !right) return null;
@@ -153,7 +153,7 @@ const ofEnvironment = (response, i) =>
 
 function tokenTitle(response, i) {
   const lines = [`token ${i + 1}: ${JSON.stringify(response.pieces[i])}`];
-  if (ofEnvironment(response, i)) lines.push("of the environment");
+  if (ofEnvironment(response, i)) lines.push("from the environment");
   for (const who of ["generator", "trainer", "reference"]) {
     const values = response[`${who}_logprobs`];
     if (values && values[i] !== null) lines.push(`${who} logprob ${number(values[i], 5)}`);
@@ -171,7 +171,7 @@ function colored(share) {
   return `rgb(${end.map((value) => Math.round(255 + (value - 255) * part)).join(",")})`;
 }
 
-/* Its tokens tell their numbers where one points; a click or the arrow keys show them below. */
+/* Shows a token's numbers on hover; a click or the arrow keys show them below the box. */
 function explained(box, response) {
   const tokens = [...box.querySelectorAll(".token")];
   const shown = make("div", "facts");

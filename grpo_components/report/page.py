@@ -1,4 +1,4 @@
-"""One static page that shows a run: everything in it, nothing from the network."""
+"""Writes the report of a run: one static HTML page that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from grpo_components.report.curves import MOST_OTHERS, MOST_POINTS, Chart, metric_charts
+from grpo_components.report.curves import MAX_OTHER_CHARTS, MAX_POINTS, Chart, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.history import history_tables, state_line
-from grpo_components.report.rollouts import MOST_GROUPS, read_rollouts
+from grpo_components.report.rollouts import MAX_GROUPS, read_rollouts
 from grpo_components.report.run_files import (
     FAILURES,
     NUMBER,
@@ -22,69 +22,71 @@ from grpo_components.report.run_files import (
     read_receipts,
     read_records,
 )
-from grpo_components.report.shown import escaped, script_json
+from grpo_components.report.safe_text import escaped, script_json
 from grpo_components.report.tiles import tiles
 from grpo_components.report.timeline import timeline
 from grpo_components.report.unread import Unread
 from grpo_components.report.viewer import rollouts_section
 from grpo_components.whole_files import write_whole
 
-_LONGEST_TITLE = 200
-_MOST_CONFIG_BYTES = 2**20
-_MOST_CONFIGS = 100
+_MAX_TITLE_CHARS = 200
+_MAX_CONFIG_BYTES = 2**20
+_MAX_CONFIGS = 100
 
 
 class NoStepsError(FileNotFoundError):
-    """A run has logged no step yet."""
+    """The run has not logged a step yet."""
 
 
-def write_report(output_dir: Path, most_groups: int = MOST_GROUPS) -> Path:
-    """Write `report.html` of a run that has ended, is running, or was killed.
+def write_report(output_dir: Path, max_groups: int = MAX_GROUPS) -> Path:
+    """Write `report.html` for a run that has ended, is still running, or was killed.
 
     Args:
-        output_dir: of the run.
-        most_groups: rollouts to show.
+        output_dir: folder of the run.
+        max_groups: groups of `logs/rollouts.jsonl` to show at most.
 
     Returns:
-        Path of the page.
+        The path of the page.
 
     Raises:
-        NoStepsError: if no step was logged yet.
+        NoStepsError: if no step is logged yet.
         OSError: if the page cannot be written.
     """
-    page = _page(output_dir, most_groups)
+    page = _page(output_dir, max_groups)
     target = output_dir / "report.html"
     write_whole(target, page)
     return target
 
 
-def _page(folder: Path, most_groups: int) -> str:
-    from plotly.offline import get_plotlyjs  # 5 MB, of no use to a run before its end
+def _page(folder: Path, max_groups: int) -> str:
+    from plotly.offline import get_plotlyjs  # reads 5 MB: only when a page is written
 
     logs, unread = folder / "logs", Unread(folder)
     receipts = read_receipts(folder / "receipts.jsonl", unread)
     metrics = read_metrics(logs / "metrics.jsonl", receipts.attempts, unread)
-    if not metrics and not unread.misses(logs / "metrics.jsonl"):
+    if not metrics and not unread.has_skipped(logs / "metrics.jsonl"):
         raise NoStepsError(f"no step is logged in {logs / 'metrics.jsonl'}")
     events = logs / "events.jsonl"
-    over_time, told = timeline(
+    over_time, role_events = timeline(
         read_records(events, unread=unread),
         list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER}, unread)),
         list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER}, unread)),
-        lambda: unread.file(events, "an event that lacks a field of its kind is left out"),
+        lambda: unread.skip_file(events, "skipped events without a required field"),
     )
     failures = read_failures(logs / FAILURES, unread)
-    rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, most_groups, unread)
+    rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, max_groups, unread)
     charts: list[Chart] = []
     sections = metric_charts(metrics)
     others = sections.pop("Other metrics")
-    if len(others) == MOST_OTHERS:
-        unread.file(logs / "metrics.jsonl", f"of its other metrics {MOST_OTHERS} are drawn")
-    html = [_smoothing(math.ceil(len(metrics) / MOST_POINTS))]
+    if len(others) == MAX_OTHER_CHARTS:
+        unread.skip_file(
+            logs / "metrics.jsonl", f"only {MAX_OTHER_CHARTS} of the other metrics are drawn"
+        )
+    html = [_smoothing(math.ceil(len(metrics) / MAX_POINTS))]
     sections = {name: found for name, found in sections.items() if found}
     for name, found in sections.items():
         html.append(_section(name, _charts(found, charts)))
-    history = _charts(over_time, charts) + history_tables(receipts, failures, told)
+    history = _charts(over_time, charts) + history_tables(receipts, failures, role_events)
     html += [
         _section("Rollouts", rollouts_section(rollouts)),
         _section("Timeline", history),
@@ -95,8 +97,10 @@ def _page(folder: Path, most_groups: int) -> str:
     ]
     names = [*sections, "Rollouts", "Timeline", "Dropped groups", "Config"]
     if others:
-        shown = f"<details><summary>{len(others)} more</summary>{_charts(others, charts)}</details>"
-        html.append(_section("Other metrics", shown))
+        folded = (
+            f"<details><summary>{len(others)} more</summary>{_charts(others, charts)}</details>"
+        )
+        html.append(_section("Other metrics", folded))
         names.append("Other metrics")
     package = files("grpo_components.report")
     script = (package / "page.js").read_text(encoding="utf-8")
@@ -118,7 +122,7 @@ def _page(folder: Path, most_groups: int) -> str:
 
 
 def _hash(script: str) -> str:
-    """What the page's policy lets run: these scripts, and no other."""
+    """Hash of a script that the page's Content-Security-Policy allows."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -132,10 +136,10 @@ def _section(name: str, content: str) -> str:
 
 
 def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
-    """Cards of these charts, which go to the others of the page."""
+    """HTML of these charts; appends them to `charts`, which the page's script draws."""
     cards = []
     for chart in found:
-        title, about = escaped(chart["title"], _LONGEST_TITLE), escaped(chart["about"])
+        title, about = escaped(chart["title"], _MAX_TITLE_CHARS), escaped(chart["about"])
         cards.append(
             f'<div class="chart"><h3>{title}</h3><p>{about}</p>'
             f'<div class="plot" role="img" aria-label="{title}" data-chart="{len(charts)}" '
@@ -146,35 +150,35 @@ def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
 
 
 def _smoothing(steps_per_point: int) -> str:
-    several = f"; each point stands for {steps_per_point} steps" if steps_per_point > 1 else ""
+    several = f"; each point combines {steps_per_point} steps" if steps_per_point > 1 else ""
     return (
         '<div class="smoothing"><label for="smoothing">Smoothing of the curves</label>'
         '<input type="range" id="smoothing" min="0" max="50" value="8">'
         f'<span><span id="smoothing-shown">over about 8 points</span>{several}</span>'
-        "<span>Drag in a chart to zoom, double-click to come back.</span></div>"
+        "<span>Drag in a chart to zoom, double-click to reset.</span></div>"
     )
 
 
-def _number(path: Path) -> tuple[int, str]:
-    """What orders files whose names end in a number."""
+def _natural_order(path: Path) -> tuple[int, str]:
+    """Sort key of files whose names differ in a number."""
     return len(path.name), path.name
 
 
 def _unread(unread: Unread) -> str:
-    """What the reader of the page has to know that it does not show."""
+    """HTML that lists what could not be read."""
     notes = "\n".join(map(escaped, unread.notes()))
     return f'<pre class="warn">not read:\n{notes}</pre>' if notes else ""
 
 
 def _config(folder: Path, unread: Unread) -> str:
     parts = []
-    earlier = sorted(folder.glob("config_attempt_*.yaml"), key=_number)[-_MOST_CONFIGS:]
+    earlier = sorted(folder.glob("config_attempt_*.yaml"), key=_natural_order)[-_MAX_CONFIGS:]
     for path in [folder / "config.yaml", *earlier]:
-        if said := unread.head(path, _MOST_CONFIG_BYTES):
+        if config := unread.head(path, _MAX_CONFIG_BYTES):
             is_last = path.name == "config.yaml"
-            name = f"{path.name}, of the last attempt" if is_last and earlier else path.name
+            name = f"{path.name} (last attempt)" if is_last and earlier else path.name
             parts.append(
                 f'<details class="box"><summary>{escaped(name)}</summary>'
-                f"<pre>{escaped(said, 100_000)}</pre></details>"
+                f"<pre>{escaped(config, 100_000)}</pre></details>"
             )
     return "".join(parts) or '<p class="about">no config.yaml</p>'

@@ -1,4 +1,4 @@
-"""The groups that a report shows: chosen evenly over the run, bounded, and harmless as text."""
+"""Reads the groups that a report shows: spread evenly over the run, limited in number and size."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.report.run_files import NUMBER, Attempts, Record, fits
-from grpo_components.report.shown import text
+from grpo_components.report.safe_text import text
 from grpo_components.report.unread import ObjectReader, Unread
 
-MOST_GROUPS = 200
-MOST_BYTES = 12 * 2**20
-"""Of all lines that are shown; fewer groups where they are long."""
-_LONGEST_NAME = 100
-_LONGEST = 12_000
-"""Characters of a prompt or a response."""
-_MOST_TOKENS = 3_000
-"""Of a response, where they are shown one by one."""
+MAX_GROUPS = 200
+MAX_BYTES = 12 * 2**20
+"""Total size of the shown lines; long groups reduce their number."""
+_MAX_NAME_CHARS = 100
+_MAX_TEXT_CHARS = 12_000
+"""Of a prompt or a response."""
+_MAX_TOKENS = 3_000
+"""Of a response that is shown token by token."""
 _HEAD = re.compile(rb'\{"step": (\d{1,15}), "attempt": (\d{1,15}), ')
-_WHOSE = ("generator", "trainer", "reference")
+_LOGPROB_SOURCES = ("generator", "trainer", "reference")
 
 
 @dataclass
-class Shown:
-    """What a report shows of the logged rollouts."""
+class RolloutSample:
+    """The groups that a report shows, and what it leaves out."""
 
     groups: list[Record]
-    """Ready for the page."""
+    """As the page's script reads them."""
     logged: int
-    """Groups of the run that are in the file."""
+    """Groups in the file that count."""
     superseded: int
-    """Groups of steps that a later attempt has done again."""
+    """Groups in the file whose step a later attempt repeated."""
     logprobs: set[str]
-    """Whose logprobs of tokens any group has: generator, trainer, reference."""
+    """Which of generator, trainer and reference logprobs any group has."""
 
 
 def read_rollouts(
     path: Path,
     attempts: Attempts,
-    most_groups: int = MOST_GROUPS,
+    max_groups: int = MAX_GROUPS,
     unread: Unread | None = None,
-) -> Shown:
-    """Choose groups of a run and read them.
+) -> RolloutSample:
+    """Choose groups spread over the run and read them.
 
     Args:
         path: of rollouts.jsonl; it may be missing.
         attempts: of the run.
-        most_groups: to show.
-        unread: gets what is passed over.
+        max_groups: to read at most.
+        unread: collects notes on what is skipped.
     """
     unread, reader = unread or Unread(path.parent), ObjectReader()
     places, superseded = _places(path, attempts, unread)
-    chosen = _spread(places, most_groups)
-    while len(chosen) > 1 and sum(length for _, length in chosen) > MOST_BYTES:
+    chosen = _spread(places, max_groups)
+    while len(chosen) > 1 and sum(length for _, length in chosen) > MAX_BYTES:
         chosen = _spread(chosen, len(chosen) // 2)
     groups = []
     if chosen:
@@ -66,28 +66,30 @@ def read_rollouts(
                 if record is not None and fits(record, _GROUP):
                     groups.append(_readable(record))
                 else:
-                    unread.file(path, "a group that is damaged is left out")
+                    unread.skip_file(path, "skipped a damaged group")
         if reader.too_large:
-            unread.file(path, "a number that is too large is left out")
+            unread.skip_file(path, "skipped a number that is too large")
     responses = [response for group in groups for response in group["responses"]]
     known = {
-        who for who in _WHOSE if any(response.get(f"{who}_logprobs") for response in responses)
+        who
+        for who in _LOGPROB_SOURCES
+        if any(response.get(f"{who}_logprobs") for response in responses)
     }
     damaged = len(chosen) - len(groups)
-    return Shown(groups, len(places) - damaged, superseded, known)
+    return RolloutSample(groups, len(places) - damaged, superseded, known)
 
 
 def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[tuple[int, int]], int]:
-    """Start and length of each whole line that counts, and the number of those that do not."""
+    """(offset, length) of each complete line that counts, and the number of superseded lines."""
     places: list[tuple[int, int]] = []
     superseded, reader = 0, ObjectReader()
     for number, start, line in unread.lines(path):
-        head = _HEAD.match(line)  # many times faster than the whole line
+        head = _HEAD.match(line)  # many times faster than parsing the line
         record: Record | None = reader.read(line) if head is None else None
         if head is not None:
             record = {"step": int(head[1]), "attempt": int(head[2])}
         if record is None or not fits(record, _PLACE):
-            unread.line(path, number, "no group with its step and attempt")
+            unread.skip_line(path, number, "not a group with step and attempt")
         elif attempts.counts(record):
             places.append((start, len(line)))
         else:
@@ -95,20 +97,20 @@ def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[tuple[
     return places, superseded
 
 
-def _spread(places: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """At most so many of these, evenly, the first and the last among them."""
-    if len(places) <= most:
+def _spread(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    """Up to `limit` evenly spaced places, including the first and the last."""
+    if len(places) <= limit:
         return list(places)
-    if most < 2:
-        return list(places[-most:]) if most else []
-    return [places[round(i * (len(places) - 1) / (most - 1))] for i in range(most)]
+    if limit < 2:
+        return list(places[-limit:]) if limit else []
+    return [places[round(i * (len(places) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def _readable(record: Record) -> Record:
     advantages = record["advantages"]
     return {
         **{key: _number(record.get(key)) for key in _NUMBERS},
-        **{key: text(record.get(key, ""), _LONGEST) for key in ("prompt", "answer")},
+        **{key: text(record.get(key, ""), _MAX_TEXT_CHARS) for key in ("prompt", "answer")},
         "responses": [
             _response(response, advantages[i] if i < len(advantages) else None)
             for i, response in enumerate(record["responses"])
@@ -121,12 +123,12 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
     error = response.get("error")
     versions = response.get("versions")
     shown: Record = {
-        "text": text(response.get("response", ""), _LONGEST),
-        "finish": text(response.get("finish_reason", ""), _LONGEST_NAME),
+        "text": text(response.get("response", ""), _MAX_TEXT_CHARS),
+        "finish": text(response.get("finish_reason", ""), _MAX_NAME_CHARS),
         "tokens": _number(response.get("response_tokens")),
         "versions": versions if isinstance(versions, list) and _is_span(versions) else None,
         "reward": _number(response.get("reward")),
-        "terms": {text(k, _LONGEST_NAME): _number(v) for k, v in terms.items()}
+        "terms": {text(k, _MAX_NAME_CHARS): _number(v) for k, v in terms.items()}
         if isinstance(terms, dict)
         else {},
         "success": bool(response.get("success")),
@@ -135,16 +137,16 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
     }
     pieces = response.get("tokens")
     if isinstance(pieces, list):
-        shown["pieces"] = [text(piece, _LONGEST) for piece in pieces[:_MOST_TOKENS]]
-        shown["more_tokens"] = max(0, len(pieces) - _MOST_TOKENS)
-        for name in (f"{who}_logprobs" for who in _WHOSE):
+        shown["pieces"] = [text(piece, _MAX_TEXT_CHARS) for piece in pieces[:_MAX_TOKENS]]
+        shown["more_tokens"] = max(0, len(pieces) - _MAX_TOKENS)
+        for name in (f"{who}_logprobs" for who in _LOGPROB_SOURCES):
             values = response.get(name)
             shown[name] = None
             if isinstance(values, list):
-                shown[name] = [_number(value) for value in values[:_MOST_TOKENS]]
+                shown[name] = [_number(value) for value in values[:_MAX_TOKENS]]
     elif fits(response, {"turns": [{"by": str, "text": str}]}):
         shown["turns"] = [
-            {"by": text(turn["by"], _LONGEST_NAME), "text": text(turn["text"], _LONGEST)}
+            {"by": text(turn["by"], _MAX_NAME_CHARS), "text": text(turn["text"], _MAX_TEXT_CHARS)}
             for turn in response["turns"]
         ]
     return shown

@@ -1,4 +1,4 @@
-"""What a run has written down, read back while it runs, after it was killed, and over attempts."""
+"""Reads the files of a run: finished, still running, or killed; with one or several attempts."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from grpo_components.report.unread import ObjectReader, Unread
 
 Record = dict[str, Any]
 T = TypeVar("T")
-_FIRST_AND_LAST = 10
+_MAX_STEPS_PER_END = 10
 NUMBER = (int, float)
 FAILURES = "failures.jsonl"
-"""Of each attempt that an error or a person ended: `attempt`, and `error` or null."""
+"""One line per attempt that ended early: `attempt`, and `error` (null if a person stopped it)."""
 
 
 def read_records(
     path: Path, shape: Mapping[str, Any] | None = None, unread: Unread | None = None
 ) -> Iterator[Record]:
-    """The JSON objects of a file of lines; nothing if there is no file.
+    """Yield the JSON objects of a JSON-lines file; nothing if the file is missing.
 
-    A line that is no such object is passed over: the last one of a run that is being written, or
-    that was killed, may be torn.
+    Skips lines that are not such an object. The last line of a run that is still writing, or that
+    was killed, may be incomplete.
 
     Args:
         path: of the file.
-        shape: what the objects have at least, as in `fits`.
-        unread: gets what is passed over.
+        shape: fields that each object must have, as in `fits`.
+        unread: collects notes on what is skipped.
     """
     unread, reader = unread or Unread(path.parent), ObjectReader()
     for number, _, line in unread.lines(path):
         before = reader.too_large
         record = reader.read(line)
         if record is None:
-            unread.line(path, number, "no JSON object that can be read")
+            unread.skip_line(path, number, "not a JSON object")
         elif reader.too_large > before:
-            unread.line(path, number, "a number that is too large is left out")
+            unread.skip_line(path, number, "skipped a number that is too large")
         if record is not None:
             if fits(record, shape or {}):
                 yield record
             elif reader.too_large == before:
-                unread.line(path, number, "a field is missing, or is of another kind")
+                unread.skip_line(path, number, "a field is missing or has the wrong type")
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether a JSON value can be read as what it should be.
+    """Whether a JSON value has the expected shape.
 
     Args:
-        value: of any kind.
-        shape: a type or types, [shape of the items], or {name: shape} of the fields that it needs.
+        value: any JSON value.
+        shape: a type or tuple of types, `[shape of each item]`, or the required fields as
+            `{name: shape}`.
     """
     if isinstance(shape, Mapping):
         return isinstance(value, dict) and all(
@@ -65,16 +66,16 @@ def fits(value: Any, shape: Any) -> bool:
 
 @dataclass
 class Attempts:
-    """Which records count: a later attempt that has done a step replaces those from there on."""
+    """Decides which records count: an attempt that trained a step replaces all later steps."""
 
     steps_done: dict[int, int] = field(default_factory=dict)
-    """Of each attempt that has done a step, the steps that were done when it began."""
+    """Attempt -> steps that were done when it began; only attempts that trained a step."""
     _order: list[int] = field(default_factory=list)
     _least: list[int] = field(default_factory=list)
-    """Of the attempts in order, and of each and all later ones the least steps done."""
+    """For each attempt in `_order`: the least `steps_done` of it and all later attempts."""
 
     def counts(self, record: Mapping[str, Any]) -> bool:
-        """Whether no later attempt has gone back behind this record's step.
+        """Whether no later attempt started before this record's step.
 
         Args:
             record: with `step` and `attempt`.
@@ -88,24 +89,24 @@ class Attempts:
 
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Equally many of a run's first and last steps, whose means tell what it has changed.
+    """The first and the last steps of a run, for a comparison of before and after.
 
     Args:
-        steps: of the run.
+        steps: all steps, in order.
 
     Returns:
-        Up to 10 of each, which share no step where there is more than one.
+        Equally many of each: up to 10, and no step in both unless there is only one.
     """
-    number = max(1, min(_FIRST_AND_LAST, len(steps) // 2))
+    number = max(1, min(_MAX_STEPS_PER_END, len(steps) // 2))
     return steps[:number], steps[-number:]
 
 
 def read_failures(path: Path, unread: Unread | None = None) -> dict[int, str | None]:
-    """The error that ended each attempt that failed; None where a person stopped it.
+    """Read the error that ended each failed attempt; None if a person stopped it.
 
     Args:
         path: of failures.jsonl; it may be missing.
-        unread: gets what is passed over.
+        unread: collects notes on what is skipped.
     """
     shape = {"attempt": int, "error": (str, type(None))}
     return {record["attempt"]: record["error"] for record in read_records(path, shape, unread)}
@@ -113,19 +114,19 @@ def read_failures(path: Path, unread: Unread | None = None) -> dict[int, str | N
 
 @dataclass
 class Receipts:
-    """What the receipts say of attempts and of groups that were never trained."""
+    """Attempts and dropped groups, from the receipts."""
 
     attempts: Attempts = field(default_factory=Attempts)
     starts: list[Record] = field(default_factory=list)
-    """The start record of each attempt."""
+    """Start record of each attempt."""
     ends: dict[int, Record] = field(default_factory=dict)
-    """The end record of each attempt that wrote one."""
+    """End record of each attempt that wrote one."""
     last_steps: dict[int, int] = field(default_factory=dict)
-    """The last step that each attempt has done."""
+    """Last step of each attempt."""
     trained_tokens: dict[int, int] = field(default_factory=dict)
-    """Of each step, as the last attempt did it."""
+    """Trained tokens of each step, from its last attempt."""
     drops: list[Record] = field(default_factory=list)
-    """Groups that were dropped: step, attempt, group_id, prompt_index, epoch, reason, reissue."""
+    """Dropped groups: step, attempt, group_id, prompt_index, epoch, reason, reissue."""
 
 
 def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
@@ -133,7 +134,7 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
 
     Args:
         path: of receipts.jsonl; it may be missing.
-        unread: gets what is passed over.
+        unread: collects notes on what is skipped.
     """
     receipts = Receipts()
     prompts: dict[int, Record] = {}
@@ -141,7 +142,7 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
         kind, attempt = record["record"], record["attempt"]
         if kind not in _RECEIPTS or not fits(record, _RECEIPTS[kind]):
             if unread is not None:
-                unread.file(path, "a record without its step is left out")
+                unread.skip_file(path, "skipped a record without its step")
             continue
         if kind == "start":
             receipts.starts.append(record)
@@ -159,7 +160,7 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
             kind = next((kind for kind in _ENDS if kind in event), None)
             if kind is not None and not fits(event, {kind: int}):
                 if unread is not None:
-                    unread.file(path, "an event without the number of its group is left out")
+                    unread.skip_file(path, "skipped an event without its group id")
             elif "issued" in event:
                 prompt = {key: event.get(key) for key in ("prompt_index", "epoch")}
                 prompts[event["issued"]] = prompt
@@ -175,12 +176,12 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
 
 
 def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -> list[Record]:
-    """The metrics of each step, of the last attempt that did it, in the order of steps.
+    """Read the metrics of each step from the last attempt that trained it, in the order of steps.
 
     Args:
         path: of metrics.jsonl; it may be missing.
-        attempts: of the run; attempts that only the metrics know of are added.
-        unread: gets what is passed over.
+        attempts: of the run; attempts that only the metrics mention are added.
+        unread: collects notes on what is skipped.
     """
     records = list(read_records(path, {"step": int, "attempt": int}, unread))
     for record in records:
@@ -188,11 +189,13 @@ def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -
             attempts.steps_done.setdefault(record["attempt"], record["step"] - 1)
     counted = {record["step"]: record for record in records if attempts.counts(record)}
     if records and not counted and unread is not None:
-        unread.file(path, "by the receipts, later attempts have done all of its steps again")
+        unread.skip_file(
+            path, "all of its steps were repeated by later attempts, according to the receipts"
+        )
     return [counted[step] for step in sorted(counted)]
 
 
 _ENDS = ("issued", "trained", "dropped")
-"""Kinds of events that are read."""
+"""Kinds of receipt events that are read."""
 _RECEIPT = {"record": str, "attempt": int}
 _RECEIPTS = {"start": {"steps_done": int}, "step": {"step": int}, "end": {"step": int}}

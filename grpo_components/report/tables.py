@@ -1,22 +1,21 @@
-"""Tables of a report."""
+"""HTML tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_components.report.shown import escaped
+from grpo_components.report.safe_text import escaped
 
-_LONGEST = 500
-"""Characters of a cell."""
+_MAX_CELL_CHARS = 500
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows of values as HTML; numbers stand to the right.
+    """An HTML table; numbers are aligned right.
 
     Args:
-        columns: names.
-        rows: a value for each column; None becomes a dash.
+        columns: headings.
+        rows: one value per column each; None is shown as a dash.
     """
     head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
@@ -26,4 +25,4 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     kind = ' class="number"' if isinstance(value, (int, float)) else ""
-    return f"<td{kind}>{escaped('-' if value is None else value, _LONGEST)}</td>"
+    return f"<td{kind}>{escaped('-' if value is None else value, _MAX_CELL_CHARS)}</td>"

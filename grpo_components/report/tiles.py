@@ -1,4 +1,4 @@
-"""The figures at the top of a report."""
+"""The key figures at the top of a report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from grpo_components.report.run_files import Receipts, Record, first_and_last
-from grpo_components.report.shown import escaped
+from grpo_components.report.safe_text import escaped
 
-_LONGEST = 80
+_MAX_VALUE_CHARS = 80
 _ARROW = " \N{RIGHTWARDS ARROW} "
 
 
 def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
-    """HTML of the figures that a run has.
+    """HTML of the key figures; those that the run lacks are left out.
 
     Args:
         metrics: of each step, in order.
@@ -32,7 +32,7 @@ def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
     stalest = max(_values(steps, "staleness/max"), default=0)
     staleness = _mean(steps, "staleness/mean", ".2f")
     found.append(
-        ("staleness, mean and most", "-" if staleness == "-" else f"{staleness}, {stalest:.0f}")
+        ("staleness, mean and largest", "-" if staleness == "-" else f"{staleness}, {stalest:.0f}")
     )
     for kind in ("generated", "trained"):
         speed = _per_second(steps, receipts, f"throughput/{kind}_tokens_per_second")
@@ -42,14 +42,14 @@ def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
         ("groups dropped", ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none")
     )
     return "".join(
-        f'<div class="tile"><b>{escaped(value, _LONGEST)}</b><span>{name}</span></div>'
+        f'<div class="tile"><b>{escaped(value, _MAX_VALUE_CHARS)}</b><span>{name}</span></div>'
         for name, value in found
-        if value != "-"  # an evaluation alone has no steps
+        if value != "-"  # e.g. a run of `eval_only` has no steps
     )
 
 
 def _per_second(steps: Sequence[Record], receipts: Receipts, key: str) -> str:
-    """Mean over the time of the steps, so that short ones do not count as much as long ones."""
+    """Tokens of all steps over their time; a mean of rates would overweight short steps."""
     tokens = seconds = 0.0
     for record in steps:
         trained = receipts.trained_tokens.get(record["step"], 0)

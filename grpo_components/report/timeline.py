@@ -1,4 +1,4 @@
-"""When things happened in a run: lives of its roles, their policy versions, restarts, memory."""
+"""Charts over the time of a run: role processes, policy versions, restarts, memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from grpo_components.report.curves import MOST_POINTS, Chart, chart, curve
+from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
 from grpo_components.report.idle import Idle
 from grpo_components.report.run_files import NUMBER, Record, fits
-from grpo_components.report.shown import label
+from grpo_components.report.safe_text import label
 
-_TOLD = ("start", "restart", "rollback")
-"""Events that the page lists."""
+_ROLE_EVENTS = ("start", "restart", "rollback")
+"""Kinds of events that the page lists."""
 _EVENT = {"event": str, "time": NUMBER}
 _FIELDS = {
     "publish": {"version": int},
@@ -26,35 +26,35 @@ _FIELDS = {
     "restart": {"role": str},
     "rollback": {"role": str},
 }
-"""What is read of an event, besides its kind and time."""
+"""Required fields of an event besides its kind and time."""
 
 
 def timeline(
     events: Iterable[Record],
-    lives: Sequence[Record],
-    beats: Sequence[Record],
-    left_out: Callable[[], None] = lambda: None,
+    starts: Sequence[Record],
+    heartbeats: Sequence[Record],
+    on_skip: Callable[[], None] = lambda: None,
 ) -> tuple[list[Chart], list[Record]]:
-    """Charts over time, and what happened to the roles.
+    """Draw what happened over time.
 
     Args:
-        events: of events.jsonl.
-        lives: of roles.jsonl: role, attempt, started.
-        beats: of heartbeats.jsonl: role, time, rss_mib.
-        left_out: called for each event that lacks a field of its kind.
+        events: records of events.jsonl.
+        starts: records of roles.jsonl, one per process: role, attempt, started (seconds).
+        heartbeats: records of heartbeats.jsonl: role, time (seconds), rss_mib.
+        on_skip: called for each event that lacks a required field.
 
     Returns:
-        The charts, and the starts, restarts and rollbacks, each with its `minute`.
+        The charts; and the start, restart and rollback events, each with its `minute`.
     """
-    names = list(dict.fromkeys(life["role"] for life in lives))
+    names = list(dict.fromkeys(start["role"] for start in starts))
     idle = Idle(sum(name.startswith("reference_") for name in names))
     versions: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    told: list[Record] = []
-    last = max((beat["time"] for beat in beats), default=0.0)
-    first = min((life["started"] for life in lives), default=last)
+    role_events: list[Record] = []
+    last = max((beat["time"] for beat in heartbeats), default=0.0)
+    first = min((start["started"] for start in starts), default=last)
     for event in events:
         if not fits(event, _EVENT) or not fits(event, _FIELDS.get(event["event"], {})):
-            left_out()
+            on_skip()
             continue
         idle.follow(event)
         first, last = min(first or event["time"], event["time"]), max(last, event["time"])
@@ -62,21 +62,23 @@ def timeline(
             versions["published"].append((event["time"], event["version"]))
         elif event["event"] == "load":
             versions[event["role"]].append((event["time"], event["version"]))
-        elif event["event"] in _TOLD:
-            told.append(event)
-    last = max([last, *(life["started"] for life in lives)])
-    told = [{**event, "minute": round((event["time"] - first) / 60, 2)} for event in told]
-    charts = [
-        _versions_chart(versions, told, first),
-        _lives_chart(names, lives, told, first, last),
-        idle.chart(),
-        _memory_chart(beats, first),
+        elif event["event"] in _ROLE_EVENTS:
+            role_events.append(event)
+    last = max([last, *(start["started"] for start in starts)])
+    role_events = [
+        {**event, "minute": round((event["time"] - first) / 60, 2)} for event in role_events
     ]
-    return [each for each in charts if each], told
+    charts = [
+        _versions_chart(versions, role_events, first),
+        _processes_chart(names, starts, role_events, first, last),
+        idle.chart(),
+        _memory_chart(heartbeats, first),
+    ]
+    return [each for each in charts if each], role_events
 
 
 def _versions_chart(
-    versions: dict[str, list[tuple[float, int]]], told: Sequence[Record], first: float
+    versions: dict[str, list[tuple[float, int]]], role_events: Sequence[Record], first: float
 ) -> Chart | None:
     if not versions:
         return None
@@ -86,70 +88,76 @@ def _versions_chart(
         minutes = [(time - first) / 60 for time, _ in kept]
         line = {"shape": "hv", "width": 2.5 if name == "published" else 1.2}
         traces.append(curve(name, minutes, [version for _, version in kept], line=line))
-    about = "policy version that the trainers published, and that each generator loaded"
-    marks = [event["minute"] for event in told if event["event"] == "rollback"]
+    about = "policy version published by the trainers and loaded by each generator"
+    rollbacks = [event["minute"] for event in role_events if event["event"] == "rollback"]
     shapes = [
         {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": _ROLLBACK}
-        for x in marks
+        for x in rollbacks
     ]
-    about += "; a dotted line is a rollback" if marks else ""
+    about += "; a dotted line is a rollback" if rollbacks else ""
     return chart("Policy versions", about, traces, "minutes", shapes=shapes)
 
 
 def _some(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
-    """At most `MOST_POINTS` of them and the last one."""
-    width = -(-len(points) // MOST_POINTS)
+    """Every n-th point, about `MAX_POINTS`, and the last one."""
+    width = -(-len(points) // MAX_POINTS)
     return points[::width] + (points[-1:] if (len(points) - 1) % width else [])
 
 
-def _lives_chart(
-    names: list[str], lives: Sequence[Record], told: Sequence[Record], first: float, last: float
+def _processes_chart(
+    names: list[str],
+    starts: Sequence[Record],
+    role_events: Sequence[Record],
+    first: float,
+    last: float,
 ) -> Chart | None:
     if not names:
         return None
     bars: dict[str, list[Any]] = {"y": [], "x": [], "base": [], "text": []}
     by_role: dict[str, list[Record]] = {name: [] for name in names}
-    for life in lives:
-        by_role[life["role"]].append(life)
+    for start in starts:
+        by_role[start["role"]].append(start)
     for name, own in by_role.items():
-        ends = [life["started"] for life in own[1:]] + [last]
-        for number, (life, end) in enumerate(zip(own, ends, strict=True), start=1):
+        ends = [start["started"] for start in own[1:]] + [last]
+        for number, (start, end) in enumerate(zip(own, ends, strict=True), start=1):
             bars["y"].append(label(name))
-            bars["base"].append(round((life["started"] - first) / 60, 3))
-            bars["x"].append(round((end - life["started"]) / 60, 3))
-            what = f"life {number}, attempt {life.get('attempt', 0)}, pid {life.get('pid', '?')}"
-            bars["text"].append(label(what))
+            bars["base"].append(round((start["started"] - first) / 60, 3))
+            bars["x"].append(round((end - start["started"]) / 60, 3))
+            attempt, pid = start.get("attempt", 0), start.get("pid", "?")
+            bars["text"].append(label(f"process {number}, attempt {attempt}, pid {pid}"))
     traces: list[dict[str, Any]] = [
         {
-            **{"type": "bar", "orientation": "h", "name": "lives", **bars},
+            **{"type": "bar", "orientation": "h", "name": "processes", **bars},
             **{"hovertemplate": "%{y}: %{text}<extra></extra>", "textposition": "none"},
             "marker": {"color": "#9db8d9", "line": {"color": "#ffffff", "width": 2}},
         }
     ]
     for kind, symbol, color in (("restart", "x", "#c2410c"), ("rollback", "diamond", "#7c3aed")):
-        found = [event for event in told if event["event"] == kind and event.get("role") in names]
+        found = [
+            event for event in role_events if event["event"] == kind and event.get("role") in names
+        ]
         if found:
             places = {"x": [e["minute"] for e in found], "y": [label(e["role"]) for e in found]}
             marker = {"symbol": symbol, "size": 10, "color": color}
             trace = {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **places}
             traces.append(trace)
-    about = "from the start of each process to its next start or the end" + _beginning(first)
+    about = "from the start of each process to the next one or the end of the run" + _clock(first)
     axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
     layout = {"yaxis": axis, "bargap": 0.35}
-    return chart("Lives of the roles", about, traces, "minutes", rows=len(names), **layout)
+    return chart("Role processes", about, traces, "minutes", rows=len(names), **layout)
 
 
-def _beginning(first: float) -> str:
-    """What ties the minutes to the clock of the logs."""
+def _clock(first: float) -> str:
+    """Which time of the logs minute 0 is."""
     try:
         return f"; minute 0 is {datetime.fromtimestamp(first, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except (OverflowError, ValueError, OSError):  # of a damaged record
+    except (OverflowError, ValueError, OSError):  # a damaged record
         return ""
 
 
-def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
+def _memory_chart(heartbeats: Sequence[Record], first: float) -> Chart | None:
     by_role: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for beat in beats:
+    for beat in heartbeats:
         if fits(beat, {"rss_mib": NUMBER}):
             by_role[beat["role"]].append(((beat["time"] - first) / 60, beat["rss_mib"] / 1024))
     if not by_role:
@@ -158,7 +166,7 @@ def _memory_chart(beats: Sequence[Record], first: float) -> Chart | None:
     for role, points in sorted(by_role.items()):
         kept = _some(points)
         traces.append(curve(role, [x for x, _ in kept], [y for _, y in kept]))
-    about = "GiB of each process, without what it shares with others and without its children"
+    about = "GiB of each process, without shared memory and child processes"
     layout = {"yaxis": {"rangemode": "tozero"}, "showlegend": True}
     return chart("Memory by role", about, traces, "minutes", **layout)
 

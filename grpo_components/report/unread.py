@@ -1,4 +1,4 @@
-"""Reads the files of a folder that may come from elsewhere, and keeps account of what it cannot."""
+"""Reads files of an untrusted folder, and notes what it skips."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_components.report.shown import text
+from grpo_components.report.safe_text import text
 
-MOST_LINE_BYTES = 64 * 2**20
-"""Of a line; the rest of the file is not read."""
-_MOST_LEVELS = 16
-_MOST_DIGITS = 1000
-_LARGEST_WHOLE = 2**53
-_LARGEST = 1e100
-"""Of numbers, so that no sum or difference of them is infinite."""
-_LONGEST = 200
+MAX_LINE_BYTES = 64 * 2**20
+"""After a longer line the rest of the file is skipped."""
+_MAX_LEVELS = 16
+_MAX_DIGITS = 1000
+_MAX_INTEGER = 2**53
+_MAX_FLOAT = 1e100
+"""Keeps sums and differences of numbers finite."""
+_MAX_NOTE_CHARS = 200
 
 
 @dataclass
 class _Lines:
-    """Lines of one file that are left out."""
+    """Lines of one file that are skipped."""
 
-    number: int
+    count: int
     first: int
     why: str
-    """Of the first of them."""
+    """Reason of the first one."""
 
 
 @dataclass
 class Unread:
-    """What of a run's folder could not be read."""
+    """Reads the files of one folder and notes, by file, what it skips."""
 
     folder: Path
-    """Whose files are read; a link that leads out of it is not followed."""
+    """Links that lead out of this folder are not followed."""
     _files: dict[str, str] = field(default_factory=dict)
     _lines: dict[str, _Lines] = field(default_factory=dict)
 
-    def file(self, path: Path, why: str) -> None:
-        """Note that a file, or the rest of it, is not read.
+    def skip_file(self, path: Path, why: str) -> None:
+        """Note that a file, or its rest, is skipped.
 
         Args:
             path: of the file.
-            why: in a few words.
+            why: reason, in a few words.
         """
         self._files.setdefault(self._name(path), why)
 
-    def line(self, path: Path, number: int, why: str) -> None:
-        """Note that a line is left out, or a part of it.
+    def skip_line(self, path: Path, number: int, why: str) -> None:
+        """Note that a line, or a part of it, is skipped.
 
         Args:
             path: of the file.
             number: of the line, from 1.
-            why: in a few words.
+            why: reason, in a few words.
         """
         lines = self._lines.setdefault(self._name(path), _Lines(0, number, why))
-        lines.number += 1
+        lines.count += 1
 
-    def misses(self, path: Path) -> bool:
-        """Whether something of a file is not read.
+    def has_skipped(self, path: Path) -> bool:
+        """Whether any part of a file was skipped.
 
         Args:
             path: of the file.
@@ -69,15 +69,15 @@ class Unread:
         return self._name(path) in self._files | self._lines
 
     def notes(self) -> list[str]:
-        """One line of plain text per file."""
+        """What was skipped: one line of plain text per file."""
         found = [f"{name}: {why}" for name, why in self._files.items()]
         for name, lines in self._lines.items():
-            several = f"{lines.number:,} lines, the first is line" if lines.number > 1 else "line"
+            several = f"{lines.count:,} lines, first line" if lines.count > 1 else "line"
             found.append(f"{name}: {several} {lines.first:,}: {lines.why}")
-        return [text(note, _LONGEST) for note in found]
+        return [text(note, _MAX_NOTE_CHARS) for note in found]
 
     def may_read(self, path: Path) -> bool:
-        """Whether a path is a file of the folder; one that is something else is noted.
+        """Whether a path is a regular file inside the folder; anything else that exists is noted.
 
         Args:
             path: of the file; it may be missing.
@@ -85,56 +85,59 @@ class Unread:
         try:
             if not path.is_symlink() and not path.exists():
                 return False
-            why = "" if path.is_file() else "it is no file"
+            why = "" if path.is_file() else "not a regular file"
             if not why and not path.resolve().is_relative_to(self.folder.resolve()):
-                why = "it is a link that leads out of the folder"
-        except (OSError, RuntimeError) as error:  # a circle of links
-            why = f"it cannot be read: {getattr(error, 'strerror', None) or 'a circle of links'}"
+                why = "a link that leads out of the folder"
+        except (OSError, RuntimeError) as error:  # circular links
+            why = f"cannot be read: {getattr(error, 'strerror', None) or 'circular links'}"
         if why:
-            self.file(path, why)
+            self.skip_file(path, why)
         return not why
 
     def lines(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
-        """The whole lines of a file; nothing if there is none.
+        """Yield the complete lines of a file; nothing if it is missing.
 
         Args:
             path: of the file.
 
         Yields:
-            Number from 1, first byte, and the line with its end.
+            Line number from 1, byte offset, and the line with its line end.
         """
         if not self.may_read(path):
             return
         number = start = 0
         try:
             with path.open("rb") as file:
-                while line := file.readline(MOST_LINE_BYTES + 1):
+                while line := file.readline(MAX_LINE_BYTES + 1):
                     number += 1
-                    if len(line) > MOST_LINE_BYTES:
-                        self.file(path, f"nothing from line {number:,} on, which has no end")
+                    if len(line) > MAX_LINE_BYTES:
+                        self.skip_file(
+                            path,
+                            f"stopped at line {number:,}: longer than {MAX_LINE_BYTES:,} bytes",
+                        )
                         return
                     if not line.endswith(b"\n"):
-                        self.line(path, number, "the last one is cut")
+                        self.skip_line(path, number, "incomplete last line")
                         return
                     yield number, start, line
                     start += len(line)
         except OSError as error:
-            self.file(path, f"nothing after line {number:,}: {error.strerror}")
+            self.skip_file(path, f"stopped after line {number:,}: {error.strerror}")
 
-    def head(self, path: Path, most_bytes: int) -> str:
-        """The beginning of a text file; empty if there is none.
+    def head(self, path: Path, max_bytes: int) -> str:
+        """The beginning of a text file; empty if it is missing.
 
         Args:
             path: of the file.
-            most_bytes: to read.
+            max_bytes: to read at most.
         """
         if not self.may_read(path):
             return ""
         try:
             with path.open("rb") as file:
-                return file.read(most_bytes).decode(errors="replace")
+                return file.read(max_bytes).decode(errors="replace")
         except OSError as error:
-            self.file(path, f"it cannot be read: {error.strerror}")
+            self.skip_file(path, f"cannot be read: {error.strerror}")
             return ""
 
     def _name(self, path: Path) -> str:
@@ -142,42 +145,42 @@ class Unread:
 
 
 class ObjectReader:
-    """Reads JSON objects; a number that is too large for a page, NaN and infinity become null."""
+    """Parses JSON objects; NaN, infinity and numbers too large for a page become None."""
 
     def __init__(self) -> None:
         self.too_large = 0
-        """Numbers that were left out so far."""
+        """How many numbers were too large so far."""
         self._decoder = json.JSONDecoder(
-            parse_int=self._whole, parse_float=self._number, parse_constant=lambda _: None
+            parse_int=self._integer, parse_float=self._number, parse_constant=lambda _: None
         )
 
     def read(self, line: bytes) -> dict[str, Any] | None:
-        """One line as an object; None where it is none, or more than 16 levels deep."""
+        """Parse one line; None if it is not an object, or more than 16 levels deep."""
         try:
             record = self._decoder.decode(line.decode())
         except (ValueError, RecursionError):
             return None
         level = [record]
-        for _ in range(_MOST_LEVELS):
+        for _ in range(_MAX_LEVELS):
             level = [child for parent in level for child in _children(parent)]
             if not level:
                 return record if isinstance(record, dict) else None
         return None
 
-    def _whole(self, said: str) -> int | None:
-        if len(said) > _MOST_DIGITS:
-            raise ValueError(f"an integer of {len(said)} digits")
-        value = int(said)
-        if abs(value) > _LARGEST_WHOLE:
+    def _integer(self, digits: str) -> int | None:
+        if len(digits) > _MAX_DIGITS:
+            raise ValueError(f"an integer of {len(digits)} digits")
+        value = int(digits)
+        if abs(value) > _MAX_INTEGER:
             self.too_large += 1
             return None
         return value
 
-    def _number(self, said: str) -> float | None:
-        value = float(said)
+    def _number(self, literal: str) -> float | None:
+        value = float(literal)
         if not math.isfinite(value):
             return None
-        if abs(value) > _LARGEST:
+        if abs(value) > _MAX_FLOAT:
             self.too_large += 1
             return None
         return value

@@ -1,45 +1,45 @@
-"""The viewer of rollouts, as far as the page's script does not draw it: counts and filters."""
+"""HTML around the rollouts: counts and filters. The groups themselves are drawn by `page.js`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_components.report.rollouts import MOST_BYTES, Shown
+from grpo_components.report.rollouts import MAX_BYTES, RolloutSample
 
 _PAIRS = (("trainer", "generator"), ("trainer", "reference"), ("generator", "reference"))
-"""Whose logprobs are compared."""
-_LOGPROBS_HOW = "add <code>log_token_logprobs=true</code> to the command of the run"
+"""Logprobs that can be compared."""
+_ADD_LOGPROBS = "add <code>log_token_logprobs=true</code> to the command of the run"
 
 
-def rollouts_section(shown: Shown) -> str:
-    """HTML of the viewer.
+def rollouts_section(sample: RolloutSample) -> str:
+    """HTML of the rollouts section.
 
     Args:
-        shown: groups that the page has.
+        sample: the groups that the page shows.
     """
-    if not shown.groups and shown.logged:
-        return f'<p class="about">none of the {shown.logged:,} groups that are logged</p>'
-    if not shown.groups:
+    if not sample.groups and sample.logged:
+        return f'<p class="about">none of the {sample.logged:,} logged groups is shown</p>'
+    if not sample.groups:
         return (
-            '<p class="about">no rollouts are logged: <code>rollouts_logged_per_step</code> '
-            "groups of each step would be, but of what <code>train_from</code> reads, which has no "
-            "text</p>"
+            '<p class="about">no rollouts are logged: a run logs '
+            "<code>rollouts_logged_per_step</code> groups of each step, "
+            "and none with <code>train_from</code></p>"
         )
-    about = f"{len(shown.groups):,} of the {shown.logged:,} groups in logs/rollouts.jsonl"
-    if len(shown.groups) < shown.logged:
-        about += ", spread evenly over the run (<code>--rollouts N</code> shows another number, "
-        about += f"of at most {MOST_BYTES // 2**20} MiB)"
-    if shown.superseded:
-        about += f"; {shown.superseded:,} more are of steps that a later attempt has done again"
-    differences = [" - ".join(pair) for pair in _PAIRS if shown.logprobs.issuperset(pair)]
+    about = f"{len(sample.groups):,} of the {sample.logged:,} groups in logs/rollouts.jsonl"
+    if len(sample.groups) < sample.logged:
+        about += ", spread evenly over the run (<code>--rollouts N</code> sets their number, "
+        about += f"up to {MAX_BYTES // 2**20} MiB)"
+    if sample.superseded:
+        about += f"; {sample.superseded:,} more belong to steps that a later attempt repeated"
+    differences = [" - ".join(pair) for pair in _PAIRS if sample.logprobs.issuperset(pair)]
     colors = [*((name, name) for name in differences), ("", "nothing")]
-    if shown.logprobs:
+    if sample.logprobs:
         logprobs = (
             "Point at a token for its logprobs, click on it, or use the arrow keys in its box. "
-            "A dot stands for a token without text of its own."
+            "A dot is a token without text."
         )
     else:
-        logprobs = f"Tokens have no logprobs here: {_LOGPROBS_HOW}."
+        logprobs = f"No logprobs of tokens are logged: {_ADD_LOGPROBS}."
     kinds = {
         **{"all": "all", "mixed": "some right, some wrong", "right": "all right"},
         **{"wrong": "none right", "failed": "with a failed sample"},
@@ -47,7 +47,7 @@ def rollouts_section(shown: Shown) -> str:
     orders = ("newest first", "oldest first", "lowest reward", "highest reward", "longest")
     orders += ("largest logprob difference",) if differences else ()
     filters = [
-        _input("words", "text in it", "search"),
+        _input("words", "contains", "search"),
         _select("kind", "responses", list(kinds.items())),
         _select("finish", "finish reason", [("", "any")]),
         _input("from", "from step", "number"),
@@ -69,5 +69,5 @@ def _input(name: str, label: str, kind: str) -> str:
 
 
 def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:
-    chosen = "".join(f'<option value="{value}">{said}</option>' for value, said in options)
+    chosen = "".join(f'<option value="{value}">{caption}</option>' for value, caption in options)
     return f'<label>{label}<select id="filter-{name}">{chosen}</select></label>'

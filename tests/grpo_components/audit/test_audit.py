@@ -1,4 +1,4 @@
-"""The audit passes an honest file and names the first rule that a corrupted one breaks."""
+"""The audit passes valid receipts and names the first rule that corrupted ones break."""
 
 import json
 import subprocess
@@ -16,8 +16,10 @@ def records(tmp_path, write_run):
 
 @pytest.fixture
 def audit(tmp_path, capsys, write_receipts):
-    """Returns the exit code, the broken rules, and the last line; the records are chained again,
-    and stand alone, so that each rule shows what it finds by itself."""
+    """Audits records alone, with a valid chain, so that each rule is tested by itself.
+
+    Returns the exit code, the broken rules, and the last line of output.
+    """
 
     def audit(records, *options):
         folder = tmp_path / "alone"
@@ -37,7 +39,7 @@ def remove(record, kind, number=0):
     record["events"].remove(events(record, kind)[number])
 
 
-def test_an_honest_run_passes_every_rule(records, audit):
+def test_a_valid_run_passes_every_rule(records, audit):
     assert audit(records) == (0, [], "every rule holds")
 
 
@@ -58,7 +60,7 @@ def test_every_rule_is_checked_and_listed(tmp_path, capsys, records, write_run, 
     assert checked == RULES.keys()
 
 
-# Each changes a run of a start record [0], six steps [1] to [6] and an end record [7].
+# Each corrupts a run: start record [0], six steps [1] to [6], end record [7].
 def the_file_begins_without_start(r):
     del r[0]
 
@@ -71,7 +73,7 @@ def a_step_is_missing(r):
     del r[3]
 
 
-def a_step_is_there_twice(r):
+def a_step_is_repeated(r):
     r.insert(3, r[2])
 
 
@@ -85,7 +87,7 @@ def a_version_goes_back(r):
     return ("acknowledged",)
 
 
-def nobody_acknowledged_what_sampled(r):
+def no_generator_acknowledged_a_sampled_version(r):
     r[5]["acknowledged"] = []
     r[5]["generators"] = r[4]["generators"]
 
@@ -100,9 +102,9 @@ def a_generator_is_ahead(r):
     r[2]["generators"]["generator_0"] = {"version": 9, "checksum": "weights 9"}
 
 
-def two_generators_with_other_weights(r):
-    said = r[2]["acknowledged"][1]
-    said["checksum"] = said["published"] = "something else"
+def two_generators_with_different_weights(r):
+    pull = r[2]["acknowledged"][1]
+    pull["checksum"] = pull["published"] = "something else"
 
 
 def a_group_is_issued_twice(r):
@@ -111,7 +113,7 @@ def a_group_is_issued_twice(r):
     r[1]["groups"]["issued"] += 1
 
 
-def a_number_is_left_out(r):
+def a_group_number_is_skipped(r):
     for event in r[6]["events"]:
         event.update({key: 15 for key in event if event[key] == 14})
     r[6]["trained"][1]["group_id"] = 15
@@ -124,7 +126,7 @@ def a_prompt_is_issued_twice(r):
     r[4]["trained"][1]["prompt_index"] = first["prompt_index"]
 
 
-def a_new_prompt_jumps_the_queue(r):
+def a_new_prompt_precedes_one_handed_back(r):
     for items in (events(r[1], "issued")[3:], r[1]["trained"]):
         items[0]["prompt_index"], items[1]["prompt_index"] = 2, 1
 
@@ -186,8 +188,8 @@ def the_end_is_missing(r):
     del r[7]
 
 
-def another_run_goes_on(r):
-    """Its two records are as they should be, but for the id."""
+def another_run_appends(r):
+    """Its two records are valid except for the id."""
     r[0] |= {"run": "a" * 32, "incarnation": "b" * 32}
     start = r[0] | {"attempt": 1, "steps_done": 6, "run": "c" * 32}
     start["policy_version"] = r[7]["policy_version"]
@@ -202,14 +204,14 @@ def another_run_goes_on(r):
 
 CORRUPTIONS = {
     "header": [the_file_begins_without_start, a_record_after_the_end],
-    "steps": [a_step_is_missing, a_step_is_there_twice],
+    "steps": [a_step_is_missing, a_step_is_repeated],
     "versions": [a_version_jumps, a_version_goes_back],
-    "sampled": [nobody_acknowledged_what_sampled],
+    "sampled": [no_generator_acknowledged_a_sampled_version],
     "acknowledged": [a_generator_goes_back, a_generator_is_ahead],
-    "checksums": [two_generators_with_other_weights],
-    "issued": [a_group_is_issued_twice, a_number_is_left_out],
+    "checksums": [two_generators_with_different_weights],
+    "issued": [a_group_is_issued_twice, a_group_number_is_skipped],
     "prompts": [a_prompt_is_issued_twice],
-    "reissued": [a_new_prompt_jumps_the_queue],
+    "reissued": [a_new_prompt_precedes_one_handed_back],
     "generated": [a_group_is_generated_twice],
     "ended": [
         a_group_is_trained_again,
@@ -224,9 +226,9 @@ CORRUPTIONS = {
         a_buffered_group_was_never_generated,
     ],
     "complete": [the_end_is_missing],
-    "one_run": [another_run_goes_on],
+    "one_run": [another_run_appends],
 }
-# One value is another: rule, where, value.
+# (rule, path of one value, its new value)
 EDITS = [
     ("parses", (2, "extra"), 1),
     ("parses", (4, "policy_version"), "3"),
@@ -247,7 +249,7 @@ EDITS = [
     ("versions", (0, "policy_version"), 2),
     ("contract", (6, "max_staleness"), 0),
     ("contract", (0, "max_staleness"), 1),
-    ("contract", (5, "token_versions"), {"1": 4, "4": 10}),  # 4 is the next step's
+    ("contract", (5, "token_versions"), {"1": 4, "4": 10}),  # version 4 is newer than the step's
     ("contract", (5, "token_versions", "2"), 0),
     ("checksums", (2, "acknowledged", 0, "checksum"), "something else"),
     ("tokens", (5, "token_versions", "3"), 11),
@@ -285,12 +287,12 @@ def test_one_changed_value_fails_and_its_rule_is_named(records, rule, where, val
 
 
 def test_every_rule_has_a_corruption():
-    beside = {"chain", "config", "metrics", "loads"}  # test_chain.py and test_beside.py have theirs
-    assert {*CORRUPTIONS, *(rule for rule, _, _ in EDITS)} == RULES.keys() - beside
+    elsewhere = {"chain", "config", "metrics", "loads"}  # in test_chain.py and test_cross_checks.py
+    assert {*CORRUPTIONS, *(rule for rule, _, _ in EDITS)} == RULES.keys() - elsewhere
 
 
 def resumed(records):
-    """A run that was killed after step 5 and went on from step 3."""
+    """A run that was killed after step 5 and resumed from step 3."""
     again = json.loads(json.dumps(records))
     for record in again:
         record["attempt"] = 1
@@ -302,41 +304,41 @@ def resumed(records):
     return [*records[:6], again[0], *again[4:]]
 
 
-def test_a_resumed_run_goes_on_from_its_checkpoint_and_its_last_attempt_counts(records, audit):
+def test_a_resumed_run_is_followed_from_its_checkpoint(records, audit):
     records = resumed(records)
     assert audit(records) == (0, [], "every rule holds")
     records[-2]["token_versions"]["4"] += 100
     assert audit(records)[1] == ["tokens"]
 
 
-def test_a_group_that_starts_again_is_generated_again(records, audit):
+def test_a_restarted_group_is_generated_again(records, audit):
     records = resumed(records)
     (generated, *_) = events(records[7], "generated")
     again = {"restarted": generated["generated"]}
     place = records[7]["events"].index(generated)
-    records[7]["events"].insert(place, again)  # lost before its end
+    records[7]["events"].insert(place, again)  # lost before it was generated
     assert audit(records) == (0, [], "every rule holds")
-    records[7]["events"][place : place + 2] = [generated, again]  # lost after it, never repeated
+    records[7]["events"][place : place + 2] = [generated, again]  # lost afterwards, never repeated
     assert "ended" in audit(records)[1]
     records[7]["events"][place + 1] = {"restarted": 10**6}
     assert "generated" in audit(records)[1]
 
 
-def test_what_the_earlier_attempt_did_is_checked_too(records, audit):
+def test_the_earlier_attempt_is_checked_too(records, audit):
     records = resumed(records)
     records[5]["correction_mass"] = None
     assert audit(records)[1] == ["correction"]
 
 
-def test_the_same_version_has_the_same_weights_after_a_resume(records, audit):
+def test_a_version_has_the_same_weights_after_a_resume(records, audit):
     records = resumed(records)
-    for said in records[7]["acknowledged"]:
-        said["checksum"] = said["published"] = "other weights"
+    for pull in records[7]["acknowledged"]:
+        pull["checksum"] = pull["published"] = "other weights"
     assert "checksums" in audit(records)[1]
 
 
 @pytest.mark.parametrize("change", [{"steps_done": 7}, {"steps_done": 4}, {"attempt": 2}])
-def test_an_attempt_that_goes_on_from_elsewhere_is_refused(records, change, audit):
+def test_an_attempt_that_resumes_from_an_unknown_step_is_refused(records, change, audit):
     records = resumed(records)
     records[6].update(change)
     code, broken, _ = audit(records)
@@ -345,26 +347,27 @@ def test_an_attempt_that_goes_on_from_elsewhere_is_refused(records, change, audi
 
 
 def test_a_killed_run_passes_only_as_unfinished(tmp_path, records, audit):
-    torn = json.dumps(records[6])[:99]
+    incomplete = json.dumps(records[6])[:99]
     assert audit(records[:6])[0] == 1
     assert audit(records[:6], "--unfinished")[0] == 0
-    (tmp_path / "alone" / "receipts.jsonl").open("a").write(torn)
+    (tmp_path / "alone" / "receipts.jsonl").open("a").write(incomplete)
     assert main([str(tmp_path / "alone"), "--unfinished"]) == 0
     assert main([str(tmp_path / "alone")]) == 1
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_without_receipts_it_says_so_in_one_line(tmp_path, capsys, content):
+def test_missing_receipts_are_one_line_and_exit_code_2(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "receipts.jsonl").write_text(content)
     assert main([str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.splitlines() == [f"no receipts in {tmp_path / 'receipts.jsonl'}"]
+    [line] = printed.err.splitlines()
+    assert str(tmp_path / "receipts.jsonl") in line
 
 
 @pytest.mark.parametrize("line", ["[]", "null", "{}", '{"record": []}', '{"record": "start"}', ""])
-def test_a_line_that_is_no_record_is_a_violation_and_no_crash(
+def test_a_line_that_is_not_a_record_is_a_violation(
     tmp_path, capsys, records, line, write_receipts
 ):
     write_receipts(tmp_path, [records[0]])

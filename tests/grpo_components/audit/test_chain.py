@@ -1,4 +1,4 @@
-"""The chain of an audited run: what was cut, moved or swapped is noticed; older runs have none."""
+"""The chain detects removed, moved and added records; receipts of older versions have none."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from grpo_components.audit.__main__ import audit, main
 from grpo_components.audit.chain import Chain
-from grpo_components.audit.findings import Report
+from grpo_components.audit.findings import Findings
 from grpo_components.records.receipt_chain import END_FILE, ChainedFile
 
 
@@ -27,7 +27,7 @@ def rewrite(run, change):
     path.write_bytes(b"".join(lines))
 
 
-def test_each_removed_doubled_or_moved_line_is_noticed_and_where(run):
+def test_each_removed_repeated_or_moved_line_is_detected(run):
     whole = (run / "receipts.jsonl").read_bytes()
     for number in range(len(whole.splitlines())):
         for change in (
@@ -45,30 +45,30 @@ def test_each_removed_doubled_or_moved_line_is_noticed_and_where(run):
 
 
 @pytest.mark.parametrize("lost", [1, 2, 5])
-def test_a_cut_tail_is_noticed_where_a_killed_run_would_end_so(run, lost):
+def test_a_removed_tail_is_not_taken_for_a_killed_run(run, lost):
     rewrite(run, lambda lines: lines.__delitem__(slice(-lost, None)))
     assert list(broken(run, unfinished=True))[:1] == ["chain"]
     assert END_FILE in broken(run, unfinished=True)["chain"]
 
 
-def test_a_line_end_that_is_lost_does_not_hide_the_last_record(run):
+def test_a_missing_last_line_end_is_detected(run):
     rewrite(run, lambda lines: lines.append(lines.pop()[:-1]))
     assert "chain" in broken(run, unfinished=True)
 
 
 @pytest.mark.parametrize(
-    "said", [None, b"x", b'{"records": 8, "chain": "9999"}', b"9" * 10**5, b"\x1b[31m"]
+    "content", [None, b"x", b'{"records": 8, "chain": "9999"}', b"9" * 10**5, b"\x1b[31m"]
 )
-def test_a_missing_or_damaged_end_file_is_noticed(run, said, capsys):
+def test_a_missing_or_damaged_end_file_is_detected(run, content, capsys):
     (run / END_FILE).unlink()
-    if said is not None:
-        (run / END_FILE).write_bytes(said)
+    if content is not None:
+        (run / END_FILE).write_bytes(content)
     assert main([str(run)]) == 1
     out = capsys.readouterr().out
     assert "\nbroken: chain " in out and END_FILE in out.splitlines()[-1] and "\x1b" not in out
 
 
-def test_each_byte_of_the_end_file_counts(run):
+def test_each_changed_byte_of_the_end_file_is_detected(run):
     path = run / END_FILE
     whole = path.read_bytes()
     for place, byte in enumerate(whole):
@@ -77,8 +77,8 @@ def test_each_byte_of_the_end_file_counts(run):
             assert "chain" in broken(run), place
 
 
-def test_a_killed_run_may_have_one_record_more_and_a_living_one_any_number(run):
-    """It may be killed between the two files; while it is read it goes on."""
+def test_a_killed_run_may_have_one_more_record_and_a_running_one_any_number(run):
+    """A kill may fall between the two writes; a running run writes while it is read."""
     end = (run / END_FILE).read_text()
     kept = {}
     records = [json.loads(line) for line in (run / "receipts.jsonl").open()]
@@ -91,7 +91,7 @@ def test_a_killed_run_may_have_one_record_more_and_a_living_one_any_number(run):
         assert "chain" not in broken(run, unfinished=True)
 
 
-def test_an_older_versions_run_is_audited_without_a_chain_and_told_so(run, capsys):
+def test_receipts_of_an_older_version_are_audited_without_a_chain(run, capsys):
     def unchain(lines):
         records = [json.loads(line) for line in lines]
         for record in records:
@@ -100,17 +100,17 @@ def test_an_older_versions_run_is_audited_without_a_chain_and_told_so(run, capsy
         lines[:] = [json.dumps(record).encode() + b"\n" for record in records]
 
     rewrite(run, unchain)
-    assert "chain" in broken(run), "its last hash is still there"
+    assert "chain" in broken(run), "receipts.end is still there"
     (run / END_FILE).unlink()
     assert main([str(run)]) == 0
     out = capsys.readouterr().out
     [chain] = [line.split() for line in out.splitlines() if line.startswith("chain ")]
-    assert "\nnote: no chain: an older version" in out and chain[1:3] == ["0", "not"]
+    assert "\nnote: no chain: " in out and chain[1:3] == ["0", "not"]
     rewrite(run, lambda lines: lines.pop(3))
     assert main([str(run)]) == 1, "all other rules are checked"
 
 
-def test_an_older_versions_run_that_goes_on_is_chained_from_there(tmp_path):
+def test_a_resumed_run_of_an_older_version_is_chained_from_there(tmp_path):
     path = tmp_path / "receipts.jsonl"
     path.write_text("one\ntwo\n")
     file = ChainedFile(path)
@@ -118,7 +118,7 @@ def test_an_older_versions_run_that_goes_on_is_chained_from_there(tmp_path):
     file.close()
 
     def found():
-        report = Report()
+        report = Findings()
         chain = Chain(path, report)
         for line in path.read_bytes().splitlines():
             chain.follow(line)
@@ -131,8 +131,8 @@ def test_an_older_versions_run_that_goes_on_is_chained_from_there(tmp_path):
     assert "chain" in found().broken
 
 
-def test_a_header_of_the_other_format_is_noticed(run):
+def test_a_format_without_chain_in_chained_receipts_is_detected(run):
     rewrite(
         run, lambda lines: lines.insert(0, lines.pop(0).replace(b'"format": 2', b'"format": 1'))
     )
-    assert "has no hash" in broken(run)["chain"] or "its hash" in broken(run)["chain"]
+    assert "receipts.jsonl line 1" in broken(run)["chain"]

@@ -1,4 +1,4 @@
-"""A strict reader: one meaning for each line, an error for all else, and no crash."""
+"""The strict JSON reader: one meaning per line, an error for everything else."""
 
 import io
 import json
@@ -23,7 +23,7 @@ REFUSED = {
     "NaN": '{"a": NaN}',
     "brackets without end": "[" * 100_000,
     "objects without end": '{"a":' * 100_000,
-    "levels that other readers take": "[" * 40 + "]" * 40,
+    "more levels than allowed": "[" * 40 + "]" * 40,
     "two values": "{} {}",
     "a comment": "{} // no",
     "a byte order mark": "\ufeff{}",
@@ -36,13 +36,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_readers_understand_differently_is_refused_in_a_short_line(why):
+def test_ambiguous_or_invalid_json_is_refused_with_a_short_error(why):
     with pytest.raises(UnreadableError) as refused:
         parse(REFUSED[why].encode())
     assert len(str(refused.value)) < 200
 
 
-def test_bytes_that_are_no_utf8_are_refused():
+def test_invalid_utf8_is_refused():
     with pytest.raises(UnreadableError, match="byte 3"):
         parse(b'{"\xff": 1}')
 
@@ -59,20 +59,20 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_all_else_is_read_as_it_was_written(value):
+def test_valid_json_is_read_as_written(value):
     assume("[[[[" not in json.dumps(value))  # deeper than any record
     assert parse(json.dumps(value).encode()) == value
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(line):
+def test_random_bytes_are_read_or_refused(line):
     try:
         parse(line)
     except UnreadableError as error:
         assert str(error)
 
 
-def test_a_line_without_end_is_bounded(monkeypatch):
+def test_an_endless_line_is_cut(monkeypatch):
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
     found = list(lines_of(io.BytesIO(b"{}\n" + b"1" * 1000)))
     assert found == [b"{}\n", b"1" * 11]
@@ -80,7 +80,7 @@ def test_a_line_without_end_is_bounded(monkeypatch):
         parse(found[1])
 
 
-def test_of_a_file_beside_only_what_can_be_read_counts(tmp_path):
+def test_other_files_are_read_without_their_damaged_lines(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": 1, "a": 2}\n[1]\n\xff\n{"b": 2}\n{"c"')
     assert list(records_of(path)) == [{"a": 1}, {"b": 2}]

@@ -1,4 +1,4 @@
-"""Single changes of a run's receipts: all that alter what they say are noticed, none crashes."""
+"""Every random single change of a run's receipts is detected, and none crashes the audit."""
 
 import json
 import random
@@ -13,7 +13,7 @@ VALUES = [
 
 
 def leaves(value, path=()):
-    """The path of every value in a record, of lists and objects as well."""
+    """The path of every value in a record, including lists and objects."""
     yield path
     items = value.items() if isinstance(value, dict) else ()
     for key, item in items if isinstance(value, dict) else enumerate(value or ()):
@@ -24,7 +24,7 @@ def leaves(value, path=()):
 
 
 def changed_value(record, chance):
-    """One value, key or item of a record is another, or is gone."""
+    """Change or remove one value, key or item of a record."""
     path = chance.choice([path for path in leaves(record) if path])
     parent = record
     for key in path[:-1]:
@@ -45,7 +45,7 @@ def changed_value(record, chance):
 
 
 def doubled_key(line, chance):
-    """A key stands twice in an object: readers take the first or the last."""
+    """Duplicate a key of an object: some parsers take the first, some the last."""
     places = [i for i, character in enumerate(line) if character == "{"]
     place = chance.choice(places) + 1
     key = chance.choice(["record", "step", "attempt", "version", "count", "0", "chain"])
@@ -55,7 +55,7 @@ def doubled_key(line, chance):
 
 
 def changed(lines, chance):
-    """The lines with one change: a value, a key, a line or a byte."""
+    """Make one change: a value, a key, a line or a byte."""
     lines, n = list(lines), chance.randrange(len(lines))
     kind = chance.choice(["value"] * 5 + ["double", "line", "swap", "again", "byte", "bytes"])
     if kind == "value":
@@ -81,13 +81,13 @@ def changed(lines, chance):
     return kind, lines
 
 
-def test_single_changes_of_receipts_are_noticed(tmp_path, capsys, write_run):
-    missed, total = fuzz(tmp_path, write_run, 600, capsys)
-    assert not missed and total > 500
+def test_single_changes_are_detected(tmp_path, capsys, write_run):
+    missed, total = fuzz(tmp_path, write_run, 300, capsys)
+    assert not missed and total > 250
 
 
 def fuzz(folder, write_run, number, capsys, seed=0):
-    """What was missed of so many random changes, and how many did change something."""
+    """The undetected ones of `number` random changes, and how many changed the file."""
     path = folder / "receipts.jsonl"
     if write_run is not None:
         write_run(path)
@@ -113,10 +113,10 @@ def fuzz(folder, write_run, number, capsys, seed=0):
     return missed, total
 
 
-def test_values_that_no_run_writes_are_noticed_without_the_chain_too(
+def test_impossible_values_are_detected_without_the_chain(
     tmp_path, capsys, write_run, write_receipts
 ):
-    """Whoever makes the chain again has still to write records that can be."""
+    """Even with a recomputed chain the records must be valid."""
     records = write_run(tmp_path / "receipts.jsonl")
     missed = []
     impossible = [None, True, -1, 10**400, 2**53 + 1, 1e300, "", [], {}, [[]]]
@@ -141,7 +141,7 @@ def test_values_that_no_run_writes_are_noticed_without_the_chain_too(
     assert not missed
 
 
-def test_the_reader_agrees_with_pythons_wherever_it_reads(write_run, tmp_path):
+def test_the_strict_reader_agrees_with_pythons_reader(write_run, tmp_path):
     write_run(tmp_path / "receipts.jsonl")
     for line in (tmp_path / "receipts.jsonl").read_bytes().splitlines():
         for n in range(0, len(line), 7):

@@ -1,4 +1,4 @@
-"""What two runs, or two lives of one at once, left in a folder is found; an honest run passes."""
+"""A folder with files of two runs, or of two processes of one run at once, is detected."""
 
 import json
 
@@ -43,7 +43,7 @@ def save(folder, step, incarnation, run=RUN, version=None, latest=True):
 
 
 def problems(folder):
-    """What is wrong; something is checked in any case."""
+    """All violations; at least one check is made."""
     found, checked = [], []
 
     def check(rule, holds, otherwise):
@@ -59,7 +59,7 @@ def problems(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run that was killed after step 5, and went on from step 4 to step 6."""
+    """A run that was killed after step 5 and resumed from step 4 to step 6."""
     first = [start(0, 0, FIRST), *steps(0, 1, 2, 3, 4, 5)]
     write_receipts(tmp_path, *first, start(1, 4, SECOND), *steps(1, 5, 6))
     write_config(tmp_path, RUN, FIRST, "config_attempt_0.yaml")
@@ -69,11 +69,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_run_of_two_lives_is_one(folder):
+def test_a_resumed_run_is_one_run(folder):
     assert problems(folder) == []
 
 
-def test_so_is_one_that_began_before_runs_had_ids(folder):
+def test_a_resumed_run_that_began_without_ids_is_one_run(folder):
     first = [start(0, 0, None, run=None), *steps(0, 1, 2, 3, 4, 5)]
     (folder / "config_attempt_0.yaml").write_text("seed: 1\n")
     for step in (2, 4):
@@ -102,23 +102,23 @@ def another_runs_checkpoint_replaced_ours(folder):
     return "step_4"
 
 
-def another_life_saved_here(folder):
+def another_process_saved_here(folder):
     save(folder, 5, THIRD, latest=False)
     return THIRD
 
 
-def the_first_life_lived_on_and_saved(folder):
+def the_first_process_went_on_and_saved(folder):
     save(folder, 6, FIRST)
     return FIRST
 
 
-def latest_is_of_a_step_that_was_given_up(folder):
+def latest_is_of_a_superseded_step(folder):
     write_receipts(folder, start(0, 0, FIRST), *steps(0, 1, 2, 3, 4, 5), start(1, 4, SECOND))
     save(folder, 5, FIRST)
     return "step_5"
 
 
-def latest_has_another_version_than_its_step_left(folder):
+def latest_has_another_version_than_its_step(folder):
     save(folder, 6, SECOND, version=5)
     return "version 5"
 
@@ -138,7 +138,7 @@ def the_config_is_another_runs(folder):
     return OTHER
 
 
-def the_config_is_of_another_life(folder):
+def the_config_is_of_another_process(folder):
     write_config(folder, RUN, THIRD)
     return THIRD
 
@@ -158,19 +158,19 @@ def an_earlier_config_is_another_runs(folder):
     [
         another_run_saved_here,
         another_runs_checkpoint_replaced_ours,
-        another_life_saved_here,
-        the_first_life_lived_on_and_saved,
-        latest_is_of_a_step_that_was_given_up,
-        latest_has_another_version_than_its_step_left,
+        another_process_saved_here,
+        the_first_process_went_on_and_saved,
+        latest_is_of_a_superseded_step,
+        latest_has_another_version_than_its_step,
         a_run_without_ids_saved_last,
         receipts_are_of_two_runs,
         the_config_is_another_runs,
-        the_config_is_of_another_life,
+        the_config_is_of_another_process,
         the_config_names_no_run,
         an_earlier_config_is_another_runs,
     ],
 )
-def test_mixed_lives_are_found_and_named(folder, mix):
+def test_mixed_files_are_detected_and_named(folder, mix):
     named = mix(folder)
     found = problems(folder)
     assert any(named in problem for problem in found), found
@@ -179,7 +179,7 @@ def test_mixed_lives_are_found_and_named(folder, mix):
 @pytest.mark.parametrize(
     "junk", ["", "[" * 10**5, "1e", "[]", '{"identity": 1, "ledger": []}', "é"]
 )
-def test_what_cannot_be_read_ends_nothing_and_shows_no_terminal_escapes(folder, junk):
+def test_unreadable_files_are_violations_without_control_characters(folder, junk):
     state = folder / "checkpoints/step_6/state/driver.json"
     state.write_text(junk, encoding="latin-1")
     assert problems(folder)

@@ -1,9 +1,9 @@
-"""Curves: every metric is drawn, as plotly understands it, in a bounded number of points."""
+"""Every metric is drawn as a valid plotly figure with a bounded number of points."""
 
 import plotly.graph_objects as go
 import pytest
 
-from grpo_components.report.curves import MOST_POINTS, metric_charts, thinned
+from grpo_components.report.curves import MAX_POINTS, metric_charts, thinned
 from grpo_components.report.timeline import timeline
 
 
@@ -26,29 +26,29 @@ def events():
         yield {"event": "load", "time": now + 22, "role": "generator_0", "version": step}
     yield {"event": "restart", "time": 400.0, "role": "generator_0", "what": "died"}
     yield {"event": "rollback", "time": 500.0, "role": "trainer_0", "what": "died"}
-    yield {"torn": "a record of another kind"}
+    yield {"unknown": "a record of another kind"}
 
 
-LIVES = [
+STARTS = [
     {"role": role, "started": started, "attempt": 0, "pid": 1}
     for role, started in (("generator_0", 90.0), ("trainer_0", 95.0), ("generator_0", 410.0))
 ]
-BEATS = [{"role": "generator_0", "time": 100.0 + i, "rss_mib": 512.0} for i in range(3)]
+HEARTBEATS = [{"role": "generator_0", "time": 100.0 + i, "rss_mib": 512.0} for i in range(3)]
 
 
 def test_plotly_accepts_every_figure():
-    over_time, told = timeline(events(), LIVES, BEATS)
+    over_time, role_events = timeline(events(), STARTS, HEARTBEATS)
     by_section = metric_charts(metrics(30))
     charts = [chart for charts in by_section.values() for chart in charts] + over_time
     assert {chart["title"] for chart in charts} >= {
         *("Reward", "Success", "Staleness", "my/own"),
-        *("Policy versions", "Lives of the roles", "Idle time by role", "Memory by role"),
+        *("Policy versions", "Role processes", "Idle time by role", "Memory by role"),
     }
     assert "KL" not in {chart["title"] for chart in charts}, "it was never measured"
     for chart in charts:
-        figure = go.Figure(chart["figure"])  # refuses what it does not know
+        figure = go.Figure(chart["figure"])  # raises for unknown properties
         assert all(len(trace.x) == len(trace.y) > 0 for trace in figure.data), chart["title"]
-    assert [(e["event"], e["minute"]) for e in told] == [
+    assert [(e["event"], e["minute"]) for e in role_events] == [
         ("start", pytest.approx(10 / 60, abs=0.01)),
         ("restart", pytest.approx(310 / 60, abs=0.01)),
         ("rollback", pytest.approx(410 / 60, abs=0.01)),
@@ -58,37 +58,37 @@ def test_plotly_accepts_every_figure():
 def test_a_long_run_has_no_more_points_than_a_screen():
     for charts in metric_charts(metrics(12_345)).values():
         for chart in charts:
-            assert all(len(trace["y"]) <= MOST_POINTS for trace in chart["figure"]["data"])
+            assert all(len(trace["y"]) <= MAX_POINTS for trace in chart["figure"]["data"])
 
 
-def test_each_point_stands_for_equally_many_steps_up_to_its_own():
+def test_each_point_combines_equally_many_steps():
     steps, values = list(range(1, 2501)), [float(s) for s in range(1, 2501)]
     x, y = thinned(steps, values, max)
     assert (x[0], y[0], x[-1], y[-1]) == (3, 3.0, 2500, 2500.0)
     assert thinned(steps[:7], values[:7], max) == (steps[:7], values[:7])
 
 
-def test_a_curve_that_is_alone_in_a_chart_of_several_has_its_name():
-    """Else nobody could tell which of the two KLs was measured."""
+def test_a_curve_left_alone_in_a_chart_of_several_keeps_its_legend():
+    """It shows which of two KLs was measured."""
     steps = [{"step": 1, "mismatch/generator_kl": 0.1, "loss/kl_reference": None, "my/own": 2}]
     charts = {c["title"]: c["figure"]["layout"] for s in metric_charts(steps).values() for c in s}
     assert charts["KL"]["showlegend"] and not charts["my/own"]["showlegend"]
-    [memory], _ = timeline([], [], BEATS)
+    [memory], _ = timeline([], [], HEARTBEATS)
     assert memory["figure"]["layout"]["showlegend"]
 
 
-def test_a_few_steps_have_their_own_ticks_and_no_half_ones():
+def test_a_few_steps_get_one_tick_each():
     [chart] = metric_charts([{"step": s, "my/own": 2} for s in (0, 2, 3)])["Other metrics"]
     assert chart["figure"]["layout"]["xaxis"]["tickvals"] == [0, 2, 3]
 
 
-@pytest.mark.parametrize(("started", "said"), [(90.0, "1970-01-01 00:01:30 UTC"), (1e300, "")])
-def test_minutes_are_tied_to_the_clock(started, said):
+@pytest.mark.parametrize(("started", "clock"), [(90.0, "1970-01-01 00:01:30 UTC"), (1e300, "")])
+def test_minute_0_is_given_as_a_time_of_day(started, clock):
     [chart], _ = timeline([], [{"role": "a", "started": started}], [])
-    assert chart["about"].endswith(said)
+    assert chart["about"].endswith(clock)
 
 
-def test_a_single_point_is_a_mark_in_every_chart():
+def test_a_single_point_is_drawn_as_a_marker():
     step = [{"event": kind, "time": 1.0, "version": 1, "step": 1} for kind in ("publish", "sample")]
     step.append({"event": "step", "time": 2.0, "step": 1})
     charts, _ = timeline(step, [], [{"role": "a", "time": 1.0, "rss_mib": 1.0}])
@@ -99,16 +99,19 @@ def test_a_single_point_is_a_mark_in_every_chart():
 
 
 def test_a_chart_grows_with_its_roles():
-    """Else the legend takes the room of the curves, and every other role has no name."""
+    """Otherwise the legend covers the curves, and some roles have no name."""
     roles = [f"generator_{i}" for i in range(16)]
-    lives = [{"role": role, "started": 90.0} for role in roles]
-    beats = [{"role": role, "time": 100.0, "rss_mib": 512.0} for role in roles]
+    starts = [{"role": role, "started": 90.0} for role in roles]
+    heartbeats = [{"role": role, "time": 100.0, "rss_mib": 512.0} for role in roles]
     heights = [
-        [chart["figure"]["layout"]["height"] for chart in timeline([], lives[:n], beats[:n])[0]]
+        [
+            chart["figure"]["layout"]["height"]
+            for chart in timeline([], starts[:n], heartbeats[:n])[0]
+        ]
         for n in (2, 16)
     ]
     assert all(few < many for few, many in zip(*heights, strict=True))
 
 
-def test_a_run_without_any_such_file_has_no_charts():
+def test_without_files_there_are_no_charts():
     assert timeline([], [], []) == ([], [])

@@ -1,4 +1,4 @@
-"""Idle time: of each step, the share in which a role had nothing to work on."""
+"""Idle time: the share of each step in which a role had nothing to work on."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def issue(time, group, role="generator_0"):
     return time, "issue", {"group": group, "role": role}
 
 
-def test_a_generator_works_while_a_group_of_its_is_in_flight():
+def test_a_generator_is_busy_while_it_has_a_group_in_flight():
     idle = follow(
         [
             *[(0, "sample", {}), (4, "step", {"step": 1})],
@@ -26,13 +26,13 @@ def test_a_generator_works_while_a_group_of_its_is_in_flight():
         ]
     )
     assert idle.steps == [1, 2, 3]
-    # From 4 to 14 it works 5 to 8 and 9 to 14; from 14 to 24 until 16.
+    # Step 2 (4 to 14): busy 5 to 8 and 9 to 14. Step 3 (14 to 24): busy until 16.
     shares = [shares["generator_0"] for shares in idle.shares[1:]]
     assert shares == pytest.approx([0.2, 0.8])
     assert [s["trainers"] for s in idle.shares] == pytest.approx([0.0, 0.6, 0.5])
 
 
-def test_a_reference_works_from_the_end_of_a_generation_until_the_group_is_buffered():
+def test_a_reference_is_busy_from_the_end_of_generation_until_the_group_is_buffered():
     idle = follow(
         [
             *[(0, "sample", {}), issue(0, 0), issue(0, 1), (2, "finish", {"group": 0})],
@@ -47,7 +47,7 @@ def test_a_reference_works_from_the_end_of_a_generation_until_the_group_is_buffe
 
 
 def test_the_first_step_counts_from_the_first_group():
-    """Else what was generated before the first batch would hide that its generator then waits."""
+    """Groups generated before the first batch must not hide that the generator then waits."""
     idle = follow(
         [
             *[issue(0, 0), (4, "finish", {"group": 0}), (5, "buffer", {"group": 0})],
@@ -61,19 +61,19 @@ def test_the_first_step_counts_from_the_first_group():
 
 
 @pytest.mark.parametrize("event", ["restart", "rollback"])
-def test_what_was_in_flight_is_over_when_its_role_starts_again(event):
+def test_a_restart_ends_what_the_role_had_in_flight(event):
     idle = follow(
         [
             *[(0, "sample", {}), issue(0, 0), (5, event, {"role": "generator_0"})],
             *[(5, "sample", {}), (10, "step", {"step": 1})],
         ]
     )
-    # After a rollback the step's time counts from the new attempt's first group or batch.
+    # After a rollback the step counts from the first group or batch of the new attempt.
     expected = 0.5 if event == "restart" else 1.0
     assert idle.shares[0]["generator_0"] == pytest.approx(expected)
 
 
-def test_a_step_that_was_done_again_counts_once():
+def test_a_repeated_step_counts_once():
     once = [(time, "sample", {}) for time in (0, 2, 4)] + [(5, "rollback", {"role": "trainer_0"})]
     steps = [(time + 1, "step", {"step": time // 2 + 1}) for time in (0, 2, 4)]
     again = [(6, "sample", {}), (9, "step", {"step": 2})]

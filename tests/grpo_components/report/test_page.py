@@ -1,4 +1,4 @@
-"""The page: whole without the network, for any state of a run, and deaf to what a model says."""
+"""The page works without network, for any state of a run, and never renders a model's text."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the content of each script."""
+    """Collects tags with their attributes, and the content of each script."""
 
     def __init__(self, html):
         super().__init__()
@@ -36,7 +36,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder as a run leaves it, every text in it hostile."""
+    """The folder of a run in which every text is hostile."""
     folder = tmp_path / "run"
     (folder / "logs").mkdir(parents=True)
 
@@ -67,7 +67,7 @@ def run(tmp_path):
     return folder
 
 
-def test_nothing_that_a_run_says_becomes_a_tag(run):
+def test_no_text_of_a_run_becomes_a_tag(run):
     html = write_report(run).read_text(encoding="utf-8")
     found = Page(html)
     assert len(found.scripts) == 4, "charts, rollouts, plotly's and the page's"
@@ -76,8 +76,8 @@ def test_nothing_that_a_run_says_becomes_a_tag(run):
     assert "\x1b" not in html and "\u202e" not in html
     data = [json.loads(script) for attrs, script in found.scripts if attrs]
     assert r"\u202e" in data[1][0]["responses"][0]["text"]
-    assert "alert(2)" in html, "it is shown all the same"
-    assert "<" not in json.dumps(data[0]).replace("<extra></extra>", ""), "plotly knows some tags"
+    assert "alert(2)" in html, "it is shown as text"
+    assert "<" not in json.dumps(data[0]).replace("<extra></extra>", ""), "plotly renders some tags"
 
 
 def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
@@ -96,10 +96,10 @@ def test_it_needs_no_network_and_lets_only_its_own_scripts_run(run):
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
-    [(None, "running, or killed"), (True, "finished"), (False, "stopped before its end")],
+    ("end", "state"),
+    [(None, "running or killed"), (True, "finished"), (False, "stopped early")],
 )
-def test_it_says_how_the_run_ended(run, end, said):
+def test_the_state_line_shows_how_the_run_ended(run, end, state):
     if end is not None:
         record = {"record": "end", "attempt": 0, "step": 1, "finished": end}
         with (run / "receipts.jsonl").open("r+") as file:
@@ -107,7 +107,7 @@ def test_it_says_how_the_run_ended(run, end, said):
             file.seek(0)
             file.truncate()
             file.write(whole + "\n" + json.dumps(record) + "\n")
-    assert f"{said}; 1 of 9 steps" in write_report(run).read_text(encoding="utf-8")
+    assert f"{state}; 1 of 9 steps" in write_report(run).read_text(encoding="utf-8")
 
 
 def test_metrics_alone_are_enough(run):
@@ -118,17 +118,19 @@ def test_metrics_alone_are_enough(run):
     assert "no rollouts are logged" in html and "No group was dropped" in html
 
 
-def test_without_logprobs_it_says_how_to_have_them(run):
+def test_without_logprobs_the_page_names_the_key_that_logs_them(run):
     path = run / "logs/rollouts.jsonl"
     path.write_text(path.read_text().replace('"trainer_logprobs": [-1.5]', '"other": 1'))
     of_generator_only = write_report(run).read_text(encoding="utf-8")
-    assert "log_token_logprobs=true" not in of_generator_only, "as of a run without a trainer"
+    assert "log_token_logprobs=true" not in of_generator_only, (
+        "a run without a trainer has only these"
+    )
     assert '<option value="trainer - generator">' not in of_generator_only
     path.write_text(path.read_text().replace('"generator_logprobs": [-1.0]', '"another": 1'))
     assert "log_token_logprobs=true" in write_report(run).read_text(encoding="utf-8")
 
 
-def test_a_page_that_cannot_be_written_leaves_the_earlier_one(run, monkeypatch):
+def test_a_failed_write_keeps_the_earlier_page(run, monkeypatch):
     before = write_report(run).read_text(encoding="utf-8")
 
     def full(*_):
@@ -141,7 +143,7 @@ def test_a_page_that_cannot_be_written_leaves_the_earlier_one(run, monkeypatch):
     assert not list(run.glob(".*"))
 
 
-def test_the_command_says_where_the_page_is_or_why_there_is_none(run, tmp_path, capsys):
+def test_the_command_prints_the_path_or_the_reason(run, tmp_path, capsys):
     assert main([str(run)]) == 0
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'} (")
     assert main([str(tmp_path / "nowhere")]) == 2
@@ -158,8 +160,8 @@ def test_the_command_says_where_the_page_is_or_why_there_is_none(run, tmp_path, 
         *("logs/failed_samples.jsonl", "logs/rollouts.jsonl", "logs/metrics.jsonl"),
     ],
 )
-def test_a_damaged_record_costs_the_page_no_more_than_itself(run, name):
-    """Whole JSON, but of another kind than what should stand there."""
+def test_a_damaged_record_is_all_that_the_page_loses(run, name):
+    """Valid JSON with fields of the wrong type."""
     kinds = (None, "x", float("nan"), [1], {"x": 1})
     whole = (run / name).read_text().splitlines()[:-1]
     damaged = [
@@ -185,26 +187,26 @@ def test_an_evaluation_alone_shows_what_it_has(run):
     assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
 
 
-def test_a_long_runs_page_says_that_its_points_stand_for_several_steps(run):
+def test_a_long_run_states_how_many_steps_a_point_combines(run):
     lines = [json.dumps({"step": s, "attempt": 0, "my/own": 1.0}) for s in range(1, 2002)]
     (run / "logs/metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert "each point stands for 3 steps" in write_report(run).read_text(encoding="utf-8")
+    assert "each point combines 3 steps" in write_report(run).read_text(encoding="utf-8")
 
 
-def test_configs_stand_in_the_order_of_their_attempts(run):
+def test_configs_are_in_the_order_of_attempts(run):
     for attempt in (0, 2, 10):
         (run / f"config_attempt_{attempt}.yaml").write_text("seed: 1\n")
     html = write_report(run).read_text(encoding="utf-8")
     assert re.findall(r"config_attempt_(\d+)", html) == ["0", "2", "10"]
 
 
-def test_rollouts_that_are_not_shown_are_not_said_to_be_missing(run):
-    html = write_report(run, most_groups=0).read_text(encoding="utf-8")
-    assert "none of the 1 groups" in html and "no rollouts are logged" not in html
+def test_rollouts_that_are_logged_but_not_shown_are_counted(run):
+    html = write_report(run, max_groups=0).read_text(encoding="utf-8")
+    assert "none of the 1 logged groups" in html and "no rollouts are logged" not in html
 
 
-def test_tokens_per_second_are_of_the_time_that_the_steps_took(run):
-    """100 tokens in 1 s, then 100 in 9 s: 20 a second, and not the mean of the two rates."""
+def test_throughput_is_total_tokens_over_total_time(run):
+    """100 tokens in 1 s, then 100 in 9 s: 20 per second, not the mean of the two rates."""
     rate = "throughput/trained_tokens_per_second"
     metrics = [{"step": s, "attempt": 0, rate: 100 / took} for s, took in ((1, 1), (2, 9))]
     (run / "logs/metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))

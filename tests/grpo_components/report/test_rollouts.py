@@ -1,4 +1,4 @@
-"""The rollouts of a report: bounded, from all over the run, whole lines of attempts that count."""
+"""The shown rollouts: limited in size, spread over the run, complete lines of valid attempts."""
 
 import json
 from itertools import pairwise
@@ -10,9 +10,9 @@ from grpo_components.report.rollouts import read_rollouts
 from grpo_components.report.run_files import Attempts
 
 
-def response(said="4", **more):
+def response(text="4", **more):
     return {
-        **{"response": said, "finish_reason": "stop", "response_tokens": 1, "versions": [0, 0]},
+        **{"response": text, "finish_reason": "stop", "response_tokens": 1, "versions": [0, 0]},
         **{"reward": 1.0, "reward_terms": {"right": 1.0}, "success": True, "error": None},
         **more,
     }
@@ -36,7 +36,7 @@ def write(tmp_path):
     return write
 
 
-def test_they_are_spread_over_the_run_with_its_first_and_last(write):
+def test_they_are_spread_evenly_and_include_the_first_and_last(write):
     path = write([group(step) for step in range(1, 1001)])
     shown = read_rollouts(path, Attempts(), 11)
     steps = [g["step"] for g in shown.groups]
@@ -46,14 +46,14 @@ def test_they_are_spread_over_the_run_with_its_first_and_last(write):
     assert not read_rollouts(path, Attempts(), 0).groups
 
 
-def test_long_ones_are_fewer(write, monkeypatch):
-    monkeypatch.setattr(rollouts, "MOST_BYTES", 50_000)
+def test_long_groups_reduce_their_number(write, monkeypatch):
+    monkeypatch.setattr(rollouts, "MAX_BYTES", 50_000)
     path = write([group(step, responses=[response("x" * 5000)] * 2) for step in range(1, 101)])
     shown = read_rollouts(path, Attempts())
     assert 2 <= len(shown.groups) <= 5 and shown.logged == 100
 
 
-def test_a_torn_line_and_steps_that_were_done_again_are_left_out(write):
+def test_incomplete_lines_and_repeated_steps_are_skipped(write):
     groups = [group(1), group(2), group(3), group(2, attempt=1)]
     path = write(groups, torn='{"step": 3, "attempt": 0, "gro')
     shown = read_rollouts(path, Attempts({0: 0, 1: 1}))
@@ -61,7 +61,7 @@ def test_a_torn_line_and_steps_that_were_done_again_are_left_out(write):
     assert (shown.logged, shown.superseded) == (2, 2)
 
 
-def test_every_response_has_its_advantage_and_text_that_is_only_text(write):
+def test_responses_have_their_advantages_and_escaped_text(write):
     hostile = "\u202e</script><b>\x1b[31m\x00"
     path = write([group(1, responses=[response(hostile), response(reward_terms={hostile: 1})])])
     [shown] = read_rollouts(path, Attempts()).groups
@@ -72,10 +72,10 @@ def test_every_response_has_its_advantage_and_text_that_is_only_text(write):
 
 
 def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
-    monkeypatch.setattr(rollouts, "_MOST_TOKENS", 2)
+    monkeypatch.setattr(rollouts, "_MAX_TOKENS", 2)
     logprobs = {f"{who}_logprobs": [-1.0, None, -3.0] for who in ("generator", "trainer")}
-    told = response(tokens=["4", "\x07", "!"], **logprobs, reference_logprobs=None)
-    shown = read_rollouts(write([group(1, responses=[told])]), Attempts())
+    logged = response(tokens=["4", "\x07", "!"], **logprobs, reference_logprobs=None)
+    shown = read_rollouts(write([group(1, responses=[logged])]), Attempts())
     assert shown.logprobs == {"generator", "trainer"}
     [found] = shown.groups[0]["responses"]
     assert (found["pieces"], found["more_tokens"]) == (["4", r"\x07"], 1)
@@ -83,14 +83,14 @@ def test_logprobs_stay_beside_their_tokens(write, monkeypatch):
     assert not read_rollouts(write([group(1)]), Attempts()).logprobs
 
 
-def test_who_said_what_is_shown_where_several_did(write):
+def test_the_turns_of_a_conversation_are_shown(write):
     turns = [{"by": "policy", "text": "ask"}, {"by": "environment", "text": "4\x07"}]
     shown = read_rollouts(write([group(1, responses=[response("ask4", turns=turns)])]), Attempts())
     [found] = shown.groups[0]["responses"]
     assert found["turns"] == [turns[0], {"by": "environment", "text": r"4\x07"}]
 
 
-def test_a_line_that_was_cut_and_gone_on_with_is_no_group_of_the_file(write):
+def test_a_line_cut_in_its_middle_is_not_counted(write):
     cut = json.dumps(group(1))[:80]
     path = write([group(1), group(2), group(3)])
     path.write_text(path.read_text().replace(json.dumps(group(2)), cut))

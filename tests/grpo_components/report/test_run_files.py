@@ -1,4 +1,4 @@
-"""What is read of a run: whole lines, and of every step the attempt that counts."""
+"""Reading a run's files: complete lines, and the attempt of each step that counts."""
 
 import json
 import tempfile
@@ -17,14 +17,14 @@ from grpo_components.report.run_files import (
     read_records,
 )
 
-# Each attempt goes on somewhere before the end of what is done, and does some steps.
-LIVES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5)
+# (steps done at its start, steps it trains) of each attempt.
+ATTEMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5)
 
 
-def play(lives):
-    """Metrics and receipts of a run with these attempts, and which attempt each step is of."""
+def play(plan):
+    """The attempt that counts for each step; metrics and receipts of a run with these attempts."""
     history, metrics, receipts = [], [], []
-    for attempt, (start, steps) in enumerate(lives):
+    for attempt, (start, steps) in enumerate(plan):
         start = min(start, len(history)) if attempt else 0
         history = history[:start] + [attempt] * steps if steps else history
         receipts.append({"record": "start", "attempt": attempt, "steps_done": start})
@@ -39,10 +39,10 @@ def write(path, records, torn=""):
     return path
 
 
-@given(LIVES)
-def test_of_every_step_the_last_attempt_counts_and_no_step_that_was_taken_back(lives):
-    """An attempt that ended before it did anything has replaced nothing."""
-    history, metrics, receipts = play(lives)
+@given(ATTEMPTS)
+def test_the_last_attempt_of_a_step_counts(plan):
+    """An attempt that trained no step replaces nothing."""
+    history, metrics, receipts = play(plan)
     with tempfile.TemporaryDirectory() as folder:
         attempts = read_receipts(write(Path(folder) / "receipts.jsonl", receipts)).attempts
     counted = [record for record in metrics if attempts.counts(record)]
@@ -51,37 +51,37 @@ def test_of_every_step_the_last_attempt_counts_and_no_step_that_was_taken_back(l
 
 
 @given(st.integers(2, 60))
-def test_first_and_last_steps_are_equally_many_and_share_none(num_steps):
+def test_first_and_last_steps_are_equally_many_and_disjoint(num_steps):
     first, last = first_and_last(range(1, num_steps + 1))
     assert len(first) == len(last) <= 10 and first[-1] < last[0]
     assert (first[0], last[-1]) == (1, num_steps)
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 9)), st.integers(0, 9))
-def test_a_record_counts_that_no_later_attempt_went_back_behind(steps_done, step):
+def test_a_record_counts_if_no_later_attempt_started_before_it(steps_done, step):
     attempts = Attempts(steps_done)
     for attempt in range(10):
-        attempts.steps_done.setdefault(attempt, attempt)  # as more of them become known
+        attempts.steps_done.setdefault(attempt, attempt)  # as more attempts become known
         for which in range(11):
             later = [done for a, done in attempts.steps_done.items() if a > which]
             counts = attempts.counts({"step": step, "attempt": which})
             assert counts == all(step <= done for done in later)
 
 
-def test_the_metrics_alone_tell_where_an_attempt_went_on(tmp_path):
+def test_metrics_alone_show_where_an_attempt_resumed(tmp_path):
     lines = [{"step": s, "attempt": 0} for s in range(6)] + [{"step": 4, "attempt": 1}]
     found = read_metrics(write(tmp_path / "metrics.jsonl", lines), Attempts())
     assert [(r["step"], r["attempt"]) for r in found] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1)]
 
 
-def test_lines_that_are_torn_or_no_object_are_passed_over(tmp_path):
+def test_incomplete_lines_and_other_values_are_skipped(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"a": 1}, [2], {"a": 3}], torn='{"a": 4, "b')
     path.write_bytes(b'\xff\xfe{"torn\n' + path.read_bytes())
     assert list(read_records(path)) == [{"a": 1}, {"a": 3}]
     assert list(read_records(tmp_path / "none.jsonl")) == []
 
 
-def test_dropped_groups_have_their_prompts_and_those_of_a_taken_back_step_are_none(tmp_path):
+def test_dropped_groups_have_their_prompts_and_superseded_drops_are_skipped(tmp_path):
     def step(attempt, step, *events):
         return {"record": "step", "attempt": attempt, "step": step, "events": events}
 
@@ -108,8 +108,7 @@ def test_dropped_groups_have_their_prompts_and_those_of_a_taken_back_step_are_no
     assert list(receipts.ends) == [1]
 
 
-def test_what_no_json_writer_should_write_is_null_or_passed_over(tmp_path):
-    """NaN, as other programs write it; numbers and depths that Python's reader refuses."""
+def test_nan_is_null_and_extreme_numbers_and_depths_are_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
         f'{{"a": [NaN, -Infinity, 1e999]}}\n{{"a": {"9" * 5000}}}\n{"[" * 100_000}\n{{"b": 1}}\n'
@@ -117,7 +116,7 @@ def test_what_no_json_writer_should_write_is_null_or_passed_over(tmp_path):
     assert list(read_records(path)) == [{"a": [None, None, None]}, {"b": 1}]
 
 
-def test_a_record_without_the_fields_that_are_read_is_passed_over(tmp_path):
+def test_records_without_the_required_fields_are_skipped(tmp_path):
     records = [{"role": "a", "at": 1}, {"role": "a"}, {"role": ["a"], "at": 1.5}, {"at": "x"}]
     path = write(tmp_path / "a.jsonl", records)
     assert list(read_records(path, {"role": str, "at": NUMBER})) == records[:1]

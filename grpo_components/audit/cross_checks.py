@@ -1,4 +1,4 @@
-"""Rules that compare the receipts with what else a run has written down."""
+"""Rules that compare the receipts with other files of the run."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_components.audit.findings import Report
+from grpo_components.audit.findings import Findings
 from grpo_components.audit.history import Record
 from grpo_components.audit.lines import records_of
 from grpo_components.audit.settings import Settings, correction_bounds, read_settings
 
 _SLACK = 1e-6
-"""Relative, of means of weights in another order."""
+"""Relative; a mean summed in another order differs by rounding."""
 
 
-class Beside(Protocol):
-    """A rule that compares records with another file."""
+class CrossCheck(Protocol):
+    """A rule that compares the records with another file."""
 
     def follow(self, record: Record) -> None:
-        """Take the next record, of the right shape."""
+        """Check the next record, which has all its fields."""
         ...
 
     def finish(self) -> None:
-        """Check what can only be said at the end of the file."""
+        """Check what needs all records."""
 
 
-class Config:
-    """Every setting that a start record repeats is that of the attempt's config.
+class ConfigCheck:
+    """Compares the settings in a start record with the attempt's config.
 
-    `config.yaml` is that of the last life of the run, `config_attempt_<n>.yaml` of the one that
-    ended with attempt n. A run that goes on elsewhere, and rollbacks, share one.
+    `config.yaml` belongs to the last process of the run, `config_attempt_<n>.yaml` to the one whose
+    last attempt was n. A rollback stays in its process and shares the config.
 
     Args:
         folder: of the run.
-        last_attempt: of the receipts.
-        report: told what is checked.
+        last_attempt: the last one in the receipts.
+        findings: gets the outcome of every check.
     """
 
-    def __init__(self, folder: Path, last_attempt: int, report: Report) -> None:
-        self._check, self._report, self._last = report.check, report, last_attempt
+    def __init__(self, folder: Path, last_attempt: int, findings: Findings) -> None:
+        self._check, self._findings, self._last = findings.check, findings, last_attempt
         numbers = (_number_of(path) for path in folder.glob("config_attempt_*.yaml"))
         self._until = sorted(number for number in numbers if number is not None)
         self._folder = folder
@@ -48,7 +48,7 @@ class Config:
         self._settings: Settings | None = None
 
     def follow(self, record: Record) -> None:
-        """Compare a start record; the correction mass of a step with what the config allows."""
+        """Compare a start record, or check the correction mass of a step."""
         if record["record"] == "start":
             self._settings = self._settings_of(record["attempt"])
             if self._settings is not None:
@@ -57,7 +57,7 @@ class Config:
             self._check_mass(record["correction_mass"], self._settings)
 
     def finish(self) -> None:
-        """Nothing is left to be compared."""
+        """Nothing to do."""
 
     def _settings_of(self, attempt: int) -> Settings | None:
         until = next((number for number in self._until if number >= attempt), None)
@@ -70,19 +70,19 @@ class Config:
             except (OSError, ValueError) as error:
                 self._check("config", False, f"{name} cannot be read: {error}")
         settings = self._read[path]
-        # One that began elsewhere, in another version of this package, says nothing of what it
-        # goes on from.
+        # A single config of a resumed run (its earlier folder is elsewhere) only covers the last
+        # attempt.
         resumed = settings is not None and settings.get("resume_from_checkpoint") != "false"
-        alone = until is None and not self._until and resumed
-        return None if alone and attempt < self._last else settings
+        only_last = until is None and not self._until and resumed
+        return None if only_last and attempt < self._last else settings
 
     def _compare(self, start: Record, settings: Settings) -> None:
         for key in start.keys() & settings.keys():
-            said = settings[key]
+            setting = settings[key]
             if key == "num_steps" and settings.get("eval_only", "false") != "false":
-                said = "0"
-            holds = said == str(start[key])
-            self._check("config", holds, f"{key} is {start[key]}, in the config {said}")
+                setting = "0"
+            holds = setting == str(start[key])
+            self._check("config", holds, f"{key} is {start[key]}, but {setting} in the config")
 
     def _check_mass(self, mass: float | None, settings: Settings) -> None:
         low, high = correction_bounds(settings.get("off_policy"))
@@ -93,16 +93,16 @@ class Config:
             self._check("correction", holds, f"correction_mass is {mass}; off_policy: {bounds}")
 
 
-class Metrics:
-    """Every step has the numbers that `logs/metrics.jsonl` has of it.
+class MetricsCheck:
+    """Compares the numbers of each step with `logs/metrics.jsonl`.
 
     Args:
         folder: of the run.
-        report: told what is checked.
+        findings: gets the outcome of every check.
     """
 
-    def __init__(self, folder: Path, report: Report) -> None:
-        self._check, self._report = report.check, report
+    def __init__(self, folder: Path, findings: Findings) -> None:
+        self._check, self._findings = findings.check, findings
         found: dict[tuple[int, int], Record] = {}
         for record in records_of(folder / "logs" / "metrics.jsonl"):
             attempt, step = record.get("attempt"), record.get("step")
@@ -121,45 +121,45 @@ class Metrics:
         self._seen.add((attempt, step))
         metrics = self._found.get((attempt, step))
         if metrics is None:
-            there = step > self._last.get(attempt, 0)
-            self._check("metrics", there, "logs/metrics.jsonl has later steps, and not this one")
+            is_last = step > self._last.get(attempt, 0)
+            self._check("metrics", is_last, "logs/metrics.jsonl has later steps but not this one")
             return
         for key, value in _measured(record).items():
             if key in metrics:
                 same = _same(metrics[key], value)
-                self._check("metrics", same, f"{key} is {value}, in the metrics {metrics[key]}")
+                self._check("metrics", same, f"{key} is {value}, but {metrics[key]} in the metrics")
 
     def finish(self) -> None:
-        """Find steps that the receipts lack."""
-        lacking = sorted(self._found.keys() - self._seen)
-        attempt, step = lacking[0] if lacking else (0, 0)
+        """Find steps that only the metrics have."""
+        missing = sorted(self._found.keys() - self._seen)
+        attempt, step = missing[0] if missing else (0, 0)
         if self._found:
-            self._report.where = "receipts.jsonl"
-            said = f"step {step} of attempt {attempt} is in logs/metrics.jsonl alone"
-            self._check("metrics", not lacking, said)
+            self._findings.where = "receipts.jsonl"
+            problem = f"step {step} of attempt {attempt} is only in logs/metrics.jsonl"
+            self._check("metrics", not missing, problem)
 
 
-class Loads:
-    """Every acknowledged pull is in `logs/events.jsonl`, with the checksum of what was loaded.
+class LoadsCheck:
+    """Compares every acknowledged pull with the loads in `logs/events.jsonl`.
 
     Args:
         folder: of the run.
-        report: told what is checked.
+        findings: gets the outcome of every check.
     """
 
-    def __init__(self, folder: Path, report: Report) -> None:
-        self._check, self._report = report.check, report
+    def __init__(self, folder: Path, findings: Findings) -> None:
+        self._check, self._findings = findings.check, findings
         self._path = folder / "logs" / "events.jsonl"
         self._pulls: list[tuple[str, tuple[int, str, int], str]] = []
 
     def follow(self, record: Record) -> None:
-        """Remember the pulls of a record, and where it stands."""
+        """Collect the pulls of a record."""
         for pull in record.get("acknowledged", ()):
             identity = (record["attempt"], pull["generator"], pull["version"])
-            self._pulls.append((self._report.where, identity, pull["checksum"]))
+            self._pulls.append((self._findings.where, identity, pull["checksum"]))
 
     def finish(self) -> None:
-        """Compare: the log of a run that still writes knows of no pull later than its receipts."""
+        """Compare them with the log, read last so that it has every pull of the receipts."""
         loads: dict[tuple[Any, Any, Any], list[Any]] = {}
         for event in records_of(self._path, b'"load"'):
             identity = (event.get("attempt"), event.get("role"), event.get("version"))
@@ -168,31 +168,36 @@ class Loads:
         logged = {attempt for attempt, _, _ in loads}
         for where, identity, checksum in self._pulls:
             attempt, name, version = identity
-            if attempt not in logged:  # its log lies elsewhere
+            if attempt not in logged:  # this folder lacks its log
                 continue
-            self._report.where = where
+            self._findings.where = where
             found = loads.get(identity, [])
-            there = "logs/events.jsonl has no such load"
-            self._check("loads", bool(found), f"{name} loads version {version}; {there}")
-            known = [each for each in found if each is not None]  # older versions left it out
-            said = f"{name} loads version {version} with {checksum}, by logs/events.jsonl with "
-            self._check("loads", not known or checksum in known, f"{said}{known[:1]}")
+            problem = f"{name} loads version {version}, which logs/events.jsonl lacks"
+            self._check("loads", bool(found), problem)
+            known = [each for each in found if each is not None]  # older versions wrote no checksum
+            problem = f"{name} loads version {version} with {checksum}, but with "
+            problem += f"{known[:1]} in logs/events.jsonl"
+            self._check("loads", not known or checksum in known, problem)
 
 
-def rules_beside(folder: Path, attempts: Iterable[int], report: Report) -> list[Beside]:
+def cross_checks(folder: Path, attempts: Iterable[int], findings: Findings) -> list[CrossCheck]:
     """The rules that compare the receipts with other files of a run's folder.
 
     Args:
-        folder: of the run; none of its files has to be there.
-        attempts: of the receipts.
-        report: told what is checked.
+        folder: of the run; its files may be missing.
+        attempts: all attempts of the receipts.
+        findings: gets the outcome of every check.
     """
     last = max(attempts, default=0)
-    return [Config(folder, last, report), Metrics(folder, report), Loads(folder, report)]
+    return [
+        ConfigCheck(folder, last, findings),
+        MetricsCheck(folder, findings),
+        LoadsCheck(folder, findings),
+    ]
 
 
 def _measured(record: Record) -> dict[str, float | None]:
-    """What the metrics of a step say under these keys, made again from its record."""
+    """Metrics of a step, recomputed from its record."""
     counts = {int(version): n for version, n in record["token_versions"].items()}
     tokens, start = sum(counts.values()), record["trained_from"]
     versions = sum(version * n for version, n in counts.items())

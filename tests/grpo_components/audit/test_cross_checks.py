@@ -1,4 +1,4 @@
-"""What receipts repeat of other files is compared with them, life by life."""
+"""The receipts are compared with the run's config, metrics and events, attempt by attempt."""
 
 import json
 
@@ -12,7 +12,7 @@ CONFIG = "max_staleness: 2\ngroups_per_step: 2\ngroup_size: 2\nnum_steps: 6\n"
 
 @pytest.fixture
 def run(tmp_path, write_run, write_receipts):
-    """A folder, its records, and a function that chains changed ones again and audits them."""
+    """A folder, its records, and a function that writes them with a valid chain and audits them."""
     records = write_run(tmp_path / "receipts.jsonl")
 
     def broken():
@@ -24,11 +24,11 @@ def run(tmp_path, write_run, write_receipts):
 
 
 @pytest.mark.parametrize("key", ["max_staleness", "groups_per_step", "group_size", "num_steps"])
-def test_each_setting_that_the_header_repeats_is_that_of_the_config(run, key):
+def test_each_setting_of_the_start_record_must_be_that_of_the_config(run, key):
     _, records, broken = run
     records[0][key] += 1
     found = broken()
-    assert f"{key} is {records[0][key]}, in the config {records[0][key] - 1}" in found["config"]
+    assert f"{key} is {records[0][key]}, but {records[0][key] - 1}" in found["config"]
     assert "receipts.jsonl line 1" in found["config"]
 
 
@@ -48,7 +48,7 @@ def test_each_setting_that_the_header_repeats_is_that_of_the_config(run, key):
         (None, True),
     ],
 )
-def test_a_config_is_read_as_text_and_one_that_cannot_be_read_is_told(run, config, holds):
+def test_a_config_is_read_as_text_and_an_unreadable_one_is_a_violation(run, config, holds):
     folder, _, broken = run
     (folder / "config.yaml").unlink()
     if config is not None:
@@ -56,7 +56,7 @@ def test_a_config_is_read_as_text_and_one_that_cannot_be_read_is_told(run, confi
     assert ("config" not in broken()) == holds
 
 
-def test_a_run_that_evaluates_has_no_steps_whatever_its_config_says(run):
+def test_a_run_with_eval_only_has_no_steps_whatever_num_steps_is(run):
     folder, records, broken = run
     (folder / "config.yaml").write_text(f"{CONFIG}eval_only: /a/model\n")
     (folder / "logs/metrics.jsonl").unlink()
@@ -65,24 +65,26 @@ def test_a_run_that_evaluates_has_no_steps_whatever_its_config_says(run):
     assert "config" not in broken()
 
 
-def test_each_life_is_compared_with_its_own_config(run):
-    """Attempt 1 is a rollback of the first life; attempt 2 was resumed with other settings."""
+def test_each_attempt_is_compared_with_the_config_of_its_process(run):
+    """Attempt 1 is a rollback in the first process; attempt 2 was resumed with other settings."""
     folder, records, broken = run
-    lives = [dict(records[0], attempt=attempt) for attempt in range(3)]
-    records[:] = lives
+    starts = [dict(records[0], attempt=attempt) for attempt in range(3)]
+    records[:] = starts
     (folder / "logs/metrics.jsonl").unlink()
     (folder / "config_attempt_1.yaml").write_text(CONFIG)
     (folder / "config.yaml").write_text(
         CONFIG.replace("max_staleness: 2", "max_staleness: 3") + "resume_from_checkpoint: true\n"
     )
     assert "max_staleness is 2" in broken()["config"]
-    lives[2]["max_staleness"] = 3
+    starts[2]["max_staleness"] = 3
     assert "config" not in broken()
-    lives[1]["max_staleness"] = 3
+    starts[1]["max_staleness"] = 3
     assert "line 2" in broken()["config"]
     (folder / "config_attempt_1.yaml").unlink()
-    assert "config" not in broken(), "of a life that began elsewhere only the last one is known"
-    lives[2]["group_size"] = 3
+    assert "config" not in broken(), (
+        "without the earlier config only the last attempt can be compared"
+    )
+    starts[2]["group_size"] = 3
     assert "line 3" in broken()["config"]
 
 
@@ -97,7 +99,7 @@ def test_each_life_is_compared_with_its_own_config(run):
         ("off_policy/correction_mass", 99),
     ],
 )
-def test_each_number_that_the_metrics_repeat_is_theirs(run, key, value):
+def test_each_number_must_be_that_of_the_metrics(run, key, value):
     folder, _, broken = run
     path = folder / "logs" / "metrics.jsonl"
     metrics = [json.loads(line) for line in path.open()]
@@ -108,12 +110,12 @@ def test_each_number_that_the_metrics_repeat_is_theirs(run, key, value):
     assert key in found["metrics"] and "(attempt 0, step 5)" in found["metrics"]
 
 
-def test_a_step_is_in_both_files_or_the_last_ones_in_the_receipts_alone(run):
+def test_only_the_last_step_may_be_missing_from_the_metrics(run):
     folder, records, broken = run
     path = folder / "logs" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]))
-    assert not broken(), "killed between the two"
+    assert not broken(), "killed between the two writes"
     path.write_text("".join(lines[:2] + lines[3:]))
     assert list(broken()) == ["metrics"]
     path.write_text("".join(lines))
@@ -121,25 +123,25 @@ def test_a_step_is_in_both_files_or_the_last_ones_in_the_receipts_alone(run):
     assert "step 6 of attempt 0" in broken()["metrics"]
 
 
-def test_a_checksum_forged_in_both_fields_is_not_the_one_that_was_loaded(run):
+def test_a_checksum_forged_in_both_fields_differs_from_the_loaded_one(run):
     _, records, broken = run
-    [said] = records[5]["acknowledged"]
-    said["checksum"] = said["published"] = "forged"
-    records[5]["generators"][said["generator"]]["checksum"] = "forged"
+    [pull] = records[5]["acknowledged"]
+    pull["checksum"] = pull["published"] = "forged"
+    records[5]["generators"][pull["generator"]]["checksum"] = "forged"
     found = broken()
     assert list(found) == ["loads"] and "forged" in found["loads"]
 
 
-def test_a_pull_that_no_event_tells_of_is_noticed(run):
+def test_a_pull_without_a_load_event_is_detected(run):
     folder, _, broken = run
     path = folder / "logs" / "events.jsonl"
     lines = [line for line in path.read_text().splitlines(keepends=True) if '"load"' in line]
     path.write_text("".join(lines[1:]))
     assert list(broken()) == ["loads"]
     path.write_text(lines[0].replace('"attempt": 0', '"attempt": 7'))
-    assert not broken(), "the log of these attempts lies elsewhere"
+    assert not broken(), "the folder lacks the log of this attempt"
     path.write_text("".join(lines).replace('"checksum"', '"other"'))
-    assert not broken(), "an older version wrote none"
+    assert not broken(), "older versions wrote no checksum"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,9 @@ def test_a_pull_that_no_event_tells_of_is_noticed(run):
         ("Mine", {"cap": "2.0"}, (0, float("inf"))),
     ],
 )
-def test_a_correction_mass_is_within_what_its_component_can_give(run, component, settings, bounds):
+def test_the_correction_mass_is_within_the_bounds_of_its_component(
+    run, component, settings, bounds
+):
     name = f"grpo_components.objective.off_policy.{component}"
     assert correction_bounds({"_component_": name, **settings}) == bounds
     folder, records, broken = run
@@ -166,7 +170,7 @@ def test_a_correction_mass_is_within_what_its_component_can_give(run, component,
     assert ("correction" in broken()) == (bounds[1] < 99)
 
 
-def test_nothing_beside_is_needed_and_no_folder_or_damage_there_crashes(run):
+def test_other_files_may_be_missing_or_damaged(run):
     folder, _, broken = run
     for name in ("config.yaml", "logs/metrics.jsonl", "logs/events.jsonl"):
         (folder / name).unlink()
@@ -181,13 +185,13 @@ def test_nothing_beside_is_needed_and_no_folder_or_damage_there_crashes(run):
     assert "config" in broken()
 
 
-def test_settings_are_those_of_a_saved_config(tmp_path):
+def test_settings_are_the_scalars_of_a_saved_config(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("a: 2\nb: {c: x, d: [1]}\ne: [1, 2]\nf: null\n")
     assert read_settings(path) == {"a": "2", "b": {"c": "x"}, "f": "null"}
 
 
-def test_nothing_from_the_files_reaches_the_terminal_raw(run, capsys, write_receipts):
+def test_text_from_the_files_is_escaped(run, capsys, write_receipts):
     folder, records, _ = run
     evil = "\x1b]0;owned\x07\u202e\u2028\x9b31m\ud800"
     records[2]["acknowledged"][0]["generator"] = evil
