@@ -672,4 +672,4 @@ def test_an_error_inside_a_role_is_the_runs_error(tune, tmp_path):
     returncode, output = finish(process)
     assert returncode == 1, output
     assert "error: generator_0 failed" in output
-    assert "no licence key; and the same again after a restart" in output
+    assert "no licence key; failed the same way again after a restart" in output
