@@ -193,7 +193,7 @@ def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
     (record,) = metrics(evaluated)
     assert (record["eval/policy_version"], record["eval/prompts"]) == (2, 4)
     assert record["eval/success_rate"] <= record["eval/pass_at_2"]
-    assert "with 95 % confidence" in output
+    assert "95 % confidence" in output
 
 
 @pytest.mark.slow
