@@ -1,4 +1,4 @@
-"""Ray: one process per role, started together, supervised, and stopped without remains."""
+"""All processes of a run: starts Ray and one process per role, supervises and stops them."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _LOOPBACK_ONLY = {
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-"""Where the roles' own libraries listen, unless the user's environment says otherwise."""
+"""Defaults for the libraries in the roles; the user's environment overrides them."""
 _SHUTDOWN_KILL_S = 5.0
-"""How long stopped processes may take to be gone before they are killed."""
+"""Seconds a stopped process may take to end before it is killed."""
 _HEARTBEAT_EVERY_S = 5.0
 _LOG = logging.getLogger("cluster")
 
 
 def _objects_in_scope() -> int:
-    """Objects of Ray's that this process still refers to."""
+    """Number of Ray objects that this process still refers to."""
     core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
     return len(core.get_all_reference_counts())
 
@@ -58,15 +58,15 @@ class Cluster:
     """All processes of one run.
 
     Args:
-        output_dir: of the run; logs go to its logs folder.
-        log_level: of Ray and of the roles.
-        attempt: which life of the run.
-        budget: of restarts; none are allowed without one.
-        heartbeat_s: how late a role's sign of life may be.
-        note: told of restarts, in words.
-        turns: told of restarts; those of a replayed run happen again in their turn.
-        object_store_memory: bytes of shared memory for objects; more is spilled to Ray's folder.
-            None leaves it to Ray.
+        output_dir: folder of the run; logs go to its folder `logs`.
+        log_level: logging level of Ray and of the roles.
+        attempt: number of the run's attempt, from 0.
+        budget: restarts allowed; None allows none.
+        heartbeat_s: seconds a role's heartbeat may be late before the role is restarted.
+        note: shows a line to the user.
+        turns: event log of the run. In a replay it says when to restart which role.
+        object_store_memory: bytes of shared memory for Ray's objects; more is spilled to disk.
+            None leaves the choice to Ray.
     """
 
     def __init__(
@@ -88,25 +88,25 @@ class Cluster:
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []
-        self._together: list[Role] = []
-        self._raised = ""
+        self._last_failure = ""
+        """Why the trainers were restarted last."""
         self._not_ours = set(psutil.Process().children(recursive=True))  # e.g. a logger's service
         self.roles: list[Role] = []
-        # Unix socket paths are limited to 107 bytes, so that Ray's folder must have a short name.
+        # Ray's folder needs a short name: a Unix socket's path has at most 107 bytes.
         self.temp_dir = Path(tempfile.mkdtemp(prefix=f"grpo-{os.getpid()}-", dir="/tmp"))
         self.rendezvous = self.temp_dir / "trainers"
-        """File through which the trainer ranks find each other."""
+        """File that the trainer ranks use to find each other."""
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # each failure is told once, by `exit_code`
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        # A secret of this run only; Ray would write one into the user's home.
+        # A secret for this run; otherwise Ray writes one into the user's home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # Ray would print a paragraph on every death, beside our own line.
+        # Ray prints a paragraph about every dead process; our own line is enough.
         ray_worker.print_to_stdstream = _log_only
-        # Ray has no other switch that makes all of its processes listen on loopback only.
+        # The only switch that makes all of Ray's processes listen on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
@@ -119,7 +119,7 @@ class Cluster:
             object_store_memory=self._object_store_memory,
             _temp_dir=str(self.temp_dir),
         )
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there, which exits
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaced it by one that exits
 
     def spawn(
         self,
@@ -135,34 +135,29 @@ class Cluster:
         numbered_lives: bool = False,
         **kwargs: Any,
     ) -> Role:
-        """Start one role's process; returns at once, `ready` waits.
+        """Start the process of one role, without waiting for it; `ready` waits.
 
         Args:
-            name: of the role, e.g. generator_0; all generators are one family.
-            role_class: dotted path of its class, imported in its own process only.
-            cpu_threads: threads that torch may use there.
-            num_gpus: GPUs, or a share of one.
-            env: environment variables.
-            min_living: with so many others of its family left, it can be given up.
-            restarts_alone: whether the others can go on while it is restarted.
-            remembers: the last call of this method is made again after a restart.
-            numbered_lives: the class is told which life of its process it is, as `life`.
-            kwargs: of the class.
+            name: name of the role, e.g. generator_0; roles that differ in the number are a family.
+            role_class: dotted path of its class, imported in the new process only.
+            cpu_threads: threads that torch may use in the process.
+            num_gpus: GPUs, or the share of one.
+            env: environment variables of the process.
+            min_living: give the role up if it cannot be restarted and at least this many others of
+                its family are left; None never gives it up.
+            restarts_alone: whether the other roles can go on while it is restarted.
+            remembers: method whose last call is repeated after a restart.
+            numbered_lives: whether the class gets the number of its process, from 0, as `life`.
+            kwargs: arguments of the class.
         """
         log_file = str(self._logs / f"{name}.log")
-        variables = {
-            "OMP_NUM_THREADS": str(cpu_threads),
-            # Threads that spin while they wait slow everyone down where roles share cores.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **{name: os.environ.get(name, value) for name, value in _LOOPBACK_ONLY.items()},
-            **(env or {}),
-        }
+        variables = _environment(cpu_threads) | (env or {})
         options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": variables}}
         identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
 
-        def start_host(life: int) -> tuple[Any, Any]:
+        def start_host(incarnation: int) -> tuple[Any, Any]:
             host = ray.remote(RoleHost).options(**options).remote(*identity)
-            numbered = {"life": life} if numbered_lives else {}
+            numbered = {"life": incarnation} if numbered_lives else {}
             return host, host.start.remote(role_class, kwargs | numbered)
 
         family = None
@@ -175,7 +170,7 @@ class Cluster:
             budget=self._budget,
             note=self._note,
             record=self._turns.happened,
-            started=self._started,
+            started=self._record_start,
             family=family,
             restarts_alone=restarts_alone,
             remembers=remembers,
@@ -183,24 +178,26 @@ class Cluster:
         )
         self.roles.append(role)
         self._starting.append(role)
-        if not restarts_alone:
-            self._together.append(role)
         return role
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until every spawned role is built; each is recorded in logs/roles.jsonl.
+        """Wait until every spawned role is built; records each in logs/roles.jsonl.
 
-        Roles whose process ends meanwhile are started again.
+        A role whose process ends before is restarted.
+
+        Args:
+            timeout_s: longest wait for each role, in seconds.
 
         Raises:
-            RoleFailedError: naming the first role that failed or took too long.
+            RoleFailedError: a role cannot be built, or takes too long.
         """
         starting, self._starting = self._starting, []
-        alone = [role for role in starting if role not in self._together]
+        together = {role for role in starting if not role.restarts_alone}
         async with asyncio.TaskGroup() as tasks:
-            for role in alone:
-                tasks.create_task(role.ready(timeout_s))
-            tasks.create_task(self._ready_together(set(starting) - set(alone), timeout_s))
+            for role in starting:
+                if role.restarts_alone:
+                    tasks.create_task(role.ready(timeout_s))
+            tasks.create_task(self._ready_together(together, timeout_s))
 
     async def _ready_together(self, starting: set[Role], timeout_s: float) -> None:
         try:
@@ -216,18 +213,18 @@ class Cluster:
     async def supervise(
         self, loops: Callable[[], Awaitable[None]], begin_again: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run the loops to their end, and restart what fails meanwhile.
+        """Run the loops to their end, and restart roles that fail.
 
-        A role that restarts alone does so while the loops go on. Roles that do not are restarted
-        all of them, and the loops with them.
+        A role that restarts alone does so while the loops go on. If one of the others fails, all of
+        those are restarted together, and the loops with them.
 
         Args:
-            loops: of the recipe.
-            begin_again: brings everything else to where the loops can start anew; the roles that
-                failed together are new.
+            loops: runs all loops of the recipe.
+            begin_again: called after the common restart; restores everything else to a point from
+                which the loops can start again.
 
         Raises:
-            RoleFailedError: naming the role that could not be restarted.
+            RoleFailedError: a role could not be restarted.
         """
         with (self._logs / "heartbeats.jsonl").open("a", encoding="utf-8") as file:
 
@@ -254,7 +251,7 @@ class Cluster:
                             task.cancel()
                 except ExceptionGroup as failures:
                     failure = root_cause(failures)
-                    names = [role.name for role in self._together]
+                    names = [role.name for role in self._restarted_together()]
                     if not isinstance(failure, RoleFailedError) or failure.role not in names:
                         raise
                     await self._restart_together(failure, self._attempt + 1)
@@ -262,30 +259,34 @@ class Cluster:
                 else:
                     return
 
+    def _restarted_together(self) -> list[Role]:
+        return [role for role in self.roles if not role.restarts_alone]
+
     async def _restart_together(self, failure: RoleFailedError, attempt: int) -> None:
-        # Ranks that waited for a dead one fail too, and may have been heard first.
-        causes = [role.cause_of_failure(_HEARTBEAT_EVERY_S) for role in self._together]
-        found = [cause for cause in await asyncio.gather(*causes) if cause]
-        failure = min(found, key=lambda cause: cause.kind != "died", default=failure)
-        began, how = time.monotonic(), "all trainers start again"
+        roles = self._restarted_together()
+        # Ranks that waited for a dead rank fail too, maybe before its death is noticed.
+        checks = [role.process_failure(_HEARTBEAT_EVERY_S) for role in roles]
+        found = [problem for problem in await asyncio.gather(*checks) if problem]
+        failure = min(found, key=lambda problem: problem.kind != "died", default=failure)
+        began, how = time.monotonic(), "restarting all trainers"
         rollback = attempt != self._attempt
         if rollback:
-            how += f" at the last checkpoint, as attempt {attempt}"
+            how += f" from the last checkpoint, as attempt {attempt}"
         while True:
-            repeated, self._raised = self._raised == failure.what, failure.what
+            repeated, self._last_failure = self._last_failure == failure.what, failure.what
             pause_s = self._budget.spend(failure, repeated=repeated)
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
             self._turns.note(event, role=failure.role, what=failure.what)
             self._note(f"{failure.role} {failure.what}; {how} ({self._budget.used()})")
-            for role in self._together:
+            for role in roles:
                 role.kill()
-            await asyncio.gather(*(role.settled() for role in self.roles))
+            await asyncio.gather(*(role.wait_idle() for role in self.roles))
             self.rendezvous.unlink(missing_ok=True)
             await asyncio.sleep(pause_s)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for role in self._together:
+                    for role in roles:
                         tasks.create_task(role.begin_again())
             except ExceptionGroup as failures:
                 again = root_cause(failures)
@@ -300,21 +301,25 @@ class Cluster:
         while self._turns.replaying and await self._turns.turn("restart", role=role.name):
             event = self._turns.upcoming(lambda event: event["event"] == "restart")
             assert event is not None, "it is its turn"
-            await role.restart_as(event["what"])
+            await role.replay_restart(event["what"])
 
-    def _started(self, role: str, identity: dict[str, Any]) -> None:
+    def _record_start(self, role: str, identity: dict[str, Any]) -> None:
         record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}
         with (self._logs / "roles.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     async def close_roles(self, timeout_s: float) -> None:
-        """Let every role end its own processes; the normal end of a run."""
+        """Let every role stop its child processes; the normal end of a run.
+
+        Args:
+            timeout_s: longest wait for each role, in seconds.
+        """
         async with asyncio.TaskGroup() as tasks:
             for role in self.roles:
                 tasks.create_task(role.close(timeout_s))
 
     def stop(self) -> None:
-        """End every process of the run and remove Ray's folder, whatever state they are in."""
+        """Kill every process of the run and remove Ray's folder, whatever their state."""
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
         for role in self.roles:
             role.kill()
@@ -331,13 +336,22 @@ class Cluster:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
+def _environment(cpu_threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(cpu_threads),
+        # Threads that spin while they wait slow down other roles on the same cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **{name: os.environ.get(name, value) for name, value in _LOOPBACK_ONLY.items()},
+    }
+
+
 def build_cluster(cfg: DictConfig, ledger: Ledger, note: Callable[[str], None]) -> Cluster:
-    """The cluster that a config asks for.
+    """Build the cluster from the config.
 
     Args:
-        cfg: checked by preflight.
-        ledger: of the run; its event order records restarts.
-        note: shows a line.
+        cfg: config, checked by preflight.
+        ledger: ledger of the run; its event log records restarts.
+        note: shows a line to the user.
     """
     return Cluster(
         Path(cfg.output_dir),
@@ -352,11 +366,11 @@ def build_cluster(cfg: DictConfig, ledger: Ledger, note: Callable[[str], None]) 
 
 
 def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[str, str]:
-    """Environment variables that vLLM reads when its module is imported.
+    """Environment variables that vLLM reads at import.
 
     Args:
         device: cpu or cuda.
-        log_level: of vLLM.
+        log_level: logging level of vLLM.
         kv_cache_gib: memory for the KV cache on a CPU, in GiB.
     """
     variables = {
@@ -366,6 +380,6 @@ def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[s
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
-        # Without dynamo the sampler is not compiled, which costs seconds at the first logprobs.
+        # Without dynamo the sampler is not compiled, which would take seconds at first use.
         variables |= {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "TORCHDYNAMO_DISABLE": "1"}
     return variables

@@ -1,4 +1,4 @@
-"""How often roles may be started again, and after what pause."""
+"""Limits how often roles are restarted, and how soon."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class RestartBudget:
-    """So many restarts of all roles together within a window of time.
+    """Allows a number of restarts, of all roles together, within a sliding window of time.
 
     Args:
-        max_restarts: within the window; 0 lets the first failure end the run.
+        max_restarts: restarts allowed within the window; with 0 the first failure ends the run.
         window_s: length of the window, in seconds.
-        clock: seconds, never going back.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -27,19 +27,20 @@ class RestartBudget:
         self._restarts: deque[tuple[float, str]] = deque()
 
     def spend(self, failure: RoleFailedError, *, repeated: bool) -> float:
-        """Take one restart of the failed role from the budget.
+        """Count one restart of the failed role.
 
         Args:
-            failure: what happened to it.
-            repeated: it failed so before, in the same call or in one of its method, and no call of
-                that method was answered since.
+            failure: why the role needs a restart.
+            repeated: the same call, or another call of its method, failed the same way before, and
+                no call of that method succeeded since.
 
         Returns:
-            Seconds to wait before it: 1, 2, 4, ... to 30 with its restarts in the window.
+            Seconds to wait before the restart: 1, 2, 4, ... up to 30, doubled for each earlier
+            restart of the role in the window.
 
         Raises:
-            RoleFailedError: if the role waited in vain for others, or got a component that is none;
-                if its code raised the same again, or if the budget is spent.
+            RoleFailedError: a restart cannot help (the role waited for others in vain, or refused
+                a component), its code raised the same error again, or the budget is used up.
         """
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
@@ -48,17 +49,17 @@ class RestartBudget:
         if failure.kind in ("waited", "refused"):
             raise failure
         if failure.kind == "raised" and repeated:
-            raise failure.with_history("and the same again after a restart")
+            raise failure.with_history("failed the same way again after a restart")
         if len(self._restarts) >= self._max_restarts:
             if not self._restarts:
                 raise failure
             raise failure.with_history(
-                f"{len(self._restarts)} restarts in the last {self._window_s:g} s are all that "
-                f"max_restarts allows ({of_role} of them were of {role})"
+                f"max_restarts is used up by {len(self._restarts)} restarts in the last "
+                f"{self._window_s:g} s ({of_role} of them of {role})"
             )
         self._restarts.append((now, role))
         return min(_FIRST_PAUSE_S * 2**of_role, _LONGEST_PAUSE_S)
 
     def used(self) -> str:
-        """How much of the budget is used, in words."""
+        """The used part of the budget, for a message."""
         return f"restart {len(self._restarts)} of at most {self._max_restarts}"

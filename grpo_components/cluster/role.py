@@ -1,12 +1,8 @@
-"""The driver's handle of one role, through all lives of its process."""
+"""The driver's side of one role: calls it, watches its process and restarts it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import re
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -14,52 +10,54 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from grpo_components.cluster.calls import Call, Part
 from grpo_components.cluster.restarts import RestartBudget
+from grpo_components.cluster.role_failures import role_failure
 from grpo_components.cluster.role_host import DUMP_STACKS
+from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.cluster.supervision import dump_task_stacks
 from grpo_components.errors import RoleFailedError, RoleLostError
 
-_DUMP_S = 0.5
-"""What a silent process gets to write down where it is, before it is killed."""
-_ANSWERS_OF_THE_DEAD_S = 60.0
+_STACK_DUMP_S = 0.5
+"""Grace period for a hung process to dump its stacks, in seconds."""
+_PENDING_CALLS_S = 60.0
+"""Longest wait for the pending calls of a killed process to fail, in seconds."""
 
 
 @dataclass
 class Family:
-    """Roles that can stand in for each other."""
+    """Interchangeable roles, such as all generators."""
 
     min_living: int
-    """With so many others left, one that cannot be restarted is given up."""
+    """A role that cannot be restarted is given up if at least this many others are left."""
     roles: list[Role] = field(default_factory=list)
 
     def can_spare(self, role: Role) -> bool:
-        """Whether the run goes on without this one."""
+        """Whether the run can go on without a role."""
         return sum(not other.lost for other in self.roles if other is not role) >= self.min_living
 
 
 class Role:
     """One role of a run.
 
-    Where its process dies, falls silent or raises, it is restarted within the run's budget, and
-    the calls that were under way are made again: who waits for their results only waits longer.
+    If its process dies, hangs or raises, it is restarted within the run's budget, and the pending
+    calls are repeated: whoever waits for their results only waits longer.
 
     Args:
-        name: of the role.
-        log_file: its log.
-        start_host: makes, for which of its lives, the Ray actor that holds it, and the reference of
-            what its start returns.
-        budget: of restarts, of the run.
-        note: told of each restart, in words.
-        record: told of each restart, for the event log.
-        started: told name, pid and node of each life.
-        family: it can be given up where enough of these live; None for a role that is needed.
-        restarts_alone: whether the others can go on while it is restarted.
-        remembers: the last call of this method is made again in each new life.
-        names: of the roles by the ids of their Ray actors; this role adds its own.
+        name: name of the role, e.g. generator_0.
+        log_file: log of its process.
+        start_host: starts process number n, from 0; returns its Ray actor and the reference of what
+            the actor's `start` returns.
+        budget: restarts that the run allows.
+        note: shows a line to the user.
+        record: writes a restart to the event log.
+        started: gets the name, pid and node of each new process.
+        family: roles that can replace this one; None if the run cannot go on without it.
+        restarts_alone: whether the other roles can go on while it is restarted.
+        remembers: method whose last call is repeated after each restart.
+        names: role names by the ids of their Ray actors; this role adds its own.
     """
 
     def __init__(
@@ -78,25 +76,28 @@ class Role:
         names: dict[str, str],
     ) -> None:
         self.name, self.lost = name, False
+        self.restarts_alone = restarts_alone
         self.recover: Callable[[], Awaitable[None]] | None = None
-        """Brings a restarted role to where it has to be, before anybody else calls it."""
+        """Brings a restarted role up to date, before other calls reach it."""
         self._log_file, self._start_host = log_file, start_host
         self._budget, self._note, self._record, self._started = budget, note, record, started
-        self._family, self._restarts_alone = family, restarts_alone
+        self._family, self._remembers, self._names = family, remembers, names
         if family is not None:
             family.roles.append(self)
-        self._remembers, self._names = remembers, names
         self._last: Call | None = None
-        self._raised: dict[str, str] = {}
-        """By method: what its calls raised last, since one of them was answered."""
-        self._life, self._start_timeout_s = -1, 0.0
-        self._over = asyncio.Event()
-        """Set when this life has ended and the next begins."""
-        self._start_life()
+        self._errors: dict[str, str] = {}
+        """The last error of each method, until one of its calls succeeds."""
+        self._start_timeout_s = 0.0
+        self._process = self._start_process(0)
         self._restarting: asyncio.Task[None] | None = None
         self._waiting = 0
         self._nobody_waits = asyncio.Event()
         self._nobody_waits.set()
+
+    @property
+    def pid(self) -> int:
+        """Pid of the current process; 0 until it is known, and for a process on another node."""
+        return self._process.pid
 
     def submit(
         self,
@@ -109,20 +110,20 @@ class Role:
         """Start a call without waiting for it.
 
         Args:
-            method: of the role.
-            args: for it; parts at top level arrive as their values, so that what one role returned
-                goes to another without passing through the driver.
-            num_returns: parts of the returned tuple to have.
-            lane: thread for a blocking method; another lane runs beside the main one.
-            once: not made again after a restart, whose recovery does more than it would have done:
-                its result is None then.
+            method: name of the method.
+            args: its arguments. A `Part` at top level arrives as its value: one role's result goes
+                to another without passing through the driver.
+            num_returns: length of the returned tuple; 1 for a single value.
+            lane: thread that runs a blocking method; lanes run in parallel.
+            once: never repeat the call after a restart, because recovery does its work; its result
+                is None then.
 
         Returns:
-            A `Part`, or a list of `num_returns`.
+            A `Part`, or a list of `num_returns` parts.
         """
         call = Call(self.name, method, args, num_returns, lane, once)
         if not self._must_wait():
-            call.make(self._host, self._life)
+            call.make(self._process.host, self._process.incarnation)
         parts = [Part(call, number) for number in range(num_returns)]
         return parts[0] if num_returns == 1 else parts
 
@@ -133,39 +134,41 @@ class Role:
         timeout_s: float,
         turn: Callable[[], Awaitable[Any]] | None = None,
     ) -> Any:
-        """Wait for a call's result, over restarts of the role.
+        """Wait for a call's result; repeats the call after a restart.
 
         Args:
-            part: of the call.
-            what: it is, for the error.
-            timeout_s: longest wait.
-            turn: of a replay, waited for before the result counts: a restart may still lose it.
+            part: part of the result to wait for.
+            what: name of the call, for errors.
+            timeout_s: longest wait for each attempt, in seconds.
+            turn: waits for the recorded moment of the result, in a replay. A restart before that
+                moment discards the result.
 
         Raises:
-            RoleFailedError: naming the role that failed and could not be restarted.
-            RoleLostError: if the role was given up.
+            RoleFailedError: a role failed and could not be restarted.
+            RoleLostError: this role was given up.
         """
         call = part.call
         assert call.role == self.name, f"{call.method} is a call of {call.role}, not {self.name}"
         while True:
-            await self._restarted()
+            await self._wait_restarted()
             if self.lost:
                 raise RoleLostError(self.name)
-            if call.once and call.life != self._life:
+            process = self._process
+            if call.once and call.incarnation != process.incarnation:
                 return None
-            call.make(self._host, self._life)
+            call.make(process.host, process.incarnation)
             try:
                 answer = await self.answer(part, what, timeout_s)
             except RoleFailedError as failure:
-                repeated = failure.what in (call.raised, self._raised.get(call.method))
-                call.raised = failure.what
+                repeated = failure.what in (call.last_error, self._errors.get(call.method))
+                call.last_error = failure.what
                 if failure.kind == "raised":
-                    self._raised[call.method] = failure.what
-                await self._failed(failure, call.life, repeated=repeated)
+                    self._errors[call.method] = failure.what
+                await self._handle_failure(failure, process, repeated=repeated)
             else:
-                if turn is not None and not await self._came(turn, call.life):
+                if turn is not None and not await process.wait_turn(turn):
                     continue
-                self._raised.pop(call.method, None)
+                self._errors.pop(call.method, None)
                 if call.method == self._remembers:
                     self._last = call
                 return answer
@@ -182,15 +185,15 @@ class Role:
         return await self.result(self.submit(method, *args, lane=lane), method, timeout_s, turn)
 
     async def answer(self, part: Part | Awaitable[Any], what: str, timeout_s: float) -> Any:
-        """Wait for what was returned already, or is about to be, without making its call again.
+        """Wait for a result without ever repeating the call.
 
         Args:
-            part: of a call, or Ray's reference of one.
-            what: it is, for the error.
-            timeout_s: longest wait.
+            part: part of a call's result, or a Ray reference.
+            what: name of the call, for errors.
+            timeout_s: longest wait, in seconds.
 
         Raises:
-            RoleFailedError: naming the role whose code failed, or that did not answer in time.
+            RoleFailedError: the call failed, or did not return in time.
         """
         self._waiting += 1
         self._nobody_waits.clear()
@@ -203,131 +206,134 @@ class Role:
             dump_task_stacks(Path(self._log_file).parent, f"{self.name} {problem}")
             raise RoleFailedError(self.name, problem, self._log_file, "silent") from None
         except RayError as error:
-            raise self._failure(error, what) from error
+            raise role_failure(error, self.name, what, self._log_file, self._names) from error
         finally:
             self._waiting -= 1
             if not self._waiting:
                 self._nobody_waits.set()
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until the role is built; where its process ends before that, it gets another.
+        """Wait until the role is built; a process that ends before is restarted.
+
+        Args:
+            timeout_s: longest wait for each start, in seconds.
 
         Raises:
-            RoleFailedError: if it cannot be built, or takes too long.
+            RoleFailedError: the role cannot be built, or takes too long.
         """
-        self._start_timeout_s, life = timeout_s, self._life
+        self._start_timeout_s, process = timeout_s, self._process
         try:
-            await self._built()
+            await self._wait_built()
         except RoleFailedError as failure:
-            if failure.kind != "died":  # what is wrong with it is wrong the next time, too
+            if failure.kind != "died":  # an error in the role's code would come again
                 raise
-            await self._failed(failure, life)
+            await self._handle_failure(failure, process)
 
     async def watch(
         self, interval_s: float, patience_s: float, beat: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        """Restart the role as soon as its process is gone or silent; ends when it is given up.
+        """Restart the role as soon as its process dies or hangs; returns if it is given up.
 
         Args:
-            interval_s: between two heartbeats.
-            patience_s: a heartbeat that is so much later is silence.
-            beat: told at each heartbeat what the process uses.
+            interval_s: seconds between two heartbeats.
+            patience_s: seconds a heartbeat may be late before the process counts as hung.
+            beat: gets the role's name and resource use at each heartbeat.
 
         Raises:
-            RoleFailedError: if it cannot be restarted.
+            RoleFailedError: the role could not be restarted.
         """
         while not self.lost:
-            await self._restarted()
-            life, host = self._life, self._host
+            await self._wait_restarted()
+            process = self._process
             try:
                 async with asyncio.timeout(interval_s + patience_s):
-                    use = await host.heartbeat.remote(interval_s)
+                    use = await process.host.heartbeat.remote(interval_s)
             except TimeoutError:
-                problem = f"gave no sign of life for {patience_s:g} s"
+                problem = f"sent no heartbeat for {patience_s:g} s"
                 failure = RoleFailedError(self.name, problem, self._log_file, "silent")
-                await self._failed(failure, life)
+                await self._handle_failure(failure, process)
             except RayError as error:
-                await self._failed(self._failure(error, "lives"), life)
+                failure = role_failure(error, self.name, "heartbeat", self._log_file, self._names)
+                await self._handle_failure(failure, process)
             else:
                 beat(self.name, use)
 
-    async def cause_of_failure(self, patience_s: float) -> RoleFailedError | None:
-        """What is wrong with the role's process itself; None where it answers."""
+    async def process_failure(self, patience_s: float) -> RoleFailedError | None:
+        """Check that the role's process answers.
+
+        Args:
+            patience_s: longest wait for the answer, in seconds.
+
+        Returns:
+            What is wrong with the process; None if it answers.
+        """
         try:
-            await self.answer(self._host.heartbeat.remote(0.0), "a sign of life", patience_s)
+            await self.answer(self._process.host.heartbeat.remote(0.0), "heartbeat", patience_s)
         except RoleFailedError as failure:
             return failure
         return None
 
-    async def restart_as(self, what: str) -> None:
-        """Kill the process and start another, as in the run that is replayed.
+    async def replay_restart(self, what: str) -> None:
+        """Restart the process as the replayed run did.
 
         Args:
-            what: had happened to it there.
+            what: the recorded reason.
         """
-        await self._failed(RoleFailedError(self.name, what, self._log_file, "died"), self._life)
+        failure = RoleFailedError(self.name, what, self._log_file, "died")
+        await self._handle_failure(failure, self._process)
 
     async def begin_again(self) -> None:
-        """Start anew, without recovering anything, once nobody waits for the role any more."""
-        await self.settled()
-        await self._end_life()
+        """Start a new process without restoring the old one's state."""
+        await self.wait_idle()
+        await self._end_process()
         self._last = None
-        self._start_life()
-        await self._built()
+        self._replace_process()
+        await self._wait_built()
 
-    async def settled(self) -> None:
-        """Wait until no restart is under way, however it ends."""
+    async def wait_idle(self) -> None:
+        """Wait until no restart is under way, whether or not it succeeded."""
         if self._restarting is not None:
             await asyncio.wait([self._restarting])
 
     async def close(self, timeout_s: float) -> None:
-        """Let the role end its own processes."""
+        """Let the role stop its child processes.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+        """
         if not self.lost:
-            await self.answer(self._host.close.remote(), "close", timeout_s)
+            await self.answer(self._process.host.close.remote(), "close", timeout_s)
 
     def kill(self) -> None:
-        """End the role's process, also one that is stopped."""
-        with contextlib.suppress(RayError):
-            ray.kill(self._host)
-        self._signal(signal.SIGKILL)
+        """Kill the role's process, even a stopped one."""
+        self._process.kill()
 
-    async def _built(self) -> None:
-        identity = await self.answer(self._starting, "its start", self._start_timeout_s)
-        self._pid = identity["pid"] if identity["node"] == socket.gethostname() else 0
+    async def _wait_built(self) -> None:
+        process = self._process
+        identity = await self.answer(process.starting, "start", self._start_timeout_s)
+        process.pid = identity["pid"] if identity["node"] == socket.gethostname() else 0
         self._started(self.name, identity)
 
-    async def _came(self, turn: Callable[[], Awaitable[Any]], life: int) -> bool:
-        """Wait for a turn; False where that life of the role ends before it."""
-        if life != self._life:
-            return False
-        waiting = asyncio.ensure_future(turn())
-        over = asyncio.create_task(self._over.wait())
-        try:
-            await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-            came = waiting.done() or not waiting.cancel()
-        if came:
-            waiting.result()
-        return came
-
     def _must_wait(self) -> bool:
-        """Whether a restart is under way that the caller is not part of."""
+        """Whether a restart is under way that the current task is not part of."""
         return self._restarting is not None and asyncio.current_task() is not self._restarting
 
-    async def _restarted(self) -> None:
+    async def _wait_restarted(self) -> None:
         while self._must_wait():
             assert self._restarting is not None
             await asyncio.shield(self._restarting)
 
-    async def _failed(self, failure: RoleFailedError, life: int, *, repeated: bool = False) -> None:
-        """Have the role restarted, where its life is still that one; else raise the failure."""
-        another = failure.role != self.name  # whose result this role should have got
-        if another or not self._restarts_alone or asyncio.current_task() is self._restarting:
+    async def _handle_failure(
+        self, failure: RoleFailedError, process: RoleProcess, *, repeated: bool = False
+    ) -> None:
+        """Restart the role if the failed process is still the current one, or raise the failure."""
+        of_another = failure.role != self.name  # the call needed another role's result
+        restarting_now = asyncio.current_task() is self._restarting
+        if of_another or not self.restarts_alone or restarting_now:
             raise failure
-        if self._restarting is None and life == self._life and not self.lost:
+        if self._restarting is None and process is self._process and not self.lost:
             self._restarting = asyncio.create_task(self._restart(failure, repeated))
-        await self._restarted()
+        await self._wait_restarted()
 
     async def _restart(self, failure: RoleFailedError, repeated: bool) -> None:
         began = time.monotonic()
@@ -340,22 +346,22 @@ class Role:
                         raise
                     self.lost = True
                     self._note(f"{self.name} is given up: it {final.what}")
-                    await self._end_life()
+                    await self._end_process()
                     self._record("restart", role=self.name, what=final.what, given_up=True)
                     return
-                self._note(f"{self.name} {failure.what}; starting it again ({self._budget.used()})")
+                self._note(f"{self.name} {failure.what}; restarting it ({self._budget.used()})")
                 if failure.kind == "silent":
-                    self._signal(DUMP_STACKS)
-                    await asyncio.sleep(_DUMP_S)
-                await self._end_life()
-                # Now, when all that it has answered has been told of.
+                    self._process.signal(DUMP_STACKS)
+                    await asyncio.sleep(_STACK_DUMP_S)
+                await self._end_process()
+                # Only now: the event log must have every result that was received before.
                 self._record("restart", role=self.name, what=failure.what, given_up=False)
                 await asyncio.sleep(pause_s)
-                self._start_life()
+                self._replace_process()
                 try:
-                    await self._built()
+                    await self._wait_built()
                     if self._last is not None:
-                        self._last.make(self._host, self._life)
+                        self._last.make(self._process.host, self._process.incarnation)
                         await self.answer(self._last.reference(0), self._last.method, 60)
                     if self.recover is not None:
                         await self.recover()
@@ -369,57 +375,21 @@ class Role:
         finally:
             self._restarting = None
 
-    async def _end_life(self) -> None:
-        """End the process, and let those go first who have got its last answers."""
+    async def _end_process(self) -> None:
+        """Kill the process, and wait until its pending calls have failed."""
         self.kill()
         try:
-            async with asyncio.timeout(_ANSWERS_OF_THE_DEAD_S):
+            async with asyncio.timeout(_PENDING_CALLS_S):
                 await self._nobody_waits.wait()
         except TimeoutError:
-            problem = f"was killed, and its calls did not end within {_ANSWERS_OF_THE_DEAD_S:g} s"
+            problem = f"was killed, but its calls are still pending after {_PENDING_CALLS_S:g} s"
             raise RoleFailedError(self.name, problem, self._log_file, "waited") from None
 
-    def _start_life(self) -> None:
-        self._life += 1
-        self._over.set()
-        self._over = asyncio.Event()
-        self._pid = 0  # not known yet
-        self._host, self._starting = self._start_host(self._life)
-        self._names[self._host._actor_id.hex()] = self.name
+    def _start_process(self, incarnation: int) -> RoleProcess:
+        process = RoleProcess(incarnation, *self._start_host(incarnation))
+        self._names[process.host._actor_id.hex()] = self.name
+        return process
 
-    def _signal(self, number: int) -> None:
-        if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
-
-    def _failure(self, error: RayError, what: str) -> RoleFailedError:
-        cause: Any = error
-        while isinstance(cause, RayTaskError):
-            cause = cause.cause
-        if isinstance(cause, RoleFailedError):
-            return cause
-        if isinstance(cause, RayActorError):
-            name = self._names.get(cause.actor_id or "", self.name)
-            log = str(Path(self._log_file).with_name(f"{name}.log"))
-            return RoleFailedError(name, _cause_of_death(cause), log, "died")
-        if isinstance(cause, OutOfMemoryError):
-            return RoleFailedError(self.name, _out_of_memory(cause), self._log_file, "died")
-        return RoleFailedError(self.name, f"failed in {what}: {error}", self._log_file, "raised")
-
-
-def _out_of_memory(error: OutOfMemoryError) -> str:
-    """The figures that Ray's page of text begins with."""
-    found = re.search(r"was (\S+) used / (\S+) limit", str(error))
-    figures = f", {found[1]} of {found[2]} in use" if found else ""
-    return f"died: killed because the machine's memory was full{figures}"
-
-
-def _cause_of_death(error: RayActorError) -> str:
-    """What Ray knows of it: the kind of exit, and its first words on why."""
-    told = " ".join(str(error).split())
-    found = re.search(r"exit type: (\w+) Worker exit detail: (.+?\.)( |$)", told)
-    if found is None:
-        return f"died: {told}"
-    if found[1] == "SYSTEM_ERROR":  # the rest only tells that its connection broke off
-        return "died: killed, out of memory, or crashed"
-    return f"died: {found[1]}: {found[2]}"
+    def _replace_process(self) -> None:
+        self._process.ended.set()
+        self._process = self._start_process(self._process.incarnation + 1)

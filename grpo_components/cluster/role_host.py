@@ -1,4 +1,4 @@
-"""The process that holds one role: it builds it, runs its methods in lanes, and shows it lives."""
+"""The process of one role: builds the role, runs its methods and answers heartbeats."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from grpo_components.plain_text import PlainFormatter
 from grpo_components.quiet import quiet_libraries
 
 DUMP_STACKS = signal.SIGUSR1
-"""A role's process that gets it writes the stacks of all its threads to its log."""
+"""Signal that makes a role's process write the stacks of all its threads to its log."""
 
 
 class RoleHost:
-    """Holds one role, a plain class, in a process of its own.
+    """Ray actor that runs one role, a plain class, in its own process.
 
     Args:
-        name: of the role, e.g. generator_0.
-        run_name: unique on this machine.
-        log_file: stdout and stderr of the process go there.
-        log_level: of Python's logging.
+        name: name of the role, e.g. generator_0.
+        run_name: name of the run, unique on this machine.
+        log_file: gets stdout and stderr of the process.
+        log_level: level of Python's logging.
         cpu_threads: threads that torch may use.
-        module_path: the driver's sys.path, so that modules beside the config are found here too.
+        module_path: the driver's sys.path, which makes modules beside the config importable.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RoleHost:
         module_path: list[str],
     ) -> None:
         self._name, self._log_file = name, log_file
-        # A killed process leaves its semaphores in /dev/shm: this run's are found by their name.
+        # A killed process leaves its semaphores in /dev/shm; the prefix tells whose they are.
         multiprocessing.current_process()._config["semprefix"] = f"/{run_name}"  # pyright: ignore
         descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
@@ -65,28 +65,22 @@ class RoleHost:
         self._role: Any = None
         self._lanes: dict[str, ThreadPoolExecutor] = {}
 
-    def __repr__(self) -> str:  # Ray writes it into every error
+    def __repr__(self) -> str:  # Ray shows it in every error
         return self._name
 
     async def start(self, role_class: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Build the role from its dotted path; returns pid and node."""
-        with self._named_failure("start"):
+        """Build the role.
+
+        Args:
+            role_class: dotted path of its class.
+            kwargs: arguments of the class.
+
+        Returns:
+            `pid` and `node` of this process.
+        """
+        with named_failure(self._name, self._log_file, "start"):
             await self._in_lane("main", self._build, role_class, kwargs)
         return {"pid": os.getpid(), "node": socket.gethostname()}
-
-    @contextlib.contextmanager
-    def _named_failure(self, method: str) -> Iterator[None]:
-        """Ray does not say whose code failed where the error travels through another role."""
-        try:
-            yield
-        # Whatever a role raises becomes its named failure; `sys.exit` would end it without a word.
-        except (Exception, SystemExit) as error:
-            logging.getLogger(self._name).exception("%s failed", method)
-            what = f"failed: {type(error).__name__}: {error}"
-            kind = "waited" if isinstance(error, TimeoutError) else "raised"
-            if isinstance(error, ComponentError):
-                what, kind = str(error), "refused"
-            raise RoleFailedError(self._name, what, self._log_file, kind) from error
 
     def _build(self, role_class: str, kwargs: dict[str, Any]) -> None:
         module, _, name = role_class.rpartition(".")
@@ -99,9 +93,15 @@ class RoleHost:
         self._role = cls(**kwargs)
 
     async def call(self, method: str, lane: str, *args: Any) -> Any:
-        """Call one method of the role; blocking ones run one at a time in their lane's thread."""
+        """Call a method of the role.
+
+        Args:
+            method: name of the method.
+            lane: thread for a method that is not a coroutine; a lane runs one call at a time.
+            args: arguments of the method.
+        """
         function = getattr(self._role, method)
-        with self._named_failure(method):
+        with named_failure(self._name, self._log_file, method):
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
             return await self._in_lane(lane, function, *args)
@@ -112,23 +112,49 @@ class RoleHost:
         return await asyncio.get_running_loop().run_in_executor(self._lanes[lane], function, *args)
 
     async def close(self) -> None:
-        """Let the role end its own processes, where it has any."""
+        """Let the role stop its child processes, if it has any."""
         if hasattr(self._role, "close"):
             await self._in_lane("main", self._role.close)
 
     async def heartbeat(self, interval_s: float) -> dict[str, Any]:
-        """Answer after an interval: the caller learns of this process's death or silence.
+        """Answer after an interval; the caller notices a process that is dead or hung.
+
+        Args:
+            interval_s: seconds to wait before the answer.
 
         Returns:
-            What it uses: `rss_mib`, `threads`, `open_files`, and `processes` with its children.
+            See `resource_use`.
         """
         await asyncio.sleep(interval_s)
         return resource_use()
 
 
 @contextlib.contextmanager
+def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
+    """Turn every error into a `RoleFailedError`: Ray does not say which role raised it.
+
+    Args:
+        role: name of the role whose code runs.
+        log_file: log of the role.
+        method: what it runs, for the log.
+
+    Raises:
+        RoleFailedError: the code raised or called `sys.exit`.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # `sys.exit` would end the process silently
+        logging.getLogger(role).exception("%s failed", method)
+        what = f"failed: {type(error).__name__}: {error}"
+        kind = "waited" if isinstance(error, TimeoutError) else "raised"
+        if isinstance(error, ComponentError):
+            what, kind = str(error), "refused"
+        raise RoleFailedError(role, what, log_file, kind) from error
+
+
+@contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Imports leave no garbage: looking for some takes a fifth of their time, now and later."""
+    """Import without garbage collection: it finds nothing, and takes a fifth of the time."""
     gc.disable()
     try:
         yield
@@ -138,12 +164,17 @@ def _no_collection() -> Iterator[None]:
 
 
 def resource_use() -> dict[str, Any]:
-    """What this process uses: memory of its own in MiB, threads, open files, child processes."""
+    """Resources that this process uses.
+
+    Returns:
+        `rss_mib` (private memory in MiB), `threads`, `open_files`, and `processes` (the number of
+        its descendants).
+    """
     process = psutil.Process()
     with process.oneshot():
         memory = process.memory_info()
         return {
-            "rss_mib": round((memory.rss - memory.shared) / 2**20, 1),  # Ray's store is shared
+            "rss_mib": round((memory.rss - memory.shared) / 2**20, 1),  # without Ray's object store
             "threads": process.num_threads(),
             "open_files": process.num_fds(),
             "processes": len(process.children(recursive=True)),

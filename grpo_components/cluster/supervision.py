@@ -1,4 +1,4 @@
-"""From a failure anywhere to one clear line: which role, what happened, where its log is."""
+"""Turns the end of a run into an exit code and one clear error line."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from grpo_components.errors import (
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.plain_text import one_line, plain, shortened
 
-_TOLD_WITHOUT_TRACEBACK = (
+_WITHOUT_TRACEBACK = (
     *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
     *(ComponentError, TimeoutError, OSError),
 )
-"""Ends of a run that are no bug, besides a role's failure."""
+"""Errors that are not bugs: shown in one line, like a role's failure."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
-"""Only `setup` lets these out; what a loop raises comes in a group."""
+"""Raised by `setup` only: errors of a loop arrive in an exception group."""
 
 
 def dump_task_stacks(logs: Path, why: str) -> None:
@@ -44,7 +44,7 @@ def dump_task_stacks(logs: Path, why: str) -> None:
 
     Args:
         logs: folder of the run's logs.
-        why: they are dumped.
+        why: heading of the dump.
     """
     with (logs / "driver_stacks.log").open("a", encoding="utf-8") as file:
         file.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
@@ -54,7 +54,7 @@ def dump_task_stacks(logs: Path, why: str) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Let a clean-up finish: Ctrl-C and SIGTERM are ignored until it has."""
+    """Ignore Ctrl-C and SIGTERM during a clean-up, so that it finishes."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:
@@ -65,76 +65,80 @@ def undisturbed() -> Iterator[None]:
 
 
 def exit_code(recipe_main: Callable[[], Any]) -> int:
-    """Run a recipe's main and turn its end into a process exit code.
+    """Run a recipe's main and turn its end into the exit code of the process.
 
     Args:
-        recipe_main: the function decorated with torchtune's `config.parse`.
+        recipe_main: function decorated with torchtune's `config.parse`.
 
     Returns:
-        0 at the normal end, 2 for a wrong config (one line on stderr), 1 for a failed run (the
-        cause on stderr), 130 after Ctrl-C, 143 after SIGTERM.
+        0 after a normal end, 1 after a failure (the cause is on stderr), 2 for a wrong config (one
+        line on stderr), 130 after Ctrl-C, 143 after SIGTERM.
     """
     terminated = False
 
-    def end_as_after_ctrl_c(*_: Any) -> None:  # asyncio knows how to end on SIGINT only
+    def end_as_after_ctrl_c(*_: Any) -> None:  # asyncio shuts down on SIGINT only
         nonlocal terminated
         terminated = True
         signal.raise_signal(signal.SIGINT)
 
     signal.signal(signal.SIGTERM, end_as_after_ctrl_c)
-    # A shell starts background jobs with SIGINT ignored; then neither signal would end the run.
+    # A shell starts background jobs with SIGINT ignored; neither signal would end the run then.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if inspect.unwrap(recipe_main) is not recipe_main:  # torchtune will parse the command line
+        if inspect.unwrap(recipe_main) is not recipe_main:  # torchtune parses the command line
             check_command(sys.argv[1:])
             # torchtune writes this itself, but only where the config has a component there.
             sys.argv[1:] = [re.sub(r"^loss=(?=[^{])", "loss._component_=", a) for a in sys.argv[1:]]
         recipe_main()
     except SystemExit as end:
         if (place := _ended_by(recipe_main, end)) is None:
-            raise  # of torchtune's, at the normal end or with a usage message
+            raise  # torchtune's, at the normal end or with a usage message
         sys.stderr.write(f"error: {place} called sys.exit({end.code!r}) and ended the run\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write(f"{'terminated' if terminated else 'interrupted'}: all roles stopped\n")
         return 143 if terminated else 130
-    except Exception as error:  # the end of the run: whatever it was, say it
-        if isinstance(error, _CONFIG_ERRORS) or not _began(recipe_main, error):
+    except Exception as error:  # show whatever ended the run
+        if isinstance(error, _CONFIG_ERRORS) or not _reached(recipe_main, error):
             text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)
             sys.stderr.write(f"config error: {text}\n")
             return 2
         cause = root_cause(error)
-        if not isinstance(cause, (RoleFailedError, *_TOLD_WITHOUT_TRACEBACK)):
-            # A bug, maybe in a forked recipe: show the place.
+        if not isinstance(cause, (RoleFailedError, *_WITHOUT_TRACEBACK)):
+            # A bug, maybe in a forked recipe: show where it is.
             sys.stderr.write(plain("".join(traceback.format_exception(cause))))
         sys.stderr.write(f"error: {plain(str(cause)) or type(cause).__name__}\n")
         return 1
     return 0
 
 
-def _began(recipe_main: Callable[[], Any], error: BaseException) -> bool:
-    """Whether an error comes from the recipe, and not from torchtune's reading of the config."""
+def _reached(recipe_main: Callable[[], Any], error: BaseException) -> bool:
+    """Whether an error comes from the recipe, not from torchtune while it read the config."""
     recipe = inspect.unwrap(recipe_main)
     frames = traceback.walk_tb(error.__traceback__)
     return recipe is recipe_main or any(frame.f_code is recipe.__code__ for frame, _ in frames)
 
 
 def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
-    """File and line that called `sys.exit` below the recipe; None where that is the recipe's way.
+    """File and line of a `sys.exit` in code that the recipe called.
 
-    torchtune ends every run so, and a fork may, in its own file.
+    None if torchtune called it, which ends every run so, or the file of the recipe itself.
     """
     frames = traceback.extract_tb(end.__traceback__)
-    # wandb puts a function of its own in the place of `sys.exit`, once it is imported.
+    # wandb replaces `sys.exit` by its own function when it is imported.
     last = next(frame for frame in reversed(frames) if "wandb" not in Path(frame.filename).parts)
     recipe = inspect.unwrap(recipe_main)
-    if not _began(recipe_main, end) or last.filename in (recipe.__code__.co_filename, __file__):
+    if not _reached(recipe_main, end) or last.filename in (recipe.__code__.co_filename, __file__):
         return None
     return f"{last.filename}:{last.lineno}"
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first failure of a task group; a single error is its own cause."""
+    """The failure that explains an exception group: of a role if there is one, else the first.
+
+    Args:
+        error: an exception group, or a single error, which is returned as it is.
+    """
     while isinstance(error, BaseExceptionGroup):
         failures = error.exceptions
         error = next((e for e in failures if isinstance(e, RoleFailedError)), failures[0])

@@ -1,4 +1,4 @@
-"""Ends a run whose trainer and generators compute two policies from the same weights."""
+"""Ends a run whose trainer and generators compute different policies from the same weights."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 from grpo_components.errors import DisagreementError
 
 _FEW_TOKENS = 16
-"""With fewer, one rounding error could decide: the bound then is higher in proportion."""
+"""Below this number of tokens the bound grows in proportion: one rounding error could decide."""
 
 
 class GeneratorAgreement:
-    """Compare trainer and generator on fresh tokens, whose difference no training explains.
+    """Compares trainer and generator on fresh tokens: those sampled by the version being trained.
 
     Args:
-        max_generator_kl: largest k3, in nats per token; None compares nothing.
+        max_generator_kl: largest k3 estimate of the KL, in nats per token; None disables the check.
     """
 
     def __init__(self, max_generator_kl: float | None) -> None:
         self._max_kl = max_generator_kl
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """To be called after every step; one without a fresh token shows nothing.
+        """Check one training step; a step without fresh tokens always passes.
 
         Args:
-            step: from 1.
-            metrics: of the step, with `mismatch/fresh_kl` and `mismatch/fresh_tokens`.
+            step: training step, from 1.
+            metrics: metrics of the step, with `mismatch/fresh_kl` and `mismatch/fresh_tokens`.
 
         Raises:
-            DisagreementError: they differ by more than the bound.
+            DisagreementError: the KL is above the bound.
         """
         tokens = metrics.get("mismatch/fresh_tokens", 0)
         if self._max_kl is None or not tokens > 0:
             return
         kl, bound = metrics["mismatch/fresh_kl"], self._max_kl * max(1.0, _FEW_TOKENS / tokens)
         if kl > bound:
-            few = f", raised to {bound:.3g} for so few tokens" if bound > self._max_kl else ""
+            few = f", raised to {bound:.3g} for few tokens" if bound > self._max_kl else ""
             raise DisagreementError(
-                f"step {step}: trainer and generator disagree on tokens of the trainer's own "
-                f"version: mismatch/fresh_kl is {kl:.3g} over {tokens:.0f} tokens, and "
-                f"max_generator_kl is {self._max_kl:g}{few}. Likely causes: `model` computes "
-                "another function than config.json of base_model_path says; a module or sampler "
-                "setting that only one side has; weights that did not arrive whole"
+                f"step {step}: trainer and generator disagree on tokens sampled with the trainer's "
+                f"own weights: mismatch/fresh_kl is {kl:.3g} over {tokens:.0f} tokens; "
+                f"max_generator_kl is {self._max_kl:g}{few}. Likely causes: `model` does not match "
+                "config.json in base_model_path; a module or sampler setting that only one side "
+                "has; incomplete weights in the generator"
             )

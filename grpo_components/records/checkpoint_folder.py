@@ -1,4 +1,4 @@
-"""The folder of checkpoints: each is whole or not there; `latest` and `best` point at one each."""
+"""The folder of checkpoints: publishes each atomically; `latest` and `best` are links to one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grpo_components.whole_files import write_whole
 LATEST = "latest"
 BEST = "best"
 _EVALUATION = "evaluation.json"
-"""In a checkpoint: what an evaluation of it has measured."""
+"""File in a checkpoint with the metrics of its evaluation."""
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """A new folder to write a checkpoint into; what a killed run left half done is removed.
+    """Make a hidden folder to write a checkpoint into; removes leftovers of a killed run.
 
     Args:
         checkpoints: folder of all checkpoints of the run.
@@ -32,7 +32,7 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove what is half written or half removed.
+    """Remove checkpoints that are half written or half deleted.
 
     Args:
         checkpoints: folder of all checkpoints of the run.
@@ -42,18 +42,18 @@ def clean(checkpoints: Path) -> None:
 
 
 def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
-    """Give a written folder its name, and point `latest` at it.
+    """Give a written checkpoint its name, and point `latest` at it.
 
-    All of it is on the disk before, and every change is one rename: a crash in between leaves
-    `latest` at a whole checkpoint, this one or the one before.
+    The files are synced to disk first, and every change is one rename: after a crash, `latest`
+    points at a whole checkpoint, the new one or the one before.
 
     Args:
-        unfinished: what `begin` returned.
+        unfinished: folder that `begin` returned.
         step: training steps done.
-        keep_last_n: checkpoints that stay beside the best; None keeps all.
+        keep_last_n: checkpoints to keep besides the best; None keeps all.
 
     Returns:
-        The checkpoint, `step_<step>`.
+        The checkpoint's folder, `step_<step>`.
     """
     checkpoints = unfinished.parent
     target = checkpoints / f"step_{step}"
@@ -61,12 +61,12 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     for folder, _, files in os.walk(unfinished):
         for name in (*files, "."):
             _sync(Path(folder, name))
-    discard(target)  # an earlier attempt's
+    discard(target)  # of an earlier attempt
     unfinished.rename(target)
     _sync(checkpoints)
     point_latest(target)
     if keep_last_n is not None:
-        # Those of later steps belong to an attempt that was given up.
+        # Later steps are of an attempt that was rolled back: they go first.
         kept = (target, _target(checkpoints, BEST))
         others = [folder for folder in checkpoints.glob("step_*") if folder not in kept]
         others.sort(key=lambda folder: (_step(folder) < step, _step(folder)), reverse=True)
@@ -76,21 +76,21 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` points at; None where there is none."""
+    """The checkpoint that `latest` points at; None without one."""
     return _target(checkpoints, LATEST)
 
 
 def point_latest(checkpoint: Path) -> None:
-    """Make a whole checkpoint the one that a run resumes from."""
+    """Make a checkpoint the one that the run resumes from."""
     _point(checkpoint, LATEST)
 
 
 def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
-    """Keep what an evaluation of a checkpoint has measured, in its `evaluation.json`.
+    """Write the metrics of an evaluation to the checkpoint's `evaluation.json`.
 
     Args:
-        checkpoint: a whole one.
-        metrics: of the evaluation.
+        checkpoint: folder of a published checkpoint.
+        metrics: metrics of the evaluation; NaN and infinite values are left out.
     """
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     write_whole(checkpoint / _EVALUATION, json.dumps(finite, indent=1), durable=True)
@@ -98,15 +98,15 @@ def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
 
 
 def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
-    """Point `best` at the checkpoint that was rated highest; of equal ones at the first.
+    """Point `best` at the checkpoint with the highest value of a metric, the earliest if equal.
 
     Args:
         checkpoints: folder of all checkpoints of the run.
-        metric: of the evaluations, that counts.
-        last_step: checkpoints of later steps belong to an attempt that was given up.
+        metric: key of the metric in `evaluation.json`.
+        last_step: ignore checkpoints of later steps: their attempt was rolled back.
 
     Returns:
-        The best checkpoint; None where none was rated.
+        The best checkpoint; None if none has the metric.
     """
     ratings = {}
     for path in checkpoints.glob(f"step_*/{_EVALUATION}"):
@@ -123,7 +123,7 @@ def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, if it is there; one under a checkpoint's name loses that first."""
+    """Remove a folder if it exists; a visible one is renamed first, so that it is never partial."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():

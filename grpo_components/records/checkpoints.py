@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the driver's account and every role's state, of one moment."""
+"""Checkpoints of a run: the state of the driver and of every role, at one point in time."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from grpo_components.state_files import write_state
 
 
 class Checkpoints:
-    """Saves and restores; what has to be consistent is read between two training steps.
+    """Saves and restores checkpoints, whose parts are all taken between the same two steps.
 
     Args:
-        folder: of all checkpoints of the run.
-        cfg: of the run, kept with each of them.
-        ledger: of the run.
-        prompts: that the ledger draws from.
-        writes: whether there are any.
-        keep_last_n: checkpoints that stay; None keeps all.
-        keep_best: metric of the evaluations by which one more stays, as `best`; None is none.
-        failure: whether a checkpoint that cannot be written ends the run or is only told.
-        in_background: write beside the next steps, from a copy.
-        saved: told step and folder of each.
-        note: told what failed.
-        identity: of the run and its process, kept with each of them.
-        verify: raises an OSError where the folder is no longer the run's.
+        folder: folder of all checkpoints of the run.
+        cfg: config of the run, saved with each checkpoint.
+        ledger: ledger of the run.
+        prompts: the prompt stream that the ledger draws from.
+        writes: whether to write checkpoints at all.
+        keep_last_n: checkpoints to keep; None keeps all.
+        keep_best: evaluation metric whose best checkpoint is kept too, as `best`; None keeps none.
+        failure: whether a checkpoint that cannot be written ends the run or only shows a warning.
+        in_background: write from a copy while the next steps run.
+        run_log: shows each saved checkpoint and each failure.
+        identity: ids of the run and its process, saved with each checkpoint.
+        verify: raises an OSError if the folder is no longer the run's.
     """
 
     def __init__(
@@ -57,48 +56,48 @@ class Checkpoints:
         keep_best: str | None,
         failure: Literal["error", "warn"],
         in_background: bool,
-        saved: Callable[[int, str], None],
-        note: Callable[[str], None],
+        run_log: RunLog,
         identity: RunIdentity,
         verify: Callable[[], None],
     ) -> None:
         self._identity, self._verify = identity, verify
         self._folder, self._cfg, self._ledger, self._prompts = folder, cfg, ledger, prompts
         self._keep_last_n, self._failure = keep_last_n, failure
-        self._in_background, self._saved, self._note = in_background, saved, note
+        self._in_background, self._log = in_background, run_log
         self._writes, self._keep_best = writes, keep_best
         self._versions: dict[int, int] = {}
         """Policy version of the last checkpoint, by step."""
         self._evaluations: dict[int, Mapping[str, float]] = {}
-        """The last one, by step."""
+        """Metrics of the last evaluation, by step."""
         self._held: dict[str, Any] = {}
         self._buffered: list[Any] = []
         self._writing: asyncio.Task[None] | None = None
 
     def hold(self) -> None:
-        """Keep the driver's state for `save`; right after the step's receipt, without an await.
+        """Keep the driver's state for `save`. Call it right after the step's receipt.
 
-        So no event and no pull lies between the receipt and the state that a resumed run has.
+        No await may come between: an event or a pull there would be in the receipts, but not in the
+        state of the resumed run, or the other way round.
 
         Raises:
-            OSError: if a checkpoint could not be written in the background meanwhile.
+            OSError: the last checkpoint could not be written in the background.
         """
         self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
-        # As parts: the buffer may lose its process, and what it holds, before all is written.
+        # References to the groups: the buffer's process may die before it has written them.
         self._buffered = [p for e in self._ledger.in_state("buffered") for p in e.parts]
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
     async def save(self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle) -> None:
-        """Write a checkpoint, once the one before is written; the trainers stand between two steps.
+        """Write a checkpoint, between two training steps; waits for the checkpoint before.
 
         Args:
-            step: training steps done, when `hold` was called.
-            trainers: all ranks.
+            step: training steps done when `hold` was called.
+            trainers: all trainer ranks.
             buffer: the replay buffer.
 
         Raises:
-            OSError: if it cannot be written, with `failure: error`.
+            OSError: the checkpoint cannot be written, with `failure: error`.
         """
         await self.finish()
         if not self._writes:
@@ -107,17 +106,17 @@ class Checkpoints:
         self._writing = asyncio.create_task(
             self._write(step, self._held, self._buffered, trainers, buffer)
         )
-        # A run that ends by another failure leaves this one unasked for, not unretrieved.
+        # Retrieve the error, so that asyncio does not warn if the run ends by another one.
         self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not self._in_background:
             await self.finish()
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rate the checkpoint of a step, once there is one, by what an evaluation has measured.
+        """Rate the checkpoint of a step by an evaluation, as soon as both exist.
 
         Args:
-            step: training steps done, when the evaluation began.
-            metrics: of the evaluation, with the version that it saw.
+            step: training steps done when the evaluation began.
+            metrics: metrics of the evaluation, with `eval/policy_version`.
         """
         self._evaluations = {step: metrics}
         self._rate(step)
@@ -126,14 +125,14 @@ class Checkpoints:
         """Wait until the last checkpoint is written.
 
         Raises:
-            OSError: if it could not be, with `failure: error`.
+            OSError: it could not be written, with `failure: error`.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
-    async def settled(self) -> None:
-        """Wait until nothing is being written, whatever came of it."""
+    async def wait_idle(self) -> None:
+        """Wait until nothing is being written, whether or not it succeeded."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await asyncio.wait([writing])
@@ -141,12 +140,12 @@ class Checkpoints:
     async def restore(
         self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
     ) -> None:
-        """Restore the roles that have a state; `begin_run` has restored the driver's.
+        """Restore trainers and buffer; `begin_run` has restored the driver's state.
 
         Args:
-            checkpoint: its folder.
-            trainers: all ranks.
-            buffer: the replay buffer; what it holds is forgotten.
+            checkpoint: folder of the checkpoint.
+            trainers: all trainer ranks.
+            buffer: the replay buffer; its contents are replaced.
         """
         if self._keep_best and checkpoint.parent == self._folder.resolve():
             choose_best(self._folder, self._keep_best, self._ledger.steps_done)
@@ -174,24 +173,24 @@ class Checkpoints:
             self._verify()
             checkpoint = await asyncio.to_thread(self._publish, folder, step, state)
         except OSError as error:
-            with contextlib.suppress(OSError):  # a full disk is not left fuller
-                self._verify()  # and another run's folder not emptier
+            with contextlib.suppress(OSError):
+                self._verify()  # never clean up the folder of another run
                 await asyncio.to_thread(clean, self._folder)
             last = await asyncio.to_thread(latest, self._folder)
             problem = f"the checkpoint of step {step} could not be written: {error}"
             problem += f"; the last one is {last or 'none'}"
             if self._failure == "error":
                 raise OSError(problem) from error
-            self._note(problem)
+            self._log.note(problem)
         else:
-            self._saved(step, str(checkpoint))
+            self._log.checkpoint(step, str(checkpoint))
             self._versions = {step: state["ledger"]["policy_version"]}
             self._rate(step)
 
     def _rate(self, step: int) -> None:
-        """Compare a checkpoint with the best, where it is whole and an evaluation saw its weights.
+        """Compare a written checkpoint with the best, if the evaluation was of its weights.
 
-        A generator that was restarted during an evaluation brings newer weights into it.
+        A generator that is restarted during an evaluation goes on with newer weights.
         """
         metrics = self._evaluations.get(step)
         if not self._keep_best or metrics is None:
@@ -203,14 +202,14 @@ class Checkpoints:
             rate(checkpoint, metrics)
             best = choose_best(self._folder, self._keep_best, step)
         except OSError as error:
-            problem = f"the evaluation of {checkpoint} could not be kept with it: {error}"
+            problem = f"the evaluation of {checkpoint} could not be written: {error}"
             if self._failure == "error":
                 raise OSError(problem) from error
-            self._note(problem)
+            self._log.note(problem)
         else:
             if best == checkpoint:
                 value = metrics[self._keep_best]
-                self._note(f"step {step}: best checkpoint, {self._keep_best} {value:.3f}")
+                self._log.note(f"step {step}: best checkpoint, {self._keep_best} {value:.3f}")
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
         whole = {**state, "identity": self._identity.as_dict()}
@@ -220,16 +219,16 @@ class Checkpoints:
 
 
 def build_checkpoints(
-    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog, beginning: RunStart
+    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog, run_start: RunStart
 ) -> Checkpoints:
-    """The checkpoints that a config asks for.
+    """Build the checkpoints from the config.
 
     Args:
-        cfg: checked by preflight.
-        ledger: of the run.
-        prompts: that the ledger draws from.
-        run_log: tells of them.
-        beginning: of the run.
+        cfg: config, checked by preflight.
+        ledger: ledger of the run.
+        prompts: the prompt stream that the ledger draws from.
+        run_log: shows each saved checkpoint.
+        run_start: how the run started.
     """
     return Checkpoints(
         Path(cfg.output_dir) / "checkpoints",
@@ -241,8 +240,7 @@ def build_checkpoints(
         keep_best=cfg.keep_best,
         failure=cfg.checkpoint_failure,
         in_background=cfg.async_checkpoint,
-        saved=run_log.checkpoint,
-        note=run_log.note,
-        identity=beginning.identity,
-        verify=beginning.lock.verify,
+        run_log=run_log,
+        identity=run_start.identity,
+        verify=run_start.lock.verify,
     )

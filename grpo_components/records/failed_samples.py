@@ -1,4 +1,4 @@
-"""Samples whose reward or environment failed: counted, written down, and bounded."""
+"""Records samples whose reward or environment failed, and ends the run if there are too many."""
 
 from __future__ import annotations
 
@@ -14,57 +14,59 @@ from grpo_components.errors import FailedSamplesError
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.trajectory import GroupSummary
 
-_SHOWN = 200
-"""Characters of an error in a line for people; the file has all of it."""
+MAX_ERROR_CHARS = 200
+"""Characters of an error in a message; the file has the whole error."""
 
 
 class FailedSamples:
-    """Counts failed samples from one training step to the next, and ends the run at `most`.
+    """Counts the failed samples between two training steps, of training and evaluation.
 
-    Each goes to `failed_samples.jsonl` with its prompt, evaluations' as well; a person is told of
-    the first after every step.
+    Each is written to `failed_samples.jsonl` with its prompt. The first after each step is shown to
+    the user.
 
     Args:
-        most: so many between two training steps end the run.
-        logs: folder of the file, which is made with the first failure.
-        attempt: which life of the run.
-        note: shows a line.
+        max_failed_samples: number between two training steps that ends the run.
+        logs: folder of the file; the file is created with the first failure.
+        attempt: number of the run's attempt, from 0.
+        note: shows a line to the user.
     """
 
-    def __init__(self, most: int, logs: Path, attempt: int, note: Callable[[str], None]) -> None:
-        self._most, self._path = most, logs / "failed_samples.jsonl"
+    def __init__(
+        self, max_failed_samples: int, logs: Path, attempt: int, note: Callable[[str], None]
+    ) -> None:
+        self._max_failed_samples, self._path = max_failed_samples, logs / "failed_samples.jsonl"
         self.attempt, self._note = attempt, note
         self._count = 0
 
     def in_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
-        """Count those of one group.
+        """Count the failed samples of one group.
 
         Args:
-            entry: of the group.
-            group: as it was generated.
+            entry: ledger entry of the group.
+            group: summary of the generated group.
 
         Returns:
-            Whether all of its samples failed, so that nothing can be learned from it.
+            Whether all samples failed, so that the group cannot be trained.
 
         Raises:
-            FailedSamplesError: if there were too many since the last step.
+            FailedSamplesError: too many samples failed since the last step.
         """
         what = {"group_id": entry.group_id, "epoch": entry.epoch}
         self._record(entry.prompt, group.errors, f"group {entry.group_id}", what)
         return len(group.errors) == len(group.rewards)
 
     def in_evaluation(self, step: int, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Count those of an evaluation.
+        """Count the failed samples of an evaluation.
 
         Args:
             step: training steps done.
-            results: `Generator.evaluate`'s, of all prompts.
+            results: results of all prompts, as `Generator.evaluate` returns them.
 
         Returns:
-            The results that were scored.
+            The results without an error.
 
         Raises:
-            FailedSamplesError: if there were too many since the last step, or none was scored.
+            FailedSamplesError: too many samples failed since the last step, or all of them.
         """
         for result in results:
             errors = [] if result["error"] is None else [result["error"]]
@@ -72,11 +74,13 @@ class FailedSamples:
         scored = [result for result in results if result["error"] is None]
         if not scored:
             error = results[0]["error"]
-            raise FailedSamplesError(f"no sample of an evaluation could be scored; first: {error}")
+            raise FailedSamplesError(
+                f"every sample of the evaluation at step {step} failed; the first error: {error}"
+            )
         return scored
 
     def count(self) -> int:
-        """How many failed since the last call, which is once in every training step."""
+        """Samples that failed since the last call. Call it once per training step."""
         count, self._count = self._count, 0
         return count
 
@@ -90,30 +94,30 @@ class FailedSamples:
             **what,
             "prompt_index": prompt["prompt_index"],
             "prompt": prompt["prompt_text"],
-            "errors": dict(Counter(errors)),  # how many samples met each
+            "errors": dict(Counter(errors)),  # number of samples by error
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        shown = f"{errors[-1]:.{_SHOWN}}"
+        shown = f"{errors[-1]:.{MAX_ERROR_CHARS}}"
         if self._count == 0:
-            self._note(f"{len(errors)} failed in {where}: {shown} (all are in {self._path})")
+            self._note(f"{len(errors)} failed in {where}: {shown} (all errors: {self._path})")
         self._count += len(errors)
-        if self._count >= self._most:
+        if self._count >= self._max_failed_samples:
             raise FailedSamplesError(
-                f"max_failed_samples: {self._most} given, and {self._count} samples failed since "
-                f"the last training step; the last one, of prompt {prompt['prompt_index']}: "
-                f"{shown}; all are in {self._path}"
+                f"max_failed_samples: {self._max_failed_samples} given, but {self._count} samples "
+                f"failed since the last training step; the last error, for prompt "
+                f"{prompt['prompt_index']}: {shown}; all errors: {self._path}"
             )
 
 
 def build_failed_samples(
     cfg: DictConfig, attempt: int, note: Callable[[str], None]
 ) -> FailedSamples:
-    """The count of failed samples of a run.
+    """Build the record of failed samples from the config.
 
     Args:
-        cfg: checked by preflight.
-        attempt: which life of the run.
-        note: shows a line.
+        cfg: config, checked by preflight.
+        attempt: number of the run's attempt, from 0.
+        note: shows a line to the user.
     """
     return FailedSamples(cfg.max_failed_samples, Path(cfg.output_dir) / "logs", attempt, note)

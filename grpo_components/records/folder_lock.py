@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one living process at most writes there, and says who it is."""
+"""The lock of a run's folder: only one process may write there; the lock file names it."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from typing import NoReturn
 from grpo_components.errors import fail
 
 LOCK = "run.lock"
-"""In the folder of a run, while a process has it."""
+"""Lock file in the folder of a run, while a process holds the folder."""
 HEARTBEAT_S = 10.0
-"""Between two signs of life of the process that has a folder."""
+"""Seconds between two updates of the lock file's modification time by its holder."""
 SILENT_S = 60.0
-"""Without a sign of life, after which a process of another host counts as dead."""
+"""Seconds without an update after which a holder on another host counts as dead."""
 TIME = "%Y-%m-%d %H:%M:%S %z"
-"""Of a holder's `started`."""
+"""Format of a holder's `started`."""
 _BLOCKED_S = 2.0
-"""How long a lock may be held by a process that cannot be named, in seconds."""
+"""Seconds to retry while the lock is held, but the file does not name its holder."""
 _RETRY_S = 0.05
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _RECORD_BYTES = 1024
-"""Every record has this length, so that one write leaves no part of the record before it."""
+"""Fixed length of a record, so that one write replaces the earlier record completely."""
 _MAX_PATH_CHARS = 100
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that has a folder, as it wrote itself down."""
+    """The process that holds a folder, as recorded in the lock file."""
 
     pid: int
     host: str
     started: str
-    """Local date and time with the offset from UTC."""
+    """Local date and time, with the offset from UTC."""
     boot: str
-    """The kernel's id of the boot: the same in all containers of one machine."""
+    """The kernel's boot id, the same in all containers of a machine."""
     pid_namespace: str
-    """That `pid` counts in."""
+    """PID namespace of `pid`."""
     start_ticks: int
-    """When the process started, in clock ticks since the boot: a pid is used again, this is not."""
+    """Start of the process, in clock ticks since boot; tells apart processes that reuse a pid."""
 
     def is_here(self) -> bool:
-        """Whether its pid can be looked up by this process."""
+        """Whether this process can look up its pid."""
         here = (_boot(), _pid_namespace())
         return (self.boot, self.pid_namespace) == here
 
-    def lives(self) -> bool:
-        """Whether the process that `is_here` still runs."""
+    def is_alive(self) -> bool:
+        """Whether the process still runs; valid only if it `is_here`."""
         return _start_ticks(self.pid) == self.start_ticks
 
 
 class FolderLock:
-    """The lock that this process has; it ends with the process, or with `release`.
+    """A lock held by this process, until `release` or the end of the process.
 
     Args:
-        folder: that is locked, without symbolic links.
-        descriptor: of the lock file; closed by `release`.
-        atomic: whether the file system has locks; if not, only what is written in the file counts.
-        died: who had the folder before, and did not release it; None where nobody did.
+        folder: the locked folder, without symbolic links.
+        descriptor: open lock file; `release` closes it.
+        atomic: whether the file system supports locks; without, only the file's contents count.
+        died: the holder before, if it ended without releasing the folder; else None.
     """
 
     def __init__(self, folder: Path, descriptor: int, atomic: bool, died: Holder | None) -> None:
@@ -83,31 +83,31 @@ class FolderLock:
         self.release = weakref.finalize(
             self, _release, folder / LOCK, descriptor, stop, beat, os.getpid()
         )
-        """Let others have the folder; the second call does nothing."""
+        """Release the folder; a second call does nothing."""
 
     def verify(self) -> None:
-        """Check that the folder is still this run's.
+        """Check that the folder still belongs to this run.
 
         Raises:
-            OSError: if it was moved, removed or replaced while the run went on.
+            OSError: it was moved, removed or replaced during the run.
         """
         if not _is_at(self._descriptor, self.folder / LOCK):
-            problem = "is no longer the folder of this run: it was moved, removed or replaced"
+            problem = "no longer belongs to this run: it was moved, removed or replaced"
             raise OSError(errno.ESTALE, problem, str(self.folder))
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Take a folder for this process; it is made where it is missing.
+    """Lock a folder for this process; creates the folder if it is missing.
 
-    The lock is flock(2) on a file in the folder, which the kernel ends with the process. Where
-    another host wrote the file, its modification time has to be older than `SILENT_S`, too, since
-    not every network file system shows the locks of other hosts.
+    Uses flock(2) on a file in the folder; the kernel releases it when the process ends. A lock file
+    of another host must also be older than `SILENT_S`, because some network file systems do not
+    share locks between hosts.
 
     Args:
-        folder: without symbolic links.
+        folder: path without symbolic links.
 
     Raises:
-        ValueError: naming output_dir and the process that has the folder, or why there is no lock.
+        ValueError: another process holds the folder, or it cannot be locked; names output_dir.
     """
     give_up = time.monotonic() + _BLOCKED_S
     while True:
@@ -115,8 +115,8 @@ def lock_folder(folder: Path) -> FolderLock:
             descriptor = _open(folder)
         except OSError as error:
             problem = f"{short(folder)} cannot be written to: {error.strerror}"
-            fail("output_dir", problem, "a folder to write to")
-        if descriptor is None:  # the folder was moved aside meanwhile
+            fail("output_dir", problem, "a writable folder")
+        if descriptor is None:  # another process just moved the folder aside
             continue
         try:
             lock = _try_lock(folder, descriptor, last=time.monotonic() > give_up)
@@ -126,42 +126,46 @@ def lock_folder(folder: Path) -> FolderLock:
         if lock is not None:
             return lock
         os.close(descriptor)
-        # Its holder starts or ends right now; what it has written of itself does not help yet.
+        # The holder is just starting or ending: the file does not name it.
         threading.Event().wait(_RETRY_S)
 
 
 def refuse_folder_in_use(folder: Path) -> None:
-    """Refuse a folder that a process of this machine has; touches nothing.
+    """Refuse a folder that a process of this machine holds; changes nothing.
 
-    `lock_folder` is what decides. This is for a config to be refused before anything is loaded.
+    An early check, to refuse a config before anything is loaded; `lock_folder` decides.
 
     Args:
-        folder: without symbolic links; may be missing.
+        folder: path without symbolic links; may be missing.
 
     Raises:
-        ValueError: naming output_dir and the process.
+        ValueError: a process holds the folder; names output_dir and the process.
     """
     holder = read_holder(folder)
-    if holder is not None and holder.is_here() and holder.lives():
+    if holder is not None and holder.is_here() and holder.is_alive():
         _refuse(folder, holder)
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Who has a folder or had it when it died; None where no process of ours wrote that down."""
+    """The recorded holder of a folder, alive or dead; None without a valid record.
+
+    Args:
+        folder: path of the folder; may be missing.
+    """
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         return _parse(os.pread(descriptor, _RECORD_BYTES, 0))
-    except OSError:  # not a file
+    except OSError:  # not a regular file
         return None
     finally:
         os.close(descriptor)
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file is a lock of ours; an empty one was left by a process killed early."""
+    """Whether a file is a run's lock file. It may be empty: its process was killed early."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
@@ -175,7 +179,7 @@ def is_lock(path: Path) -> bool:
 
 
 def short(path: Path) -> str:
-    """A path for a message of one line: the end of one that is very long."""
+    """A path for a message: only the end of a very long one."""
     text = str(path)
     return text if len(text) <= _MAX_PATH_CHARS else f"...{text[3 - _MAX_PATH_CHARS :]}"
 
@@ -190,22 +194,25 @@ def _open(folder: Path) -> int | None:
 
 
 def _try_lock(folder: Path, descriptor: int, last: bool) -> FolderLock | None:
-    """The lock; None where it has to be tried again.
+    """Try once to lock the folder.
 
     Args:
-        folder: to be locked.
-        descriptor: of its lock file, open.
-        last: whether a holder is refused that cannot be found.
+        folder: folder to lock.
+        descriptor: its open lock file.
+        last: whether this is the last try: refuse the folder even if its holder is unknown.
+
+    Returns:
+        The lock; None if the caller should try again.
     """
     atomic = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = _parse(os.pread(descriptor, _RECORD_BYTES, 0))
-        if holder is not None and (holder.lives() if holder.is_here() else True):
+        if holder is not None and (holder.is_alive() if holder.is_here() else True):
             _refuse(folder, holder)
         if last:
-            _refuse(folder, holder, "a process left by ")
+            _refuse(folder, holder, "a child process of ")
         return None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -214,7 +221,8 @@ def _try_lock(folder: Path, descriptor: int, last: bool) -> FolderLock | None:
     if not _is_at(descriptor, folder / LOCK):  # moved aside before it was locked
         return None
     if not is_lock(folder / LOCK):
-        fail("output_dir", f"{short(folder)} holds {LOCK}, which no run wrote", "another folder")
+        problem = f"{short(folder)} contains {LOCK}, which was not written by a run"
+        fail("output_dir", problem, "another folder")
     holder = _parse(os.pread(descriptor, _RECORD_BYTES, 0))
     if holder is not None and _blocks(folder, descriptor, holder, atomic):
         _refuse(folder, holder)
@@ -223,18 +231,18 @@ def _try_lock(folder: Path, descriptor: int, last: bool) -> FolderLock | None:
 
 
 def _blocks(folder: Path, descriptor: int, holder: Holder, atomic: bool) -> bool:
-    """Whether a holder may live, although its lock was to be had or there are no locks."""
+    """Whether the recorded holder may be alive, although this process could take the lock."""
     if holder.boot == _boot() and (atomic or holder.is_here()):
-        return not atomic and holder.lives()  # this kernel knows every lock of its processes
+        return not atomic and holder.is_alive()  # this kernel knows all locks of its processes
     with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{LOCK}.") as probe:
-        now = os.fstat(probe.fileno()).st_mtime  # by the clock of whoever keeps the files
+        now = os.fstat(probe.fileno()).st_mtime  # by the file server's clock
     return now - os.fstat(descriptor).st_mtime < SILENT_S
 
 
 def _refuse(folder: Path, holder: Holder | None, who: str = "") -> NoReturn:
     named = f"pid {holder.pid} on {holder.host}, started {holder.started}" if holder else ""
     problem = f"{short(folder)} is in use by {who}{named or 'another process'}"
-    fail("output_dir", problem, "another folder, or this one once that run has ended")
+    fail("output_dir", problem, "another folder, or this one after that run has ended")
 
 
 def _parse(written: bytes) -> Holder | None:
@@ -262,12 +270,12 @@ def _this_process() -> Holder:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; None where none runs with this pid."""
+    """Start of a process, in clock ticks since boot; None if no process has this pid."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()  # its name may have blanks and brackets
+    state, *fields = text.rpartition(")")[2].split()  # its name may contain blanks and brackets
     return None if state in "ZX" else int(fields[18])
 
 
@@ -280,7 +288,7 @@ def _pid_namespace() -> str:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still what a path names."""
+    """Whether a path still names an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -289,14 +297,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _beat(descriptor: int, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_S):
-        with contextlib.suppress(OSError):  # the file was removed, or its server is away
+        with contextlib.suppress(OSError):  # the file was removed, or its server is unreachable
             os.utime(descriptor)
 
 
 def _release(
     path: Path, descriptor: int, stop: threading.Event, beat: threading.Thread, owner: int
 ) -> None:
-    if os.getpid() != owner:  # a fork of the process, which has a copy of the lock
+    if os.getpid() != owner:  # a fork of the holder, with a copy of this object
         return
     stop.set()
     beat.join()

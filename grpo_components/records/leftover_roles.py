@@ -1,4 +1,4 @@
-"""Roles that outlive the process that drove their run: they may write to its folder for seconds."""
+"""Waits for roles of a killed driver, which may still write to the run's folder for seconds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from grpo_components.errors import fail
 from grpo_components.records.folder_lock import TIME, Holder, short
 
 WAIT_S = 30.0
-"""How long the roles of a driver that was killed may take to end."""
+"""Seconds the roles of a killed driver may take to end."""
 _CLOCK_S = 1.0
-"""By how much two readings of the clock may differ."""
+"""Seconds by which two clock readings may differ."""
 
 
 def wait_for_roles(folder: Path, driver: Holder | None) -> None:
-    """Wait until the roles of a dead driver are gone, so that nobody else writes to its folder.
+    """Wait until the roles of a dead driver have ended, so that nothing else writes to its folder.
 
-    Ray ends them when it misses the driver.
+    Ray ends them when it notices that the driver is gone.
 
     Args:
-        folder: of the run.
-        driver: that had the folder when it died; None where none did.
+        folder: folder of the run.
+        driver: process that held the folder when it died; None if there is none.
 
     Raises:
-        ValueError: naming output_dir and a role that is still there after `WAIT_S`.
+        ValueError: a role still runs after `WAIT_S`; names output_dir and the role.
     """
     if driver is None or not driver.is_here():
         return
@@ -39,11 +39,11 @@ def wait_for_roles(folder: Path, driver: Holder | None) -> None:
     if alive:
         problem = f"{short(folder)} is in use by {roles[alive[0]]}, pid {alive[0].pid}, of a run "
         problem += f"whose pid {driver.pid}, started {driver.started}, is dead"
-        fail("output_dir", problem, "another folder, or this one once that process has ended")
+        fail("output_dir", problem, "another folder, or this one after that process has ended")
 
 
 def _roles(path: Path, driver: Holder) -> dict[psutil.Process, str]:
-    """The living processes that a driver has recorded as its roles, with their names."""
+    """The running processes that the driver recorded as its roles, with the roles' names."""
     since = datetime.strptime(driver.started, TIME).timestamp()
     found: dict[psutil.Process, str] = {}
     try:
@@ -58,13 +58,14 @@ def _roles(path: Path, driver: Holder) -> dict[psutil.Process, str]:
             process = psutil.Process(pid)
         except (psutil.NoSuchProcess, ValueError, OverflowError):
             continue
-        if _runs(process) and process.create_time() <= recorded + _CLOCK_S:  # not reused
+        reused = process.create_time() > recorded + _CLOCK_S
+        if _runs(process) and not reused:
             found[process] = role
     return found
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether a process can still write: one that nobody has asked for its end can not."""
+    """Whether a process can still write to files; a zombie cannot."""
     try:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -72,7 +73,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _record(line: str) -> tuple[str, int, float]:
-    """Name, pid and time of a role; a time before all others where the line is torn."""
+    """Name, pid and start time of a role; time 0 if the line is incomplete."""
     try:
         record: dict[str, Any] = json.loads(line)
         return str(record["role"]), int(record["pid"]), float(record["started"])

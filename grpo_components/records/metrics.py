@@ -1,4 +1,4 @@
-"""What a run writes down: metrics and sampled groups as JSON lines, and metrics to any logger."""
+"""Writes metrics and sampled groups as JSON lines, and metrics to a torchtune logger."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from grpo_components.records.rollout_table import log_rollout_table
 
 
 class MetricLog:
-    """Metrics to `{output_dir}/logs/metrics.jsonl` and, every n steps, to a torchtune logger.
+    """Writes metrics to `{output_dir}/logs/metrics.jsonl` and, every n steps, to a logger.
 
-    The file is complete and flushed line by line, whatever the logger is and however the run ends.
+    The file gets every step and is flushed line by line, so that it is complete after a crash.
 
     Args:
         output_dir (str): folder of the run.
-        metric_logger (MetricLoggerInterface): torchtune's logger; closed with this object.
-        log_every_n_steps (int): the logger gets the steps divisible by this, and every evaluation.
+        metric_logger (MetricLoggerInterface): torchtune's logger; `close` closes it.
+        log_every_n_steps (int): the logger gets steps divisible by this, and every evaluation.
     """
 
     def __init__(
@@ -39,26 +39,26 @@ class MetricLog:
         """Write the metrics of one step; a NaN or infinite value becomes null in the file.
 
         Args:
-            step (int): training step, from 1; 0 for what is known before the first.
-            metrics (Mapping[str, Any]): a number (or one-element tensor or array) by metric key.
+            step (int): training step, from 1; 0 for the evaluation before the first step.
+            metrics (Mapping[str, Any]): metric key to number (or one-element tensor or array).
         """
         values = {key: _plain(value) for key, value in metrics.items()}
         append_line(self._metrics, _line({"step": step, **values}))
         evaluated = any(key.startswith("eval/") for key in values)
         if step % self._log_every_n_steps == 0 or evaluated:
-            # TensorBoard and W&B keep NaN as a gap; a null they would refuse.
+            # TensorBoard and W&B show NaN as a gap, but refuse null.
             payload = {key: math.nan if value is None else value for key, value in values.items()}
             try:
                 self._metric_logger.log_dict(payload, step)
-            except OSError as error:  # the logger's own file or server, which it does not name
+            except OSError as error:  # of the logger's file or server; it does not name itself
                 raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def log_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled groups to `logs/rollouts.jsonl`, one line each; as a table to W&B, too.
+        """Write sampled groups to `logs/rollouts.jsonl`, one line each, and to W&B as a table.
 
         Args:
             step (int): training step that trained them.
-            groups (Sequence[Mapping[str, Any]]): a group's texts, rewards and versions by name.
+            groups (Sequence[Mapping[str, Any]]): texts, rewards and versions of each group.
         """
         plain_groups = [_plain(group) for group in groups]
         for group in plain_groups:
@@ -71,7 +71,7 @@ class MetricLog:
                 raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def close(self) -> None:
-        """Close the files, then the logger (which may have to talk to a server)."""
+        """Close the files, then the logger, which may have to wait for a server."""
         self._metrics.close()
         self._rollouts.close()
         self._metric_logger.close()
@@ -82,7 +82,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` in what JSON knows: arrays and tensors as numbers or lists, NaN as None."""
+    """Convert a value for JSON: arrays and tensors to numbers or lists, NaN to None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

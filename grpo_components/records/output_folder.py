@@ -1,4 +1,4 @@
-"""The folder of a run: locked, with the resolved config in it, and never overwritten."""
+"""Prepares the folder of a run: locks it, writes the config, never overwrites another run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from grpo_components.records.leftover_roles import wait_for_roles
 from grpo_components.records.run_contents import foreign_entry, is_empty, is_run, lies_in_run
 from grpo_components.records.run_identity import RunIdentity
 
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 def real_path(path: str | Path) -> Path:
-    """A path as an absolute one without symbolic links; what is missing of it is kept.
+    """Absolute path without symbolic links; missing parts stay as they are.
 
     Args:
-        path: as a person writes it.
+        path: any spelling of the path.
     """
     return Path(os.path.realpath(path))
 
@@ -36,25 +36,25 @@ def real_path(path: str | Path) -> Path:
 def prepare_output_folder(
     folder: Path, cfg: DictConfig, identity: RunIdentity
 ) -> tuple[FolderLock, Path | None]:
-    """Make and lock the folder of a new run; that of an earlier run is moved aside.
+    """Make and lock the folder of a new run; moves an earlier run's folder aside.
 
-    Only who has the lock of a folder moves it, so that a living run stays where it is.
+    A folder is moved only by the holder of its lock, so that a running run keeps its folder.
 
     Args:
-        folder: of the run, without symbolic links.
-        cfg: written into it, resolved, as config.yaml.
-        identity: of this process, written beside it.
+        folder: folder of the run, without symbolic links.
+        cfg: config; written to config.yaml, resolved.
+        identity: ids of the run and this process; written as comments in config.yaml.
 
     Returns:
-        The lock, and where an earlier run was moved to (`<name>-1`, `-2`, ...), or None.
+        The lock, and the new path of an earlier run (`<name>-1`, `-2`, ...) or None.
 
     Raises:
-        ValueError: naming output_dir, if another process has the folder, or if it holds what no
-            run wrote.
+        ValueError: another process holds the folder, or it contains files that no run wrote; names
+            output_dir.
     """
     moved_to = None
     while True:
-        is_used(folder)  # before a lock file is made in what is not a run's
+        is_used(folder)  # first: no lock file is made in a folder that is not a run's
         lock = lock_folder(folder)
         try:
             wait_for_roles(folder, lock.died)
@@ -71,14 +71,14 @@ def prepare_output_folder(
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a folder holds an earlier run, which a new one would move aside; locks nothing.
+    """Whether a folder contains an earlier run, which a new run would move aside; locks nothing.
 
     Args:
-        folder: without symbolic links; may be missing.
+        folder: path without symbolic links; may be missing.
 
     Raises:
-        ValueError: naming output_dir, if a process of this machine has it, if it holds anything
-            else, or if it is a part of a run's folder.
+        ValueError: a process of this machine holds the folder, it contains other files, or it is
+            part of a run's folder; names output_dir.
     """
     while True:
         refuse_folder_in_use(folder)
@@ -87,7 +87,7 @@ def is_used(folder: Path) -> bool:
             return _is_used(folder)
         except ValueError:
             refuse_folder_in_use(folder)
-            if _inode(folder) == seen:  # or another process moved it aside meanwhile
+            if _inode(folder) == seen:  # otherwise another process just moved it aside
                 raise
 
 
@@ -100,16 +100,16 @@ def _inode(folder: Path) -> int | None:
 
 def _is_used(folder: Path) -> bool:
     if run := lies_in_run(folder):
-        fail("output_dir", f"{short(folder)} lies in a run's folder, {short(run)}", "another place")
-    allowed = "a new or empty folder, or one that holds a run and nothing else"
+        fail("output_dir", f"{short(folder)} is inside the run {short(run)}", "another folder")
+    allowed = "a new or empty folder, or one that contains a run and nothing else"
     try:
         if not folder.exists() or is_empty(folder):
             return False
         if not is_run(folder):
-            problem = f"{short(folder)} is not empty, and what it holds is not a run of this recipe"
+            problem = f"{short(folder)} is not empty and does not contain a run of this recipe"
             fail("output_dir", problem, allowed)
         if found := foreign_entry(folder):
-            problem = f"{short(folder)} holds {short(found)}, which no run wrote"
+            problem = f"{short(folder)} contains {short(found)}, which was not written by a run"
             fail("output_dir", problem, allowed)
     except OSError as error:
         fail("output_dir", f"{short(folder)} cannot be read: {error.strerror}", allowed)
@@ -126,9 +126,9 @@ def _move_aside(folder: Path) -> Path:
         try:
             folder.rename(moved_to)
         except OSError as error:
-            if error.errno in _TAKEN:  # by another process, a moment ago
+            if error.errno in _NAME_TAKEN:  # by another process, just now
                 continue
-            problem = f"{short(folder)} holds an earlier run and cannot be moved aside"
+            problem = f"{short(folder)} contains an earlier run and cannot be moved aside"
             fail("output_dir", f"{problem}: {error.strerror}", "another folder")
         return moved_to
 
@@ -136,13 +136,13 @@ def _move_aside(folder: Path) -> Path:
 def reopen_output_folder(
     folder: Path, cfg: DictConfig, attempt: int, identity: RunIdentity
 ) -> None:
-    """Make a run's folder ready for another attempt: whatever is written is appended to.
+    """Prepare a run's folder for another attempt, which appends to its files.
 
     Args:
-        folder: of the run, locked.
-        cfg: becomes config.yaml; that of the attempt before stays as config_attempt_<n>.yaml.
-        attempt: which life of the run begins.
-        identity: of this process.
+        folder: folder of the run, locked.
+        cfg: new config.yaml; the config of the attempt before is kept as config_attempt_<n>.yaml.
+        attempt: number of the new attempt.
+        identity: ids of the run and this process.
     """
     (folder / "logs").mkdir(exist_ok=True)
     if (folder / "config.yaml").exists():
@@ -153,7 +153,7 @@ def reopen_output_folder(
 
 
 def _write_config(folder: Path, cfg: DictConfig, identity: RunIdentity) -> None:
-    """With the identity as comments: the file is a config like any other."""
+    """Write config.yaml; the identity goes into comments, so that the config stays valid."""
     head = "".join(f"# {name}: {value}\n" for name, value in identity.as_dict().items())
     text = head + OmegaConf.to_yaml(cfg, resolve=True)
     (folder / "config.yaml").write_text(text, encoding="utf-8")

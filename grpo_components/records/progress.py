@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display in a terminal, plain lines anywhere else."""
+"""Shows the progress of a run: a live display in a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Progress:
     """Shows phases, steps and notes of a run on stdout.
 
     Args:
-        num_steps (int): steps of the whole run.
-        console (Console | None): where to write; None for stdout.
-        plain (bool): no live display even in a terminal, for a logger that prints to stdout itself.
+        num_steps (int): training steps of the whole run.
+        console (Console | None): console to write to; None for stdout.
+        plain (bool): no live display even in a terminal; for a logger that prints to stdout.
     """
 
     def __init__(self, num_steps: int, console: Console | None = None, *, plain: bool = False):
-        # With FORCE_COLOR rich takes a pipe for a terminal: colours may go there, a display not.
+        # With FORCE_COLOR, rich takes a pipe for a terminal: fine for colours, not for a display.
         is_terminal = console.is_terminal if console else sys.stdout.isatty()
         self._console = console or Console(highlight=False)
         self._num_steps = num_steps
@@ -53,16 +53,16 @@ class Progress:
                 get_renderable=self._render,
                 console=self._console,
                 refresh_per_second=REFRESHES_PER_SECOND,
-                # Where stderr goes to a file of its own, it must still arrive there.
+                # If stderr goes to a file, it must still arrive there.
                 redirect_stderr=sys.stderr.isatty(),
             )
             self._live.start()
 
     def phase(self, text: str) -> None:
-        """Say what the run is busy with until the next step or phase.
+        """Show what the run is doing until the next step or phase.
 
         Args:
-            text (str): such as "starting roles".
+            text (str): name of the phase, e.g. "starting roles".
         """
         self._phase, self._phase_started = text, self._console.get_time()
         if self._live is None:
@@ -72,8 +72,8 @@ class Progress:
         """Show a finished step.
 
         Args:
-            step (int): from 1; 0 for the evaluation before the first step.
-            metrics (Mapping[str, float]): by metric key; what is missing or NaN is shown as "-".
+            step (int): training step, from 1; 0 for the evaluation before the first step.
+            metrics (Mapping[str, float]): values by metric key; missing or NaN is shown as "-".
         """
         self._phase = ""
         self._step, self._metrics = step, metrics
@@ -87,10 +87,10 @@ class Progress:
             self._print(Text(self._plain_line()))
 
     def note(self, text: str) -> None:
-        """Leave a line above the display, such as an evaluation's result or a checkpoint's place.
+        """Print a line above the display, such as an evaluation's result.
 
         Args:
-            text (str): shown as one line, whatever is in it.
+            text (str): shown as one line, with control characters escaped.
         """
         self._print(Text(one_line(text)))
 
@@ -116,7 +116,7 @@ class Progress:
                 self._print(Text(" " * (width + 2) + line))
 
     def _print(self, text: Text) -> None:
-        # soft_wrap: a long path stays in one piece, and a log file has one line per step.
+        # soft_wrap keeps a long path in one piece, and one line per step in a log file.
         self._console.print(text, soft_wrap=True)
 
     def _seconds_left(self) -> float:
@@ -187,11 +187,11 @@ class Progress:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw shares as one line of blocks, each the mean of an equal stretch of `values`.
+    """Draw values as a line of blocks; each block is the mean of an equal stretch of values.
 
     Args:
-        values (Sequence[float]): between 0 and 1, oldest first.
-        width (int): most characters to use.
+        values (Sequence[float]): numbers between 0 and 1, oldest first.
+        width (int): maximum number of characters.
     """
     columns = min(width, len(values))
     edges = [column * len(values) // columns for column in range(columns + 1)] if columns else [0]

@@ -1,4 +1,4 @@
-"""The chain of receipts: each record holds a hash of itself and of the record before it."""
+"""The hash chain of receipts: each record contains a hash of itself and of all before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from grpo_components.files import append_line, cut_torn_line
 
 END_FILE = "receipts.end"
-"""Beside the receipts: how many records there are, and the hash of the last one."""
+"""File beside the receipts with the number of records and the hash of the last one."""
 _MAX_BYTES = 200
 _HASH = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 _END = re.compile(rb'\{"records": {1,20}([0-9]{1,15}), "chain": "([0-9a-f]{64}|)"\} {0,20}\n?')
@@ -26,17 +26,17 @@ class End:
     """The last record of a chain."""
 
     records: int = 0
-    """Number of records up to this one."""
+    """Number of records in the chain."""
     chain: str = ""
-    """Hash of this record and of those before it: sha256, hexadecimal; empty before the first."""
+    """Hash of all records in the chain: sha256, hexadecimal; empty without records."""
 
 
 def link(before: str, fields: bytes) -> str:
-    """The hash of a record and of all before it.
+    """Hash of a record and of all records before it.
 
     Args:
         before: hash of the record before; empty for the first.
-        fields: the record's line without its hash and without its line end.
+        fields: line of the record, without its hash and line end.
 
     Returns:
         sha256 of both, hexadecimal.
@@ -45,77 +45,83 @@ def link(before: str, fields: bytes) -> str:
 
 
 def split(line: bytes) -> tuple[bytes, str | None]:
-    """A line without its hash, and the hash; None where it has none.
+    """Split a line into the record without its hash, and the hash.
 
     Args:
-        line: of the receipts, without its line end.
+        line: line of the receipts, without its line end.
+
+    Returns:
+        The record's line without the hash, and the hash; None if the line has no hash.
     """
     found = _HASH.search(line)
     return (line, None) if found is None else (line[: found.start()] + b"}", found[1].decode())
 
 
 def read_end(receipts: Path) -> End | None:
-    """What the file beside the receipts says; None where there is no such file.
+    """Read `receipts.end`.
 
     Args:
         receipts: path of the receipts.
 
+    Returns:
+        The end of the chain; None if the file does not exist.
+
     Raises:
-        ValueError: if it says something else than it should.
-        OSError: if it cannot be read.
+        ValueError: the file has another format.
+        OSError: the file cannot be read.
     """
     path = receipts.with_name(END_FILE)
     if not path.exists() and not path.is_symlink():
         return None
     if not path.is_file():
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     with path.open("rb") as file:
-        said = file.read(_MAX_BYTES + 1)
-    if not said:
-        return End()  # made, and not written yet
-    found = _END.fullmatch(said)
+        content = file.read(_MAX_BYTES + 1)
+    if not content:
+        return End()  # created, but not yet written
+    found = _END.fullmatch(content)
     if found is None:
-        raise ValueError("it does not hold one number of records and one hash")
+        raise ValueError("it does not contain one number of records and one hash")
     return End(int(found[1]), found[2].decode())
 
 
 class ChainedFile:
-    """Receipts that are open to be gone on with.
+    """Appends receipts to a new or existing chain.
 
-    A torn last line is cut off. Where records are missing that `receipts.end` knows of, the chain
-    goes on from those, so that the audit finds the gap whatever is written later.
+    An incomplete last line is cut off. If records are missing that `receipts.end` counts, the chain
+    continues from the missing ones: the audit finds the gap, whatever is written later.
 
     Args:
-        path: of the receipts; the folder exists.
+        path: path of the receipts; its folder exists.
     """
 
     def __init__(self, path: Path) -> None:
         cut_torn_line(path)
-        self._path, self._end = path, _go_on_from(path)
+        self._path, self._end = path, _continue_from(path)
         self._file = path.open("a", encoding="utf-8")
-        # Written in place: at any moment it is the old or the new one, and a full disk has room.
+        # Overwritten in place: one short write is never partial, and it fits on a full disk.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._beside: int | None = os.open(path.with_name(END_FILE), flags, 0o666)
+            self._end_file: int | None = os.open(path.with_name(END_FILE), flags, 0o666)
         except OSError:
             self._file.close()
             raise
 
     @property
     def closed(self) -> bool:
-        """Whether no more records can be appended."""
+        """Whether the file is closed."""
         return self._file.closed
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record with its hash, and then its hash to `receipts.end`.
+        """Write one record with its hash, then update `receipts.end`.
 
-        A run that is killed between the two leaves one record more than `receipts.end` knows.
+        A run killed between the two leaves one record more than `receipts.end` counts.
 
         Args:
-            record: plain values, no NaN.
+            record: values that JSON can represent, without NaN.
 
         Raises:
-            OSError: naming the file, if it cannot be written.
+            OSError: a file cannot be written; names the file.
         """
         fields = json.dumps(record, allow_nan=False)
         chain = link(self._end.chain, fields.encode())
@@ -128,26 +134,26 @@ class ChainedFile:
             raise
 
     def close(self) -> None:
-        """Close both files; the second time nothing happens."""
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            os.close(beside)
-        with suppress(OSError):  # what could not be written is told already
+        """Close both files; a second call does nothing."""
+        end_file, self._end_file = self._end_file, None
+        if end_file is not None:
+            os.close(end_file)
+        with suppress(OSError):  # the failed write was already reported
             self._file.close()
 
     def _write_end(self) -> None:
-        assert self._beside is not None
-        said = f'{{"records": {self._end.records:>15}, "chain": "{self._end.chain}"}}\n'.encode()
+        assert self._end_file is not None
+        line = f'{{"records": {self._end.records:>15}, "chain": "{self._end.chain}"}}\n'.encode()
         try:
-            written = os.pwrite(self._beside, said, 0)
-            os.ftruncate(self._beside, written)
+            written = os.pwrite(self._end_file, line, 0)
+            os.ftruncate(self._end_file, written)
         except OSError as error:
             path = str(self._path.with_name(END_FILE))
             raise OSError(error.errno, f"cannot be written: {error.strerror}", path) from error
 
 
-def _go_on_from(path: Path) -> End:
-    """What the next record is chained to: the file's last record, or the one that it has lost."""
+def _continue_from(path: Path) -> End:
+    """The end that the next record is chained to: of the file, or of records that it lost."""
     try:
         known = read_end(path)
     except ValueError:
@@ -159,12 +165,12 @@ def _go_on_from(path: Path) -> End:
 
 
 def _ends(path: Path) -> Iterator[End]:
-    """Each record in turn as if it were the last; one of an older version gets its hash here."""
+    """The end of the chain after each record; hashes are added to records of older versions."""
     if not path.exists():
         return
     chain = ""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            fields, stated = split(line.removesuffix(b"\n"))
-            chain = stated or link(chain, fields)
+            fields, recorded = split(line.removesuffix(b"\n"))
+            chain = recorded or link(chain, fields)
             yield End(number, chain)

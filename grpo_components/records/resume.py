@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or at a checkpoint, in a folder that shows all its attempts."""
+"""Starts a run: from scratch or from a checkpoint, in a folder with all of its attempts."""
 
 from __future__ import annotations
 
@@ -29,77 +29,81 @@ FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
     *("dataset", "shuffle", "group_size", "optimizer._component_", "lr_scheduler._component_"),
 )
-"""Keys that a resumed run must not change: its state, or bit for bit the same weights, rest on
-them. All others may: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
+"""Keys that a resumed run must not change, because its state depends on them. All others may
+change: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
 
 
 KL_SECTIONS = ("loss", "reward_shaping", "advantages")
-"""Sections of a config whose `kl_coeff` asks for the reference."""
+"""Config sections whose `kl_coeff` may need the reference."""
 
 
 class Stateful(Protocol):
-    """What the driver has to save of one of its objects."""
+    """An object of the driver whose state goes into checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state in plain values."""
+        """The state, in values that JSON can represent."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from a state."""
+        """Restore a state."""
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """How a run begins."""
+    """How an attempt of a run starts."""
 
     attempt: int
-    """Which life of the run; 0 is the first."""
+    """Number of the attempt, from 0."""
     checkpoint: Path | None
-    """What it goes on from; None for a new run."""
+    """Checkpoint that it resumes from; None for a new run."""
     note: str
-    """What the person who watches should know of it; may be empty."""
+    """Line to show to the user; may be empty."""
     output_dir: Path
-    """Of the run."""
+    """Folder of the run."""
     driver: dict[str, Any]
-    """State of what lives in the driver, at this beginning."""
+    """State of the driver's objects at the start."""
     identity: RunIdentity
-    """Of the run and of this process."""
+    """Ids of the run and of this process."""
     lock: FolderLock
-    """Of `output_dir`."""
+    """Lock of `output_dir`."""
 
     def close(self) -> None:
-        """Let others have the folder, once nothing is written to it any more."""
+        """Release the folder, after the last write to it."""
         self.lock.release()
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
-    """The checkpoint that a config asks for.
+    """The checkpoint to resume from.
 
     Args:
-        resume_from: false; true for the run's newest; or the path of a checkpoint.
-        output_dir: of the run.
+        resume_from: `resume_from_checkpoint` of the config: false, true for the newest checkpoint
+            of the run, or the path of a checkpoint.
+        output_dir: folder of the run.
+
+    Returns:
+        The checkpoint's folder; None for a new run.
 
     Raises:
-        ValueError: naming the key, if there is none.
+        ValueError: there is no such checkpoint; names the key.
     """
     if resume_from is False:
         return None
     path = output_dir / "checkpoints/latest" if resume_from is True else Path(resume_from)
     if not (path / "state" / "driver.json").is_file():
-        problem = f"{shown(resume_from)} given, and {path} is no checkpoint of a run"
+        problem = f"{shown(resume_from)} given, but {path} is not a checkpoint of a run"
         fail("resume_from_checkpoint", problem, "false, or the path of a step_<n> folder")
     return path.resolve()
 
 
 def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
-    """Compare a config with that of the checkpoint to resume from.
+    """Compare the config with the config of the checkpoint to resume from.
 
     Args:
-        values: of the config, checked.
-        needs_reference: tells of a section whether its KL needs the reference.
+        values: config, checked.
+        needs_reference: whether a config section needs the reference for its KL.
 
     Raises:
-        ValueError: for the first key that must not change and has, or a run that is at its end.
+        ValueError: a key changed that must not change, or all steps are done; names the key.
     """
     checkpoint = find_checkpoint(values["resume_from_checkpoint"], Path(values["output_dir"]))
     if checkpoint is None:
@@ -110,24 +114,25 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
     before, now = ({k: config.get(k, {}) for k in KL_SECTIONS} for config in (saved, values))
     if any(map(needs_reference, before.values())) != any(map(needs_reference, now.values())):
         key = next(k for k in KL_SECTIONS if needs_reference(before[k]) != needs_reference(now[k]))
-        problem = "changed between 0 and not 0, and groups in the checkpoint's buffer were made so"
+        problem = "cannot change to or from 0: the checkpoint has buffered groups made for the old"
         fail(f"{key}.kl_coeff", problem, shown(before[key].get("kl_coeff", 0)))
     done = read_state(checkpoint / "state", "driver")["ledger"]["steps_done"]
     if values["num_steps"] <= done:
-        problem = f"{values['num_steps']} given, and the checkpoint has done {done}"
+        problem = f"{values['num_steps']} given, but the checkpoint has {done} steps done"
         fail("num_steps", problem, f"above {done}")
 
 
 def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Make or reopen the run's folder, and restore what lives in this process.
+    """Make or reopen the run's folder, and restore ledger and prompts.
 
     Args:
-        cfg: checked by preflight; written to the folder.
-        ledger: of the run, new.
-        prompts: that the ledger draws from, at their start.
+        cfg: config, checked by preflight; written to the folder.
+        ledger: new ledger of the run.
+        prompts: the prompt stream that the ledger draws from, at its start.
 
     Raises:
-        ValueError: if there is no such checkpoint, or the data set has other rows.
+        ValueError: there is no such checkpoint, the data set has other rows, or the folder cannot
+            be used.
     """
     folder = real_path(cfg.output_dir)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
@@ -140,37 +145,38 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> RunStart:
     if run_of(checkpoint) == folder:
         lock = lock_folder(folder)
         try:
-            return _go_on(cfg, folder, lock, ledger, prompts)
+            return _resume_in_place(cfg, folder, lock, ledger, prompts)
         except BaseException:
             lock.release()
             raise
-    return _branch(cfg, folder, checkpoint, ledger, prompts)
+    return _resume_elsewhere(cfg, folder, checkpoint, ledger, prompts)
 
 
-def _go_on(
+def _resume_in_place(
     cfg: DictConfig, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
 ) -> RunStart:
-    """Another attempt in the folder of the run."""
+    """Start another attempt in the folder of the run."""
     wait_for_roles(folder, lock.died)
-    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)  # now that nobody writes
-    assert checkpoint is not None, "only a lock was taken"
+    # Look again: before, a role of the old attempt could still write.
+    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
+    assert checkpoint is not None, "it was there before the lock was taken"
     state = _load(checkpoint, ledger, prompts)
     known, saved = last_start(folder).get("run"), state.get("identity", {}).get("run")
     if known is not None and saved not in (None, known):
-        problem = f"{shown(cfg.resume_from_checkpoint)} given, a checkpoint of run {saved}"
-        fail("resume_from_checkpoint", problem, f"one of run {known}, whose output_dir this is")
+        problem = f"{shown(cfg.resume_from_checkpoint)} given, which is of run {saved}"
+        fail("resume_from_checkpoint", problem, f"a checkpoint of run {known}, as in output_dir")
     identity = new_identity(known or saved)
-    point_latest(checkpoint)  # what later steps left is superseded
+    point_latest(checkpoint)  # later checkpoints are of the old attempt
     attempt = last_attempt(folder) + 1
     reopen_output_folder(folder, cfg, attempt, identity)
     note = _noted(f"resumed from {checkpoint} (attempt {attempt})", lock)
     return RunStart(attempt, checkpoint, note, folder, state, identity, lock)
 
 
-def _branch(
+def _resume_elsewhere(
     cfg: DictConfig, folder: Path, checkpoint: Path, ledger: Stateful, prompts: Stateful
 ) -> RunStart:
-    """Another attempt in a folder of its own, from a checkpoint of another."""
+    """Start another attempt in a new folder, from a checkpoint in another folder."""
     state, run = _load(checkpoint, ledger, prompts), run_of(checkpoint)
     identity = new_identity(state.get("identity", {}).get("run") or last_start(run).get("run"))
     lock, moved_to = prepare_output_folder(folder, cfg, identity)
@@ -192,17 +198,20 @@ def _load(checkpoint: Path, ledger: Stateful, prompts: Stateful) -> dict[str, An
 def _noted(note: str, lock: FolderLock) -> str:
     if lock.atomic:
         return note
-    missing = f"{lock.folder} has no file locks: start no two runs in it at the same moment"
+    missing = f"{lock.folder} has no file locks: do not start two runs in it at the same time"
     return f"{note}; {missing}" if note else missing
 
 
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Set what lives in this process back to the run's last checkpoint, or to where it began.
+    """Set ledger and prompts back to the run's last checkpoint, or to its start.
 
     Args:
-        run_start: of the attempt that ends.
-        ledger: of the run.
-        prompts: that the ledger draws from.
+        run_start: start of the attempt that failed.
+        ledger: ledger of the run.
+        prompts: the prompt stream that the ledger draws from.
+
+    Returns:
+        The start of the next attempt.
     """
     checkpoint, state = run_start.checkpoint, run_start.driver
     latest = run_start.output_dir / "checkpoints" / "latest"
@@ -215,17 +224,17 @@ def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunSt
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint lies in, at checkpoints/step_<n>."""
+    """The run's folder that contains a checkpoint, at checkpoints/step_<n>."""
     return checkpoint.parent.parent
 
 
 def last_attempt(output_dir: Path) -> int:
-    """The last attempt that the receipts of a run know of; -1 where there is none."""
+    """Number of the last attempt in the receipts of a run; -1 without one."""
     return last_start(output_dir).get("attempt", -1)
 
 
 def last_start(output_dir: Path) -> dict[str, Any]:
-    """The start record of the last attempt in a run's receipts; empty where there is none."""
+    """The start record of the last attempt in a run's receipts; empty without one."""
     path, start = output_dir / "receipts.jsonl", {}
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -236,8 +245,8 @@ def last_start(output_dir: Path) -> dict[str, Any]:
 
 
 def _copy_history(run: Path, folder: Path) -> None:
-    """Copy what the audit needs to follow a run from its start: receipts, and configs so far."""
-    for name in (END_FILE, "receipts.jsonl"):  # in this order: the first may be the older one
+    """Copy what the audit needs to follow a run from its start: receipts and earlier configs."""
+    for name in (END_FILE, "receipts.jsonl"):  # in this order: the end file may be older, not newer
         if (run / name).is_file():
             shutil.copy2(run / name, folder)
     for path in run.glob("config_attempt_*.yaml"):
@@ -258,5 +267,5 @@ def _compare(key: str, saved: Any, given: Any) -> None:
         for name in saved | given:
             _compare(f"{key}.{name}", saved.get(name), given.get(name))
     elif saved != given:
-        problem = f"{shown(given)} given, and the checkpoint was written with another"
+        problem = f"{shown(given)} given, but the checkpoint was written with another value"
         fail(key, problem, shown(saved))

@@ -1,4 +1,4 @@
-"""Logged groups as a table of Weights & Biases, one row per response."""
+"""Logs sampled groups to Weights & Biases as a table with one row per response."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _LOGPROBS = ("tokens", "generator_logprobs", "trainer_logprobs", "reference_logp
 
 
 def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Log groups under `rollouts` to the W&B run of this process.
+    """Log groups as the table `rollouts` to the W&B run of this process.
 
     Args:
-        step: that trained them.
-        groups: in plain values, as in `logs/rollouts.jsonl`.
+        step: training step that trained the groups.
+        groups: records as in `logs/rollouts.jsonl`.
     """
-    import wandb  # only where it is the logger: it takes most of a second
+    import wandb  # only if it is the logger: the import takes most of a second
 
     columns, rows = rollout_rows(step, groups)
-    # The answers of a data set, and what a user's reward returns, need not be of one type.
+    # Answers in a data set and values of a user's reward may have mixed types.
     table = wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
     wandb.log({"rollouts": table, "global_step": step})
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Names of the columns, and a row for each response.
+    """Column names, and one row per response.
 
     Args:
-        step: that trained them.
-        groups: in plain values.
+        step: training step that trained the groups.
+        groups: records as in `logs/rollouts.jsonl`.
     """
     responses = [response for group in groups for response in group["responses"]]
     terms = list(dict.fromkeys(name for r in responses for name in r["reward_terms"]))
@@ -55,5 +55,5 @@ def _cell(value: Any) -> Any:
 
 
 def _sequence(values: Sequence[Any] | None) -> str:
-    """As JSON: a column of lists would have to have one type, and some logprobs are missing."""
+    """JSON text: W&B needs one type per column of lists, and some logprobs are null."""
     return "" if values is None else json.dumps(values)

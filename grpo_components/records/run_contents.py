@@ -1,4 +1,4 @@
-"""What lies in a folder: nothing, a run's own files, or something that no run wrote."""
+"""Tells whether a folder is empty, contains a run, or contains files that no run wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACEHOLDERS = (
     *(".gitkeep", ".keep", ".gitignore", ".DS_Store", "Thumbs.db", "desktop.ini"),
     "lost+found",
 )
-"""What makes no folder a used one: nobody's work, and no run reads it."""
+"""Files and folders that do not count: they are nobody's work, and no run reads them."""
 _REMOVED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
 _FILES = re.compile(
     r"config\.yaml|config_attempt_\d+\.yaml|receipts\.(jsonl|end)|trajectories\.jsonl"
@@ -27,24 +27,24 @@ _FILES = re.compile(
     r"|checkpoints/(latest|best)|checkpoints/\.(latest|best)\.unfinished"
 )
 _FOLDERS = ("logs", "checkpoints", "skipped")
-"""Looked into file by file."""
+"""Folders of a run whose files are checked one by one."""
 _TREES = re.compile(
     r"checkpoints/step_\d+|checkpoints/\.step_\d+\.(unfinished|discarded)"
     r"|skipped/step_\d+|profile"
 )
-"""Folders of a run whose files have many names."""
+"""Folders of a run that may contain files with any name."""
 _TOP = re.compile(
     r"log_.+\.txt|events\.out\.tfevents\..+|run_\d+_.+|wandb|torchtune_config\.yaml|iteration_\d+"
 )
-"""Of torchtune's loggers and profiler, where they are told to write to the run's folder itself."""
+"""Files of torchtune's loggers and profiler, if they write to the run's folder itself."""
 _KEYS = {"output_dir", "base_model_path", "max_staleness", "groups_per_step", "group_size"}
-"""That the config of every run has."""
+"""Keys in the config of every run."""
 _MAX_CONFIG_BYTES = 2**20
 _MAX_LINE_CHARS = 2**16
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder holds nothing but empty folders, `PLACEHOLDERS` and a lock of ours."""
+    """Whether a folder contains only empty folders, `PLACEHOLDERS` and a run's lock file."""
     for path in _walk(folder):
         own = path == folder / LOCK and not _is_foreign_lock(path)
         own |= path.parent == folder and path.name.startswith(f".{LOCK}.")
@@ -54,9 +54,9 @@ def is_empty(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run's config and logs, or a process has it or had it to its death.
+    """Whether a folder contains a run's config and logs, or a lock file that names its holder.
 
-    A `config.yaml` and a folder `logs` alone say little: other programs write them as well.
+    A `config.yaml` and a folder `logs` are not enough: other programs write them, too.
     """
     if read_holder(folder) is not None:
         return True
@@ -67,10 +67,10 @@ def is_run(folder: Path) -> bool:
 
 
 def lies_in_run(folder: Path) -> Path | None:
-    """The run that a folder is a part of, as one below its checkpoints; None where there is none.
+    """The run whose folder contains a folder, e.g. its checkpoints; None without one.
 
     Args:
-        folder: without symbolic links; may be missing.
+        folder: path without symbolic links; may be missing.
     """
     for parent in folder.parents:
         top = folder.relative_to(parent).parts[0]
@@ -80,13 +80,13 @@ def lies_in_run(folder: Path) -> Path | None:
 
 
 def foreign_entry(run: Path) -> Path | None:
-    """The first file or folder in a run's folder that the run did not write; None without any.
+    """The first file or folder in a run's folder that no run wrote.
 
     Args:
         run: folder of a run.
 
     Returns:
-        Its path in that folder.
+        Its path relative to the folder; None if there is no such file.
     """
     outputs = _outputs(run)
     return _foreign(run, "", outputs)
@@ -104,7 +104,7 @@ def _foreign(run: Path, where: str, outputs: set[str]) -> Path | None:
                 return Path(name)
         elif _TREES.fullmatch(name) or name in outputs:
             if nested := next((p for p in _walk(run / name) if p.name == LOCK), None):
-                return nested.relative_to(run)  # another run, maybe a living one
+                return nested.relative_to(run)  # another run, maybe still running
         elif name in _FOLDERS or leads_to_output:
             if found := _foreign(run, name, outputs):
                 return found
@@ -116,11 +116,11 @@ def _foreign(run: Path, where: str, outputs: set[str]) -> Path | None:
 
 
 def _is_foreign_lock(path: Path) -> bool:
-    return not is_lock(path) and os.path.lexists(path)  # or it was released a moment ago
+    return not is_lock(path) and os.path.lexists(path)  # not if it was just released
 
 
 def _outputs(run: Path) -> set[str]:
-    """Where a run's configs let the metric logger and the profiler write, in the run's folder.
+    """Paths in the run's folder that its configs give to metric logger and profiler.
 
     "." is the run's folder itself.
     """
@@ -140,7 +140,7 @@ def _outputs(run: Path) -> set[str]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """A config that a run may have written; empty where it is none."""
+    """The config in a file; empty if the file is not a config."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             return {}
@@ -151,7 +151,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _first_record(path: Path) -> dict[str, Any]:
-    """The first line of a file of records; empty where it is none."""
+    """The first record in a file of JSON lines; empty if there is none."""
     try:
         with path.open(encoding="utf-8") as lines:
             record = json.loads(lines.readline(_MAX_LINE_CHARS))
@@ -163,18 +163,18 @@ def _first_record(path: Path) -> dict[str, Any]:
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            found = [e for e in entries if not _is_nothing(e.name)]
-    except FileNotFoundError:  # a living run has renamed it meanwhile
+            found = [e for e in entries if not _is_placeholder(e.name)]
+    except FileNotFoundError:  # a running run just renamed it
         return []
     return sorted(found, key=lambda entry: entry.name)
 
 
-def _is_nothing(name: str) -> bool:
+def _is_placeholder(name: str) -> bool:
     return name in PLACEHOLDERS or _REMOVED_ON_NFS.fullmatch(name) is not None
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file and symbolic link below a folder, but for placeholders."""
+    """Every file and symbolic link below a folder, except placeholders."""
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(folder / entry.name)

@@ -1,4 +1,4 @@
-"""Who wrote a file of a run: the id that a run keeps over its resumes, and that of one process."""
+"""Ids of a run and of the process that drives it, written to the run's files for the audit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Written into the config, the receipts and every checkpoint of a run, for the audit."""
+    """Ids in the config, the receipts and every checkpoint of a run."""
 
     run: str
-    """The same over all attempts; 32 hexadecimal digits."""
+    """Id of the run, the same in all attempts; 32 hexadecimal digits."""
     incarnation: str
-    """Of the process that drives the run; every start has its own, 32 hexadecimal digits."""
+    """Id of the driver's process, new at every start; 32 hexadecimal digits."""
 
     def as_dict(self) -> dict[str, str]:
         """Both ids, by name."""
@@ -21,9 +21,9 @@ class RunIdentity:
 
 
 def new_identity(run: str | None = None) -> RunIdentity:
-    """The identity of a process that starts a run or goes on with one.
+    """Make the identity of a process that starts or resumes a run.
 
     Args:
-        run: id of the run that it goes on with; None for a new run.
+        run: id of the resumed run; None for a new run.
     """
     return RunIdentity(run or secrets.token_hex(16), secrets.token_hex(16))

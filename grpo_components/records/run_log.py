@@ -1,4 +1,4 @@
-"""What a run tells as it goes: to its folder, to the metric logger, to the person who watches."""
+"""Reports a run: to its log files, to the metric logger and to the user."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from grpo_components.report.run_files import FAILURES, first_and_last
 
 
 class RunLog:
-    """Metrics, sampled rollouts and progress of one run.
+    """Logs metrics, sampled rollouts and progress of one run.
 
     Args:
         output_dir: folder of the run.
-        metric_logger: torchtune's.
+        metric_logger: torchtune's logger.
         log_every_n_steps: the metric logger gets every n-th step.
-        num_steps: of the run.
-        attempt: which life of the run.
+        num_steps: training steps of the whole run.
+        attempt: number of the run's attempt, from 0.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class RunLog:
         self.phase, self.note = self._progress.phase, self._progress.note
 
     def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
-        """Log a finished step; throughput is per second of wall time, evaluations included.
+        """Log a finished step; throughput is per second of wall time, including evaluations.
 
         Args:
-            step: from 1.
-            metrics: of the step.
-            trained_tokens: that it trained.
+            step: training step, from 1.
+            metrics: metrics of the step; gets the throughput added.
+            trained_tokens: number of tokens that the step trained.
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -75,13 +75,18 @@ class RunLog:
         self._progress.update(step, metrics)
 
     def generated(self, tokens: int) -> None:
-        """Count tokens sampled for training."""
+        """Count tokens that were sampled for training."""
         self._generated_tokens += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation; the one before the first step is logged as step 0."""
-        if not self._evaluations:  # the one before the attempt's first step
-            self._started = self._last = time.perf_counter()  # throughput counts from here
+        """Show an evaluation; the one before the first step is logged as step 0.
+
+        Args:
+            step: training steps done.
+            metrics: metrics of the evaluation.
+        """
+        if not self._evaluations:  # before the attempt's first step: throughput counts from here
+            self._started = self._last = time.perf_counter()
             self._generated_tokens = self._counted_tokens = 0
         self._evaluations.append(metrics)
         if step == 0:
@@ -104,15 +109,14 @@ class RunLog:
         advantages: NDArray[Any],
         token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
-        """Write trained groups as text.
+        """Write the first trained groups of a step as text.
 
         Args:
-            step: that trained them.
-            entries: of the ledger.
-            texts: the first of these groups as a person would read them; what a checkpoint has
-                brought has none.
-            advantages: of each group's responses.
-            token_logprobs: of each response of a group, by group id; empty where not asked for.
+            step: training step that trained them.
+            entries: ledger entries of the step's groups.
+            texts: readable form of the first groups; None for a group from a checkpoint.
+            advantages: [B, G], one per response.
+            token_logprobs: logprobs of each response, by group id; may lack groups.
         """
         groups: list[dict[str, Any]] = []
         for entry, text, row in zip(entries, texts, advantages, strict=False):
@@ -126,7 +130,12 @@ class RunLog:
         self._metric_log.log_rollouts(step, groups)
 
     def checkpoint(self, step: int, folder: str) -> None:
-        """Say where a checkpoint lies."""
+        """Show that a checkpoint was saved.
+
+        Args:
+            step: training steps done.
+            folder: folder of the checkpoint.
+        """
         self._checkpoint = folder
         self.note(f"step {step}: saved {folder}")
 
@@ -136,9 +145,9 @@ class RunLog:
         """Show the closing summary.
 
         Args:
-            dropped_groups: how many were never trained, by reason.
-            replay: what a replay has shown; empty for a new run.
-            skipped_steps: how many there were, in words; empty for none.
+            dropped_groups: number of groups that were never trained, by reason.
+            replay: result of a replay; empty for any other run.
+            skipped_steps: summary of the skipped steps; empty without any.
         """
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
@@ -149,8 +158,8 @@ class RunLog:
             rows.append(("held-out success", self._change_of_success()))
         if self._steps:
             mean_staleness = mean([step["staleness/mean"] for step in self._steps])
-            most = max(step["staleness/max"] for step in self._steps)
-            staleness = f"{mean_staleness:.2f} policy versions in the mean, {most:.0f} at most"
+            highest = max(step["staleness/max"] for step in self._steps)
+            staleness = f"{mean_staleness:.2f} policy versions on average, {highest:.0f} at most"
             generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
             tokens = f"{generated:,.0f} generated, {trained:,.0f} trained"
             rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
@@ -175,18 +184,18 @@ class RunLog:
     def _change_of_success(self) -> str:
         first, last = self._evaluations[0], self._evaluations[-1]
         before, after = (each["eval/success_rate"] for each in (first, last))
-        if not self._steps:  # an evaluation alone
+        if not self._steps:  # eval_only
             low, high = (first[f"eval/success_rate_{end}"] for end in ("low", "high"))
-            return f"{before:.3f}, between {low:.3f} and {high:.3f} with 95 % confidence"
+            return f"{before:.3f}, 95 % confidence interval {low:.3f} to {high:.3f}"
         return f"{before:.3f} before, {after:.3f} after"
 
     def close(self) -> None:
         """End the display, close the files and the logger, and write the report.
 
-        Called while an error ends the run, it leaves that in `logs/failures.jsonl` for the report.
+        If an error is ending the run, it is written to `logs/failures.jsonl` for the report first.
         """
         if (error := sys.exception()) is not None:
-            with contextlib.suppress(OSError):  # maybe the very error: a full disk
+            with contextlib.suppress(OSError):  # the disk may be full
                 self._write_failure(error)
         self._progress.close()
         self._metric_log.close()
@@ -194,18 +203,18 @@ class RunLog:
             return
         try:
             self.note(f"report: {write_report(self._output_dir)}")
-        except NoStepsError:  # nor has an earlier attempt done one
+        except NoStepsError:  # earlier attempts have no steps either
             return
-        except Exception as error:  # whatever it is, the run itself has nothing to do with it
-            self.note(f"no report was written: {type(error).__name__}: {error}")
+        except Exception as error:  # a failed report must not change how the run ended
+            self.note(f"the report could not be written: {type(error).__name__}: {error}")
 
     def _write_failure(self, error: BaseException) -> None:
         cause = root_cause(error)
-        told: str | None = f"{type(cause).__name__}: {cause}"
+        text: str | None = f"{type(cause).__name__}: {cause}"
         if isinstance(cause, RoleFailedError):
-            told = str(cause)
+            text = str(cause)
         elif isinstance(cause, KeyboardInterrupt):
-            told = None
-        record = {"attempt": self.attempt, "error": told}
+            text = None
+        record = {"attempt": self.attempt, "error": text}
         with (self._output_dir / "logs" / FAILURES).open("a", encoding="utf-8") as file:
             append_line(file, json.dumps(record))

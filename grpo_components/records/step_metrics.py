@@ -1,4 +1,4 @@
-"""The numbers of one step, under the keys that every logger gets."""
+"""Metrics of one training step, by their keys in every logger."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from grpo_components.trajectory import GroupSummary
 def rollout_metrics(
     groups: Sequence[GroupSummary], policy_version: int, token_versions: Mapping[int, int]
 ) -> dict[str, float]:
-    """Reward, success, length and staleness of the groups that a step trains.
+    """Reward, success rate, length and staleness of the groups that a step trains.
 
     Args:
-        groups: of the batch.
-        policy_version: version that the step starts from.
-        token_versions: how many trained tokens each policy version has sampled.
+        groups: summaries of the groups in the batch.
+        policy_version: policy version before the step.
+        token_versions: number of trained tokens by the policy version that sampled them.
 
     Returns:
-        Means over samples; staleness over trained tokens, in policy versions, and their number.
+        Means over samples, the number of trained tokens, and their staleness in policy versions.
     """
     samples = [
         (reward, success)
@@ -43,14 +43,14 @@ def rollout_metrics(
 def buffer_metrics(
     waited_s: float, buffered: int, dropped_stale: int, filtered: int, failed_samples: int
 ) -> dict[str, float]:
-    """How a step got its batch.
+    """Buffer and waiting metrics of one step.
 
     Args:
-        waited_s: seconds that the trainers waited for it.
+        waited_s: seconds that the trainers waited for the batch.
         buffered: groups left in the buffer.
-        dropped_stale: groups that were found too old.
-        filtered: groups that were never buffered, since the start of the run.
-        failed_samples: whose reward or environment failed, since the step before.
+        dropped_stale: groups dropped because they were too old.
+        filtered: groups discarded before the buffer, since the start of the run.
+        failed_samples: samples whose reward or environment failed, since the step before.
     """
     return {
         "time/wait_for_batch": waited_s,
@@ -63,5 +63,5 @@ def buffer_metrics(
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
+    """Mean of the values; NaN without values."""
     return sum(values) / len(values) if values else math.nan

@@ -40,7 +40,7 @@ class SkippedSteps:
         self._skipped: dict[int, str] = {}
         """By step: why, and empty where it trained; a step that is made again counts once."""
 
-    def stepped(self, step: int, trained: bool, why: str) -> None:
+    def count_step(self, step: int, trained: bool, why: str) -> None:
         """To be called after every step.
 
         Args:
@@ -65,7 +65,7 @@ class SkippedSteps:
                 f"{why}; their batches and metrics are in {self._folder}"
             )
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How many steps were skipped, for the summary; empty where none was."""
         skipped = [step for step, why in self._skipped.items() if why]
         if not skipped:

@@ -195,7 +195,7 @@ def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
     (record,) = metrics(evaluated)
     assert (record["eval/policy_version"], record["eval/prompts"]) == (2, 4)
     assert record["eval/success_rate"] <= record["eval/pass_at_2"]
-    assert "with 95 % confidence" in output
+    assert "95 % confidence" in output
 
 
 @pytest.mark.slow
@@ -677,4 +677,4 @@ def test_an_error_inside_a_role_is_the_runs_error(tune, tmp_path):
     returncode, output = finish(process)
     assert returncode == 1, output
     assert "error: generator_0 failed" in output
-    assert "no licence key; and the same again after a restart" in output
+    assert "no licence key; failed the same way again after a restart" in output

@@ -55,7 +55,7 @@ def install():
     calls, submit = Counter(), Role.submit
 
     def strike(role, fault):
-        os.kill(role._pid, signal.SIGSTOP if fault.stop else signal.SIGKILL)
+        os.kill(role.pid, signal.SIGSTOP if fault.stop else signal.SIGKILL)
         sys.stdout.write(f"chaos: {json.dumps(asdict(fault))}\n")
 
     def disturbed_submit(role, method, *args, **kwargs):
@@ -64,7 +64,7 @@ def install():
         for fault in list(waiting):
             if (fault.role, fault.method) != (role.name, method):
                 continue
-            if calls[role.name, method] >= fault.number and role._pid:
+            if calls[role.name, method] >= fault.number and role.pid:
                 waiting.remove(fault)
                 asyncio.get_running_loop().call_later(fault.delay_s, strike, role, fault)
                 break

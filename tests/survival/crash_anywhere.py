@@ -92,8 +92,8 @@ def recoveries(output):
     """(role, what befell it, seconds until it was back), from a run's output."""
     befallen, found = {}, []
     for line in output.splitlines():
-        if told := re.match(r"(\w+) (died|gave no sign of life|did not answer|failed)", line):
-            whose = "trainers" if "all trainers start again" in line else told[1]
+        if told := re.match(r"(\w+) (died|sent no heartbeat|did not answer|failed)", line):
+            whose = "trainers" if "restarting all trainers" in line else told[1]
             befallen.setdefault(whose, told[2])
         elif back := re.match(r"(?:the )?(\w+) (?:is|are) back after (\d+) s", line):
             role = back[1].partition("_")[0] if back[1][-1].isdigit() else back[1]

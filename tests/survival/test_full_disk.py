@@ -138,13 +138,24 @@ class Account:
         return []
 
 
+class Log:
+    """Keeps the notes and the steps of saved checkpoints."""
+
+    def __init__(self):
+        self.notes, self.saved = [], []
+        self.note = self.notes.append
+
+    def checkpoint(self, step, folder):
+        self.saved.append(step)
+
+
 def handles(trainer, buffer, account):
     trainers = TrainersHandle([trainer], account, 10, 10)
     return trainers, ReplayBufferHandle(buffer, account, 10, 10, wait_for_stale=False)
 
 
 def make_checkpoints(folder, failure, account):
-    notes, saved = [], []
+    log = Log()
     checkpoints = Checkpoints(
         folder,
         OmegaConf.create({"seed": 1}),
@@ -155,12 +166,11 @@ def make_checkpoints(folder, failure, account):
         keep_best=None,
         failure=failure,
         in_background=False,
-        saved=lambda step, path: saved.append(step),
-        note=notes.append,
+        run_log=log,
         identity=new_identity(),
         verify=lambda: None,
     )
-    return checkpoints, notes, saved
+    return checkpoints, log.notes, log.saved
 
 
 @pytest.mark.parametrize("failure", ["error", "warn"])

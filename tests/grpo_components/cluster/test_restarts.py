@@ -42,11 +42,13 @@ def test_pauses_grow_with_the_restarts_of_the_same_role_only():
     assert budget.spend(failure("reference_0"), repeated=False) == 1
 
 
-def test_a_component_that_is_none_is_never_started_again():
-    refused = failure(what="loss: my.Loss returned shape ()", kind="refused")
+@pytest.mark.parametrize("kind", ["refused", "waited"])
+def test_where_a_restart_cannot_help_there_is_none(kind):
+    """A wrong component stays wrong; a role that waited in vain for others is not at fault."""
+    first = failure(what="loss: my.Loss returned shape ()", kind=kind)
     with pytest.raises(RoleFailedError) as raised:
-        RestartBudget(8, 60, Clock()).spend(refused, repeated=False)
-    assert raised.value is refused
+        RestartBudget(8, 60, Clock()).spend(first, repeated=False)
+    assert raised.value is first
 
 
 def test_without_restarts_a_failure_is_what_it_was():
@@ -62,21 +64,16 @@ def test_a_spent_budget_says_which_role_what_how_often_and_where_its_log_is():
         budget.spend(failure(role), repeated=False)
     with pytest.raises(RoleFailedError) as raised:
         budget.spend(failure(), repeated=False)
-    text = str(raised.value)
-    assert text.startswith("generator_0 died: killed; 3 restarts in the last 60 s")
-    assert "max_restarts" in text and "2 of them were of generator_0" in text
-    assert text.endswith("logs/generator_0.log")
+    first, log = str(raised.value).splitlines()
+    assert first.startswith("generator_0 died: killed; ") and "max_restarts" in first
+    for fact in ("3 restarts", "60 s", "2 of them of generator_0"):
+        assert fact in first
+    assert log.endswith("logs/generator_0.log")
 
 
 def test_what_a_role_raises_again_after_a_restart_ends_the_run_whatever_is_left():
     budget, broken = RestartBudget(9, 60, Clock()), failure(what="failed: KeyError", kind="raised")
     budget.spend(broken, repeated=False)
-    with pytest.raises(RoleFailedError, match="failed: KeyError; and the same again"):
+    with pytest.raises(RoleFailedError) as raised:
         budget.spend(broken, repeated=True)
-
-
-def test_who_waited_in_vain_for_others_is_not_restarted():
-    with pytest.raises(RoleFailedError, match="waited 9 s"):
-        RestartBudget(9, 60, Clock()).spend(
-            failure(what="waited 9 s", kind="waited"), repeated=False
-        )
+    assert raised.value.what.startswith("failed: KeyError; ")

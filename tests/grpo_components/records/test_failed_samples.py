@@ -90,12 +90,13 @@ def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file
     with pytest.raises(FailedSamplesError) as ended:
         failures.in_group(entry(7), summary("x" * 5000))
     text = str(ended.value)
-    assert text.startswith("max_failed_samples: 5 given, and 5 samples failed since the last")
+    assert text.startswith("max_failed_samples: 5 given, ")
     assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "failed_samples.jsonl"))
     assert len(text) < 1000
     assert records(tmp_path)[-1]["errors"] == {"x" * 5000: 1}, "the record of the last one is kept"
 
 
 def test_an_evaluation_without_any_score_ends_the_run(failures):
-    with pytest.raises(FailedSamplesError, match=r"no sample of an evaluation .* first: timed out"):
+    with pytest.raises(FailedSamplesError) as ended:
         failures.in_evaluation(0, results("timed out", "crashed"))
+    assert "step 0" in str(ended.value) and "timed out" in str(ended.value)

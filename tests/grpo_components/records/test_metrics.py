@@ -103,7 +103,7 @@ def test_closing_closes_the_logger(tmp_path):
     log = MetricLog(str(tmp_path), logger, log_every_n_steps=1)
     log.close()
     assert logger.closed == 1
-    with pytest.raises(ValueError, match="closed file"):
+    with pytest.raises(ValueError):
         log.log(1, {})
 
 

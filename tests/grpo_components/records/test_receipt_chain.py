@@ -39,7 +39,7 @@ def test_each_hash_is_of_its_record_and_of_those_before(path):
     assert {k: v for k, v in last.items() if k != "chain"} == {"value": {"three": 3.5}}
 
 
-def test_the_next_life_goes_on_and_cuts_a_torn_line(path):
+def test_the_next_process_goes_on_and_cuts_a_torn_line(path):
     with path.open("a") as file:
         file.write('{"value": 4, "cha')
     write(path, 5)
@@ -106,7 +106,8 @@ def test_an_end_file_that_cannot_be_written_is_an_error_with_its_name(path, monk
 
     monkeypatch.setattr(receipt_chain.os, "pwrite", full)
     file = ChainedFile(path)
-    with pytest.raises(OSError, match=END_FILE):
+    with pytest.raises(OSError) as failed:
         file.append({"value": 4})
+    assert failed.value.filename == str(path.with_name(END_FILE))
     assert file.closed
     file.close()

@@ -88,9 +88,9 @@ def begin(cfg, num_rows=9):
 
 
 def test_without_resume_a_used_folder_is_moved_aside(run):
-    beginning, ledger, _ = begin(config(run, False))
-    assert (beginning.attempt, beginning.checkpoint) == (0, None)
-    assert beginning.note.endswith(f"is now {run}-1")
+    run_start, ledger, _ = begin(config(run, False))
+    assert (run_start.attempt, run_start.checkpoint) == (0, None)
+    assert run_start.note.endswith(f"is now {run}-1")
     assert ledger.steps_done == 0
     assert not (run / "checkpoints").exists()
 
@@ -100,19 +100,19 @@ def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
     for attempt in (1, 2):
         cfg = config(run, str(run / path) if path else True, num_steps=30)
         check(cfg)
-        beginning, ledger, prompts = begin(cfg)
-        assert beginning.attempt == attempt
-        assert beginning.checkpoint == run / "checkpoints" / f"step_{step}"
-        assert beginning.note == f"resumed from {beginning.checkpoint} (attempt {attempt})"
+        run_start, ledger, prompts = begin(cfg)
+        assert run_start.attempt == attempt
+        assert run_start.checkpoint == run / "checkpoints" / f"step_{step}"
+        assert run_start.note == f"resumed from {run_start.checkpoint} (attempt {attempt})"
         assert ledger.steps_done == ledger.policy_version == step
         _, whole = parts()
         assert [next(whole) for _ in range(5 * step // 2 + 9)][-9:] == [
             next(prompts) for _ in range(9)
         ]
         # What the run resumes from next time is what it goes on from now.
-        assert latest(run / "checkpoints") == beginning.checkpoint
-        receipts(run, ledger, beginning.attempt)  # killed: it never closes them
-        beginning.close()
+        assert latest(run / "checkpoints") == run_start.checkpoint
+        receipts(run, ledger, run_start.attempt)  # killed: it never closes them
+        run_start.close()
     assert OmegaConf.load(run / "config.yaml").num_steps == 30
     assert OmegaConf.load(run / "config_attempt_0.yaml").num_steps == 20
     starts = [json.loads(line) for line in (run / "receipts.jsonl").open() if "format" in line]
@@ -122,20 +122,20 @@ def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
 def test_another_folder_can_go_on_from_a_checkpoint_of_this_one(run, tmp_path):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     other = tmp_path / "other"
-    beginning, ledger, _ = begin(config(other, str(run / "checkpoints/step_4")))
-    assert (beginning.attempt, ledger.steps_done) == (1, 4)
+    run_start, ledger, _ = begin(config(other, str(run / "checkpoints/step_4")))
+    assert (run_start.attempt, ledger.steps_done) == (1, 4)
     assert last_attempt(other) == 0
     assert (other / "config.yaml").exists()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert latest(run / "checkpoints") == run / "checkpoints" / "step_6"
 
 
-def test_another_folder_has_what_the_audit_needs_of_the_earlier_lives(run, tmp_path):
+def test_another_folder_has_what_the_audit_needs_of_the_earlier_attempts(run, tmp_path):
     (run / "config_attempt_0.yaml").write_text("seed: 1\n")
     receipts(run, parts()[0], 1).close()
     other = tmp_path / "other"
-    beginning, ledger, _ = begin(config(other, str(run / "checkpoints/step_4"), num_steps=30))
-    receipts(other, ledger, beginning.attempt)
+    run_start, ledger, _ = begin(config(other, str(run / "checkpoints/step_4"), num_steps=30))
+    receipts(other, ledger, run_start.attempt)
     assert (other / "config_attempt_0.yaml").read_text() == "seed: 1\n"
     assert OmegaConf.load(other / "config_attempt_1.yaml").num_steps == 20
     assert OmegaConf.load(other / "config.yaml").num_steps == 30
@@ -154,8 +154,8 @@ def test_a_cut_tail_is_still_noticed_after_the_run_went_on(run, tmp_path, elsewh
             shutil.copytree(run, tmp_path / f"kept {cut}", symlinks=True)
             folder = tmp_path / f"kept {cut}"
         source = run if elsewhere else folder
-        beginning, ledger, _ = begin(config(folder, str(source / "checkpoints/step_4")))
-        receipts(folder, ledger, beginning.attempt).close()
+        run_start, ledger, _ = begin(config(folder, str(source / "checkpoints/step_4")))
+        receipts(folder, ledger, run_start.attempt).close()
         report, _ = audit(folder / "receipts.jsonl")
         assert ("chain" in report.broken) == cut, report.broken
 
@@ -169,15 +169,15 @@ def started(folder):
 
 def begun(cfg):
     """An attempt that begins, saves a checkpoint and ends."""
-    beginning, ledger, prompts = begin(cfg)
-    folder = beginning.output_dir
-    receipts(folder, ledger, beginning.attempt, beginning.identity).close()
+    run_start, ledger, prompts = begin(cfg)
+    folder = run_start.output_dir
+    receipts(folder, ledger, run_start.attempt, run_start.identity).close()
     checkpoint = folder / "checkpoints" / "step_9"
     state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-    write_state(checkpoint / "state", "driver", state | {"identity": beginning.identity.as_dict()})
+    write_state(checkpoint / "state", "driver", state | {"identity": run_start.identity.as_dict()})
     point_latest(checkpoint)
-    beginning.close()
-    return beginning.identity
+    run_start.close()
+    return run_start.identity
 
 
 def test_a_run_keeps_its_id_and_every_process_has_its_own(run, tmp_path):
@@ -208,7 +208,7 @@ def test_no_attempt_begins_in_the_folder_of_a_living_one(run, resume_from):
     resume_from = str(run / resume_from) if isinstance(resume_from, str) else resume_from
     living, *_ = begin(config(run, True))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=f"^output_dir: .* in use by pid {os.getpid()} on "):
+    with pytest.raises(ValueError, match=f"^output_dir: .* pid {os.getpid()} on "):
         begin(config(run, resume_from))
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     living.lock.verify()
@@ -225,35 +225,33 @@ def test_a_torn_start_record_is_no_attempt(run):
 def test_where_there_is_no_checkpoint_the_key_is_named(run, tmp_path, resume_from):
     if isinstance(resume_from, str):
         resume_from = resume_from.replace("RUN", str(run))
-    with pytest.raises(
-        ValueError, match=r"^resume_from_checkpoint: .* is no checkpoint of a run; "
-    ):
+    with pytest.raises(ValueError, match=r"^resume_from_checkpoint: .*; allowed: "):
         check(config(tmp_path / "fresh", resume_from))
 
 
 @pytest.mark.parametrize(
-    ("change", "start"),
+    ("change", "start", "allowed"),
     [
-        ({"seed": 2}, "seed: 2 given, and the checkpoint was written with another; allowed: 1"),
-        ({"group_size": 8}, "group_size: 8"),
-        ({"shuffle": False}, "shuffle: false"),
-        ({"dtype": "bf16"}, "dtype: 'bf16'"),
-        ({"model": {"num_layers": 3}}, "model.num_layers: 3"),
-        ({"model": {"extra": 3}}, "model.extra: 3"),
-        ({"tokenizer": {"_component_": "other"}}, "tokenizer._component_: 'other'"),
-        ({"dataset": {"num_rows": None}}, "dataset.num_rows: null"),
-        ({"checkpointer": {"model_type": "GEMMA"}}, "checkpointer.model_type: 'GEMMA'"),
-        ({"optimizer": {"_component_": "SGD"}}, "optimizer._component_: 'SGD'"),
-        ({"lr_scheduler": {"_component_": "cosine"}}, "lr_scheduler._component_: 'cosine'"),
-        ({"loss": {"kl_coeff": 0.1}}, "loss.kl_coeff: changed between 0 and not 0"),
-        ({"num_steps": 6}, "num_steps: 6 given, and the checkpoint has done 6; allowed: above 6"),
+        ({"seed": 2}, "seed: 2 ", "1"),
+        ({"group_size": 8}, "group_size: 8 ", "4"),
+        ({"shuffle": False}, "shuffle: false ", "true"),
+        ({"dtype": "bf16"}, "dtype: 'bf16' ", "'fp32'"),
+        ({"model": {"num_layers": 3}}, "model.num_layers: 3 ", "2"),
+        ({"model": {"extra": 3}}, "model.extra: 3 ", "null"),
+        ({"tokenizer": {"_component_": "other"}}, "tokenizer._component_: ", "'qwen2_5_tokenizer'"),
+        ({"dataset": {"num_rows": None}}, "dataset.num_rows: null ", "9"),
+        ({"checkpointer": {"model_type": "GEMMA"}}, "checkpointer.model_type: ", "'QWEN2'"),
+        ({"optimizer": {"_component_": "SGD"}}, "optimizer._component_: 'SGD' ", "'AdamW'"),
+        ({"lr_scheduler": {"_component_": "cosine"}}, "lr_scheduler._component_: ", "null"),
+        ({"loss": {"kl_coeff": 0.1}}, "loss.kl_coeff: ", "0.0"),
+        ({"num_steps": 6}, "num_steps: 6 ", "above 6"),
     ],
 )
-def test_an_incompatible_change_is_refused_by_its_key(run, change, start):
+def test_an_incompatible_change_is_refused_by_its_key(run, change, start, allowed):
     with pytest.raises(ValueError) as refused:
         check(config(run, True, **change))
-    assert str(refused.value).startswith(start)
-    assert "\n" not in str(refused.value)
+    text = str(refused.value)
+    assert text.startswith(start) and text.endswith(f"; allowed: {allowed}") and "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -271,7 +269,7 @@ def test_a_compatible_change_is_not(run, change):
 
 def test_a_data_set_of_another_length_is_refused_before_anything_is_touched(run):
     before = sorted(Path(run).rglob("*"))
-    with pytest.raises(ValueError, match="dataset: it has 8 rows; allowed: the 9 rows"):
+    with pytest.raises(ValueError, match=r"^dataset: .*8 rows; allowed: .*9 rows"):
         begin(config(run, True), num_rows=8)
     assert sorted(Path(run).rglob("*")) == before
 
@@ -289,12 +287,12 @@ def test_an_attempt_that_fails_goes_back_to_its_newest_checkpoint(run, tmp_path,
     """Of its own; else to where it began: a checkpoint, maybe of another folder, or nothing."""
     folder = tmp_path / "other"
     cfg = config(folder, str(run / "checkpoints/step_4") if resumed else False)
-    beginning, ledger, prompts = begin(cfg)
+    run_start, ledger, prompts = begin(cfg)
     expected = [next(begin(config(tmp_path / "again", cfg.resume_from_checkpoint))[2])[0]]
     for number in (1, 2):  # and once more from there
         trained_on(ledger, prompts)
-        beginning = roll_back(beginning, ledger, prompts)
-        assert beginning.attempt == number + resumed
+        run_start = roll_back(run_start, ledger, prompts)
+        assert run_start.attempt == number + resumed
         assert ledger.steps_done == ledger.policy_version == (4 if resumed else 0)
         assert (ledger.published_version, ledger.living()) == (0, [])
         prompt, _ = next(prompts)
@@ -305,8 +303,8 @@ def test_an_attempt_that_fails_goes_back_to_its_newest_checkpoint(run, tmp_path,
     write_state(checkpoint / "state", "driver", state)
     point_latest(checkpoint)
     ahead = [next(prompts) for _ in range(3)]
-    beginning = roll_back(beginning, ledger, prompts)
-    assert beginning.checkpoint == checkpoint.resolve()
+    run_start = roll_back(run_start, ledger, prompts)
+    assert run_start.checkpoint == checkpoint.resolve()
     assert ledger.steps_done == 9
     assert [entry.state for entry in ledger.living()] == ["in_flight"]  # issued again, first
     assert [next(prompts) for _ in range(3)] == ahead

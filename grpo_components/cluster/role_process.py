@@ -1,0 +1,64 @@
+"""One process of a role; a restart of the role replaces it by the next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+
+@dataclass
+class RoleProcess:
+    """Handle of a role's process, from its start to its end."""
+
+    incarnation: int
+    """Counts the role's processes, from 0."""
+    host: Any
+    """The Ray actor that holds the role."""
+    starting: Any
+    """Reference of what the actor's `start` returns."""
+    pid: int = 0
+    """0 until it is known, and for a process on another node."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the process is replaced."""
+
+    def kill(self) -> None:
+        """Kill the process, even a stopped one."""
+        with contextlib.suppress(RayError):
+            ray.kill(self.host)
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if its pid is known."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
+        """Wait for a turn in a replay, as long as the process is not replaced.
+
+        Args:
+            turn: waits for it.
+
+        Returns:
+            Whether the turn came first.
+        """
+        if self.ended.is_set():
+            return False
+        waiting = asyncio.ensure_future(turn())
+        ended = asyncio.create_task(self.ended.wait())
+        try:
+            await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            came = waiting.done() or not waiting.cancel()
+        if came:
+            waiting.result()
+        return came

@@ -1,0 +1,83 @@
+"""The role of test_cluster.py, in a module of its own: what its processes import is quick."""
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+
+
+class Counter:
+    """A role with a blocking, a failing, a hanging, and an asynchronous method."""
+
+    def __init__(self, start=0, fails_if_there=None, dies_if_there=None, life=None):
+        self.incarnation = life
+        if start < 0:
+            raise ValueError("start is below 0")
+        if fails_if_there and Path(fails_if_there).exists():
+            Path(fails_if_there).unlink()
+            raise OSError("the node is not ready")
+        if dies_if_there and Path(dies_if_there).exists():
+            Path(dies_if_there).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.value = start
+        self.release, self.hangs = threading.Event(), threading.Event()
+
+    def add(self, amount):
+        self.value += amount
+        return self.value
+
+    def block(self, size, value):
+        return np.full(size, value, np.uint8), value
+
+    def total_of(self, block):
+        return int(block.sum(dtype=np.int64))
+
+    def wait(self):
+        return self.release.wait(30)
+
+    def let_go(self):
+        self.release.set()
+
+    def split(self):
+        return [self.value], self.value
+
+    def total(self, values):
+        return sum(values)
+
+    def fail(self):
+        raise KeyError("no such thing")
+
+    def fail_in_process(self, incarnation):
+        """Fail in one process, hang in all others."""
+        if incarnation != self.incarnation:
+            threading.Event().wait(300)
+        self.fail()
+
+    def fail_once(self, mark):
+        if not Path(mark).exists():
+            Path(mark).touch()
+            self.fail()
+        return "done"
+
+    def hang_once(self, mark):
+        """Hang in the first process that gets the call; answer in the next."""
+        if not Path(mark).exists():
+            Path(mark).touch()
+            self.hangs.set()
+            threading.Event().wait(300)
+        return self.value
+
+    def wait_until_it_hangs(self):
+        return self.hangs.wait(60)
+
+    async def sleep(self):
+        await asyncio.sleep(60)
+
+    def incarnation_and_pid(self):
+        return self.incarnation, os.getpid()
+
+    def environment(self):
+        return {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GREETING")}
