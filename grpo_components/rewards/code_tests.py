@@ -65,7 +65,7 @@ class CodeTests:
             SandboxError: the sandbox could not start the program.
         """
         tests = _read_tests(answer)
-        program = _last_program(response_text)
+        program = last_program(response_text)
         if program is None:
             return 0.0
         if isinstance(tests, Asserts):
@@ -96,8 +96,15 @@ class CodeTests:
         return True
 
 
-def _last_program(response: str) -> str | None:
-    """Content of the last complete Python block, else of the last one without a language."""
+def last_program(response: str) -> str | None:
+    """Find the last complete fenced Python block, else the last one without a language.
+
+    Args:
+        response: text in Markdown.
+
+    Returns:
+        The content of the block; None if there is no such block.
+    """
     programs: dict[bool, str] = {}
     lines = iter(response.split("\n"))
     for line in lines:

@@ -61,9 +61,8 @@ def _are_rewards(given: Any) -> bool:
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]
-"""`world(prompt, seed)` begins a conversation. It returns a function that takes the text of a policy
-turn and returns a `Reply`. All randomness must come from the seed, so that a repeated group is
-identical."""
+"""`world(prompt, seed)` begins a conversation. It returns a function from the text of a turn to a
+`Reply`. All randomness must come from the seed, so that a repeated group is identical."""
 
 
 @dataclass
