@@ -35,7 +35,7 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
-from grpo_components.rewards.pool import Sample, reward_specs
+from grpo_components.rewards.pool import RewardInput, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.training.sample import Sample as TrainedSample
 
@@ -268,7 +268,7 @@ def _begin_rewards(cfg: DictConfig, dataset: Any) -> RewardTrial | None:
     }
     if not theirs:
         return None
-    samples: list[Sample] = []
+    samples: list[RewardInput] = []
     for row in range(min(len(dataset), _ROWS)):
         prompt = dataset[row]
         said = {"prompt_text": prompt["prompt_text"], "answer": prompt["answer"]}

@@ -1,30 +1,31 @@
-"""Prompt data sets: questions with known answers, turned into token ids once."""
+"""Builds prompt data sets: questions as token ids, with their known answers."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from grpo_components.data.prompts import prompt_encoder
+from grpo_components.data.prompts import Encode, prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Row, read_rows
 
 Prompt = dict[str, Any]
 ReadRow = Callable[[Row], tuple[str, str]]
-"""The question and the known answer of a row; it raises a ValueError that names the row."""
+"""Returns question and known answer of a row; raises a ValueError that names the row."""
 
 
 class PromptDataset(Dataset[Prompt]):
     """Prompts in the order of their source.
 
     Args:
-        prompts: each with prompt_index, prompt_ids, prompt_text, answer.
-        note: what a person should know of rows that were not used; may be empty.
+        prompts: each with prompt_index, prompt_ids [P], prompt_text and answer.
+        note: one line for the user on rows that were left out; may be empty.
     """
 
     def __init__(self, prompts: list[Prompt], note: str = "") -> None:
@@ -40,7 +41,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def question_and_answer(row: Row) -> tuple[str, str]:
-    """Fields `question`, and `answer` as it is."""
+    """Read the fields `question` and `answer` unchanged."""
     return row.text("question"), row.text_or_number("answer")
 
 
@@ -61,99 +62,149 @@ def prompt_dataset(
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
 ) -> PromptDataset:
-    """A data set of rows with the fields `question` and `answer`, a text or a number, as it is.
+    """Load a data set whose rows have a `question` and an `answer` (a text or a number).
 
     Args:
-        tokenizer: torchtune's.
+        tokenizer: torchtune's tokenizer.
         source: a .jsonl, .json, .parquet or .csv file, or the name of a Hugging Face data set.
         name: configuration of a Hugging Face data set.
-        split: of a Hugging Face data set.
-        read: question and answer of a row, for builders of other formats.
-        columns: names of the source's columns, by field, where they have others; a field that
-            `read` never asks for is refused.
+        split: split of a Hugging Face data set.
+        read: returns question and answer of a row; builders of other formats set it.
+        columns: column name in the source by field, for fields with another name there.
         filters: conditions by column of the source, see `RowFilters`.
-        partition: some of n parts of the rows, such as `1-9/10`, see `Partition`.
-        num_rows: use the first n rows that are left; None uses all.
-        prompt_template: text of a prompt; `{question}` stands in it once.
-        chat_template: of the prompt as a chat: `torchtune`, or a model folder, see
-            `prompt_encoder`; None for the text alone.
-        system_prompt: of the chat.
-        max_prompt_tokens: longest prompt allowed.
-        too_long: what a longer one is: an `error`, or a row to `drop`.
+        partition: parts of the rows to use, such as `1-9/10`, see `Partition`.
+        num_rows: use only the first n of the remaining rows; None uses all.
+        prompt_template: text of the prompt; contains `{question}` once.
+        chat_template: `torchtune` or a model folder formats the prompt as a chat, see
+            `prompt_encoder`; None uses the plain text.
+        system_prompt: system message of the chat.
+        max_prompt_tokens: longest allowed prompt, in tokens.
+        too_long: what to do with a longer prompt: `error`, or `drop` its row.
 
     Returns:
-        The prompts. Their prompt_index is the row in the source, from 0, whatever was left out.
+        The prompts. Each prompt_index is the row number in the source, counted from 0 before any
+        row is left out.
 
     Raises:
-        ValueError: naming the key, or source, row (from 1) and field of what cannot be used.
+        ValueError: a setting is wrong, or a row cannot be used. The message names the key, or the
+            source, row (from 1) and field.
     """
-    _check_kinds("a text", source=source, split=split)
     chat = {"chat_template": chat_template, "system_prompt": system_prompt}
-    _check_kinds("a text, or null", name=name, **chat)
-    _check_kinds("a whole number above 0", num_rows=num_rows, max_prompt_tokens=max_prompt_tokens)
-    _check_kinds("the source's column by field", columns=columns)
-    if too_long not in ("error", "drop"):
-        raise ValueError(f"dataset.too_long: {too_long!r} given; allowed: error | drop")
-    encode = prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt)
-    keep = RowFilters({} if filters is None else filters)
-    in_part = Partition("1/1" if partition is None else partition)
-    prompts: list[Prompt] = []
-    asked: set[str] = set()
-    longer = f"longer than {max_prompt_tokens} tokens"
-    left_out = dict.fromkeys(("filtered out", "in other parts", longer), 0)
-    number = 0
-    for number, values in enumerate(read_rows(source, name, split), start=1):
-        where = f"dataset {source}, row {number}"
-        if not keep(Row(values, where, {})):
-            left_out["filtered out"] += 1
-            continue
-        row = Row(values, where, columns or {})
-        question, answer = read(row)
-        asked |= row.asked
+    lengths = {"num_rows": num_rows, "max_prompt_tokens": max_prompt_tokens}
+    _check_keys(source=source, split=split, name=name, **chat, **lengths)
+    _check_keys(columns=columns, too_long=too_long)
+    builder = _PromptBuilder(
+        source=source,
+        read=read,
+        columns=columns or {},
+        encode=prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt),
+        keep=RowFilters({} if filters is None else filters),
+        in_part=Partition("1/1" if partition is None else partition),
+        max_prompt_tokens=max_prompt_tokens,
+        drop_too_long=too_long == "drop",
+    )
+    return builder.build(read_rows(source, name, split), num_rows)
+
+
+@dataclass
+class _PromptBuilder:
+    """Turns the rows of one source into prompts, and counts the rows that it leaves out."""
+
+    source: str
+    read: ReadRow
+    columns: Mapping[str, str]
+    encode: Encode
+    keep: RowFilters
+    in_part: Partition
+    max_prompt_tokens: int | None
+    drop_too_long: bool
+    fields_read: set[str] = field(default_factory=set)
+    num_filtered: int = 0
+    num_in_other_parts: int = 0
+    num_too_long: int = 0
+
+    def build(self, rows: Iterable[Any], num_rows: int | None) -> PromptDataset:
+        prompts: list[Prompt] = []
+        number = 0
+        for number, values in enumerate(rows, start=1):
+            prompt = self._prompt(number, values)
+            if prompt is not None:
+                prompts.append(prompt)
+            if len(prompts) == num_rows:
+                break
+        left_out = {
+            "filtered out": self.num_filtered,
+            "in other parts": self.num_in_other_parts,
+            f"longer than {self.max_prompt_tokens} tokens": self.num_too_long,
+        }
+        why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+        if not prompts:
+            raise ValueError(f"dataset {self.source}: no rows{f' left: {why}' if why else ''}")
+        self._check_columns()
+        note = f"dataset {self.source}: {len(prompts)} prompts of {number} rows; {why}"
+        return PromptDataset(prompts, note if why else "")
+
+    def _prompt(self, number: int, values: Any) -> Prompt | None:
+        """The prompt of a row; None if the row is left out."""
+        where = f"dataset {self.source}, row {number}"
+        if not self.keep(Row(values, where, {})):
+            self.num_filtered += 1
+            return None
+        row = Row(values, where, self.columns)
+        question, answer = self.read(row)
+        self.fields_read |= row.asked
         if not (isinstance(question, str) and isinstance(answer, str)):
             given = f"{question!r} and {answer!r}"
             raise ValueError(f"{where}: read as {given}; allowed: question and answer as texts")
-        if not in_part(question):
-            left_out["in other parts"] += 1
-            continue
-        ids, text = encode(question)
-        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            if too_long == "error":
+        if not self.in_part(question):
+            self.num_in_other_parts += 1
+            return None
+        ids, text = self.encode(question)
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            if not self.drop_too_long:
                 raise ValueError(
-                    f"{where}, field question: the prompt has {len(ids)} tokens, "
-                    f"and max_prompt_tokens is {max_prompt_tokens}"
+                    f"{where}, field question: the prompt has {len(ids)} tokens; "
+                    f"allowed: dataset.max_prompt_tokens, {self.max_prompt_tokens}"
                 )
-            left_out[longer] += 1
-            continue
+            self.num_too_long += 1
+            return None
         prompt = {"prompt_ids": ids, "prompt_text": text, "answer": answer}
-        prompts.append({"prompt_index": number - 1, **prompt})
-        if len(prompts) == num_rows:
-            break
-    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
-    if not prompts:
-        raise ValueError(f"dataset {source}: has no rows{f' left: {why}' if why else ''}")
-    for field in sorted(set(columns or {}) - asked):
-        fields = ", ".join(sorted(asked))
-        raise ValueError(f"dataset.columns.{field}: no field of the builder; allowed: {fields}")
-    note = f"dataset {source}: {len(prompts)} prompts of {number} rows; {why}" if why else ""
-    return PromptDataset(prompts, note)
+        return {"prompt_index": number - 1, **prompt}
+
+    def _check_columns(self) -> None:
+        for name in sorted(self.columns.keys() - self.fields_read):
+            allowed = ", ".join(sorted(self.fields_read))
+            raise ValueError(f"dataset.columns.{name}: unknown field; allowed: {allowed}")
 
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "a text": lambda value: isinstance(value, str),
-    "a text, or null": lambda value: isinstance(value, str | None),
-    "a whole number above 0": lambda value: value is None or (type(value) is int and value > 0),
-    "the source's column by field": lambda value: (
-        value is None
-        or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value.values()))
+def _is_column_map(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value.values())
+
+
+_TEXT = ("a text", lambda value: isinstance(value, str))
+_TEXT_OR_NULL = ("a text, or null", lambda value: isinstance(value, str | None))
+_COUNT = (
+    "a whole number above 0",
+    lambda value: value is None or (type(value) is int and value > 0),
+)
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **{"source": _TEXT, "split": _TEXT, "name": _TEXT_OR_NULL},
+    **{"chat_template": _TEXT_OR_NULL, "system_prompt": _TEXT_OR_NULL},
+    **{"num_rows": _COUNT, "max_prompt_tokens": _COUNT},
+    "columns": (
+        "a column of the source by field",
+        lambda value: value is None or _is_column_map(value),
     ),
+    "too_long": ("error | drop", lambda value: value in ("error", "drop")),
 }
+"""For each key, what is allowed and the check for it."""
 
 
-def _check_kinds(kind: str, **given: Any) -> None:
-    for name, value in given.items():
-        if not _KINDS[kind](value):
-            raise ValueError(f"dataset.{name}: {value!r} given; allowed: {kind}")
+def _check_keys(**given: Any) -> None:
+    for key, value in given.items():
+        allowed, is_allowed = _ALLOWED[key]
+        if not is_allowed(value):
+            raise ValueError(f"dataset.{key}: {value!r} given; allowed: {allowed}")
 
 
 def _after_hashes(row: Row) -> tuple[str, str]:
@@ -161,29 +212,29 @@ def _after_hashes(row: Row) -> tuple[str, str]:
     _, marker, answer = row.text("answer").rpartition("####")
     answer = answer.strip().replace(",", "")
     if not marker or not answer:
-        row.refuse("answer", "does not end in `#### <answer>`")
+        row.refuse("answer", "does not end with `#### <answer>`")
     return question, answer
 
 
 gsm8k_dataset = partial(prompt_dataset, read=_after_hashes)
-"""A data set in GSM8K's format: `question`, and an `answer` that ends in `#### 42`."""
+"""Data set in GSM8K's format: `question`, and an `answer` that ends with `#### 42`."""
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_UNBRACED = re.compile(r"-?\w(?:[\w.,/]*\w)?")  # of `\boxed 5`, which MATH has, too
-_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)  # one after a backslash is text
+_UNBRACED = re.compile(r"-?\w(?:[\w.,/]*\w)?")  # `\boxed 5` without braces, as in MATH
+_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)  # an escaped brace is text
 
 
-def _in_the_box(row: Row) -> tuple[str, str]:
+def _boxed_answer(row: Row) -> tuple[str, str]:
     problem, solution = row.text("problem"), row.text("solution")
     for box in reversed(list(_BOX.finditer(solution))):
         if content := _content(solution[box.end() :]):
             return problem, content
-    row.refuse("solution", r"has no answer in \boxed{}")
+    row.refuse("solution", r"contains no answer in \boxed{}")
 
 
 def _content(text: str) -> str:
-    """What a box holds that opens where the text begins; nothing if it is never closed."""
+    """Content of a box, from the text after `\\boxed`; empty if the box is never closed."""
     if not text.startswith("{"):
         match = _UNBRACED.match(text)
         return match[0] if match else ""
@@ -197,10 +248,10 @@ def _content(text: str) -> str:
 
 math_dataset = partial(
     prompt_dataset,
-    read=_in_the_box,
+    read=_boxed_answer,
     prompt_template="{question}\nReason step by step, and put the final answer in \\boxed{}.\n",
 )
-"""A data set in MATH's format: `problem`, and a `solution` whose last `\\boxed{}` is the answer."""
+"""Data set in MATH's format: `problem`, and a `solution` whose last `\\boxed{}` is the answer."""
 
 
 def _numbers_and_target(row: Row) -> tuple[str, str]:
@@ -222,16 +273,16 @@ countdown_dataset = partial(
     read=_numbers_and_target,
     prompt_template="{question} Give the expression in <answer> </answer>.\n",
 )
-"""Countdown: `numbers`, and the `target` to make of them; the `answer` is both, as JSON text."""
+"""Countdown tasks: `numbers` and the `target` to reach. The `answer` is both, as JSON text."""
 
 
 def _prompt_and_tests(row: Row) -> tuple[str, str]:
     prompt, tests = row.text("prompt"), row.parsed("tests")
     if isinstance(tests, list):
         tests = {"asserts": tests}
-    if isinstance(tests, dict):  # a table has every key in every row, those of other rows as null
+    if isinstance(tests, dict):  # a Parquet table fills missing keys with null
         tests = {kind: cases for kind, cases in tests.items() if cases is not None}
-    before = _before_asserts(row, tests)
+    setup = _assert_setup(row, tests)
     if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
         columns = [tests["inputs"], tests["outputs"]]
         if all(isinstance(texts, list) for texts in columns) and len({*map(len, columns)}) == 1:
@@ -243,27 +294,27 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
             'must be {"stdin_stdout": [{"input": text, "output": text}, ...]} or '
             '{"asserts": [text, ...]}, with at least one test',
         )
-    if before and "asserts" not in tests:
-        row.refuse(min(before), "goes with asserts, and the tests are others")
-    return prompt, json.dumps({**tests, **before})
+    if setup and "asserts" not in tests:
+        row.refuse(min(setup), "works only with asserts, but the tests are stdin_stdout")
+    return prompt, json.dumps({**tests, **setup})
 
 
-def _before_asserts(row: Row, tests: Any) -> dict[str, Any]:
-    """What MBPP has beside the asserts, of the row or its tests; what is empty is left out."""
-    before: dict[str, Any] = {}
-    for field, allowed in (("test_imports", "a list of texts"), ("test_setup_code", "a text")):
-        value = tests.pop(field, None) if isinstance(tests, dict) else None
-        if not value and row.has(field):
-            value = row.value(field)
-        if field == "test_imports" and isinstance(value, str) and value.strip():
-            is_list = value.lstrip().startswith("[")  # as JSON, of a CSV file
-            value = row.parsed(field) if is_list else [value]
+def _assert_setup(row: Row, tests: Any) -> dict[str, Any]:
+    """Take the non-empty `test_imports` and `test_setup_code` (MBPP) from the tests or the row."""
+    setup: dict[str, Any] = {}
+    for key, allowed in (("test_imports", "a list of texts"), ("test_setup_code", "a text")):
+        value = tests.pop(key, None) if isinstance(tests, dict) else None
+        if not value and row.has(key):
+            value = row.value(key)
+        if key == "test_imports" and isinstance(value, str) and value.strip():
+            is_list = value.lstrip().startswith("[")  # JSON text, in a CSV file
+            value = row.parsed(key) if is_list else [value]
         if not value:
             continue
-        if not (_are_texts(value) if field == "test_imports" else isinstance(value, str)):
-            row.refuse(field, f"must be {allowed}")
-        before[field] = value
-    return before
+        if not (_are_texts(value) if key == "test_imports" else isinstance(value, str)):
+            row.refuse(key, f"must be {allowed}")
+        setup[key] = value
+    return setup
 
 
 def _are_texts(value: Any) -> bool:
@@ -291,8 +342,9 @@ code_dataset = partial(
     read=_prompt_and_tests,
     prompt_template="{question}\nWrite the program in Python, in a ```python block.\n",
 )
-"""Programs: `prompt`, and `tests` as JSON or as a mapping, which travel in `answer` as JSON text.
+"""Programming tasks: `prompt`, and `tests` as a mapping or as JSON text.
 
-The tests are `{"stdin_stdout": [{"input": text, "output": text}, ...]}`, or `{"asserts": [text,
-...]}`; a list of asserts, and `{"inputs": [...], "outputs": [...]}`, are understood, too. Where a
-row has `test_imports`, a list of statements, or `test_setup_code`, they run before its asserts."""
+The `answer` holds the tests as JSON text, in one of two forms: `{"stdin_stdout": [{"input": text,
+"output": text}, ...]}` or `{"asserts": [text, ...]}`. A list of asserts and `{"inputs": [...],
+"outputs": [...]}` are accepted and converted. If a row has `test_imports` (a list of statements) or
+`test_setup_code`, they run before the asserts."""

@@ -1,4 +1,4 @@
-"""Several prompt data sets as one, each with its share of the prompts that a run trains on."""
+"""Combines several prompt data sets into one, each with its share of the training prompts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Prompt = dict[str, Any]
 
 
 class MixedPart(Dataset[Prompt]):
-    """One data set of a mix, its rows numbered on from those of the parts before it.
+    """One data set of a mix; its prompt_index values follow those of the parts before it.
 
     Args:
         prompts: the data set.
-        weight: its share, relative to the other parts.
-        first_index: added to the prompt_index of its rows.
+        weight: share of the prompts, relative to the weights of the other parts.
+        first_index: offset added to the prompt_index of each row.
     """
 
     def __init__(self, prompts: Any, weight: float, first_index: int) -> None:
@@ -34,10 +34,10 @@ class MixedPart(Dataset[Prompt]):
 
 
 class PromptMix(Dataset[Prompt]):
-    """Prompt data sets one after the other; `PromptStream` draws from them by weight.
+    """Prompt data sets in a row, from which `PromptStream` draws by weight.
 
     Args:
-        parts: by name, in order.
+        parts: the data sets by name, in order.
     """
 
     def __init__(self, parts: Mapping[str, MixedPart]) -> None:
@@ -55,21 +55,22 @@ class PromptMix(Dataset[Prompt]):
             if index < len(part):
                 return part[index]
             index -= len(part)
-        raise IndexError("PromptMix: no such row")
+        raise IndexError("PromptMix: index out of range")
 
 
 def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> PromptMix:
-    """Several data sets, each the `_component_` of a data set with a `weight` (1 where not given).
+    """Build a mix of data sets.
 
     Args:
-        tokenizer: torchtune's.
-        parts: by name; a weight is a share of the prompts, relative to the other weights.
+        tokenizer: torchtune's tokenizer.
+        parts: by name: the `_component_` of a data set with its arguments, and a `weight` (default
+            1), its share of the prompts relative to the other weights.
 
     Raises:
-        ValueError: naming the part that cannot be built.
+        ValueError: a part cannot be built; the message names it.
     """
     if not isinstance(parts, Mapping) or not parts:
-        raise ValueError(f"dataset.parts: {parts} given; allowed: a `_component_` under each name")
+        raise ValueError(f"dataset.parts: {parts} given; allowed: a `_component_` for each name")
     built: dict[str, MixedPart] = {}
     first_index = 0
     for name, node in parts.items():
@@ -85,13 +86,13 @@ def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> 
         try:
             prompts = config.instantiate(OmegaConf.create(arguments), tokenizer)
             if isinstance(prompts, PromptMix):
-                raise ValueError("is a mix itself; allowed: its parts beside the others")
+                raise ValueError("is a mix itself; allowed: single data sets")
             last = max(prompts[index]["prompt_index"] for index in range(len(prompts)))
         except ValueError as error:
             text = str(error)
             own = text.removeprefix("dataset.")
             raise ValueError(f"{key}.{own}" if own != text else f"{key}: {text}") from error
-        except Exception as error:  # anything a component may raise on wrong arguments
+        except Exception as error:  # a component may raise anything on wrong arguments
             what = f"{node['_component_']} cannot be built: {type(error).__name__}: {error}"
             raise ValueError(f"{key}: {what}") from error
         built[name] = MixedPart(prompts, weight, first_index)

@@ -1,4 +1,4 @@
-"""The prompts of a run: its data sets, epoch after epoch, from a position that can be restored."""
+"""The endless stream of prompts of a run, whose position can be saved and restored."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
 
 Prompt = dict[str, Any]
-_SEEDS_APART = 1_000_003
-"""Between the seeds of a mix's parts, so that epochs of one are no epochs of another."""
+_SEED_STRIDE = 1_000_003
+"""Distance between the seeds of a mix's parts, so that no two parts share an epoch's seed."""
 
 
 class PromptStream:
     """An endless iterator over (prompt, epoch) pairs.
 
-    Of a `PromptMix`, after any n prompts each of k parts has given its share of n, to less than
-    k + 1 prompts. Each part goes through its own rows, pass after pass, and `epoch` counts these
-    passes: a small part with a large weight is in a later epoch than the others. A pair of
-    prompt_index and epoch comes once at most.
+    Each part of a `PromptMix` repeats its own rows, and `epoch` counts its passes, so a small part
+    with a large weight is in a later epoch than the others. After any n prompts, each of k parts
+    has given its share of n to within k + 1 prompts. A pair of prompt_index and epoch never occurs
+    twice.
 
     Args:
         dataset: rows by index, or a `PromptMix`.
-        shuffle: another order in every epoch.
-        seed: of the orders, and of which part of a mix comes when.
+        shuffle: whether each epoch has another order.
+        seed: decides the orders, and which part of a mix comes when.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
         mixed = isinstance(dataset, PromptMix)
         parts = list(dataset.parts.values()) if mixed else [MixedPart(dataset, 1.0, 0)]
         self._passes = [
-            _Passes(part, shuffle, seed + number * _SEEDS_APART)
+            _Passes(part, shuffle, seed + number * _SEED_STRIDE)
             for number, part in enumerate(parts)
         ]
         self._weights = [part.weight for part in parts]
@@ -45,7 +45,7 @@ class PromptStream:
         return self
 
     def __next__(self) -> tuple[Prompt, int]:
-        # The k-th prompt of a part is due at (k + phase) / weight: the part that is due first.
+        # The k-th prompt of a part is due at time (k + phase) / weight; take the earliest.
         due = [
             (drawn + phase) / weight
             for drawn, phase, weight in zip(self._drawn, self._phases, self._weights, strict=True)
@@ -55,21 +55,20 @@ class PromptStream:
         return next(self._passes[number])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: each loader's state, with the tensor of its random generator."""
+        """Position of the stream: prompts drawn from each part, and the state of each loader."""
         return {"drawn": list(self._drawn), "parts": [part.state_dict() for part in self._passes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream over the same data was.
+        """Continue from the position of another stream over the same data.
 
         Raises:
-            ValueError: if a data set has another number of rows.
+            ValueError: a data set has another number of rows than when the state was saved.
         """
         had, has = ([p["num_rows"] for p in state["parts"]], [p.num_rows for p in self._passes])
         if had != has:
             rows, before = (" + ".join(map(str, numbers)) for numbers in (has, had))
             raise ValueError(
-                f"dataset: it has {rows} rows; allowed: the {before} rows "
-                "that it had when the checkpoint was written"
+                f"dataset: it has {rows} rows; allowed: the {before} rows of the checkpoint"
             )
         self._drawn = list(state["drawn"])
         for part, position in zip(self._passes, state["parts"], strict=True):
@@ -77,7 +76,7 @@ class PromptStream:
 
 
 class _Passes:
-    """One data set, pass after pass."""
+    """Repeats one data set endlessly, with another order in each epoch."""
 
     def __init__(self, dataset: Any, shuffle: bool, seed: int) -> None:
         self.num_rows, self._seed = len(dataset), seed
@@ -88,8 +87,8 @@ class _Passes:
         self._begin(epoch=0)
 
     def _begin(self, epoch: int) -> None:
-        # A restored loader draws once more from its generator than one that was not interrupted:
-        # with one generator for all epochs, the orders of the later ones would be others.
+        # Reseed in each epoch: a restored loader draws once more from its generator than an
+        # uninterrupted one, which would change the order of all later epochs.
         self._generator.manual_seed(self._seed + epoch)
         self._rows, self._epoch = iter(self._loader), epoch
 

@@ -1,4 +1,4 @@
-"""Token ids of a prompt: from plain text, or in the chat format that the policy was taught."""
+"""Encodes prompts as token ids, either from plain text or in a chat format."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torchtune.data import Message
 from transformers import AutoTokenizer
 
 Encode = Callable[[str], tuple[list[int], str]]
-"""A question as the token ids [P] of its prompt, and the text of these."""
+"""Turns a question into the token ids [P] of its prompt and their text."""
 _LOOP_OVER_PARTS = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.content|\w+\[["']content["']\]|content)(?![\w.(])"""
 )
-"""In a chat template, as vLLM's endpoint looks for it in the template's syntax tree."""
+"""Loop of a chat template over the parts of a message; vLLM's endpoint checks for the same."""
 
 
 def prompt_encoder(
     tokenizer: Any, template: str, chat_template: str | None, system_prompt: str | None
 ) -> Encode:
-    """What turns a question into a prompt.
+    """Make a function that turns a question into a prompt.
 
     Args:
-        tokenizer: torchtune's.
-        template: text around the question; `{question}` stands in it once.
-        chat_template: None for the text alone; `torchtune` for the messages of the tokenizer, its
-            `prompt_template` included; or a model folder, whose Hugging Face chat template and
-            tokenizer make the ids that vLLM's chat endpoint makes.
-        system_prompt: of a chat; None leaves it to the chat template.
+        tokenizer: torchtune's tokenizer.
+        template: text around the question; contains `{question}` once.
+        chat_template: None encodes the plain text. `torchtune` encodes messages with the tokenizer,
+            its `prompt_template` included. A model folder uses its Hugging Face chat template and
+            tokenizer, which gives the same ids as vLLM's chat endpoint.
+        system_prompt: system message of a chat; None leaves it to the chat template.
 
     Raises:
-        ValueError: naming the key that cannot be.
+        ValueError: a setting cannot be used; the message names its key.
     """
     if not isinstance(template, str) or template.count("{question}") != 1:
-        allowed = "a text with {question} in it once"
+        allowed = "a text that contains {question} once"
         raise ValueError(f"dataset.prompt_template: {template!r} given; allowed: {allowed}")
     if chat_template is None:
         if system_prompt is not None:
-            problem = "given without a chat_template; allowed: with one, or as part of"
-            raise ValueError(f"dataset.system_prompt: {problem} prompt_template")
+            allowed = "null, or a chat_template with it"
+            raise ValueError(f"dataset.system_prompt: needs a chat_template; allowed: {allowed}")
         encode = _plain(tokenizer)
     elif chat_template == "torchtune":
         encode = _torchtune_chat(tokenizer, system_prompt)
@@ -55,14 +55,14 @@ def _plain(tokenizer: Any) -> Encode:
 
 def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
     if not hasattr(tokenizer, "tokenize_messages"):
-        problem = f"torchtune given, and {type(tokenizer).__name__} knows no messages"
+        problem = f"torchtune given, but {type(tokenizer).__name__} cannot encode messages"
         raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or a model folder")
     system = [] if system_prompt is None else [Message(role="system", content=system_prompt)]
 
     def encode(text: str) -> tuple[list[int], str]:
-        # What any two answers have in common is the prompt. (After an empty answer, some of
-        # torchtune's tokenizers end the turn.)
-        said, other = (
+        # The prompt is the common prefix of two different answers. (An empty answer does not work:
+        # some torchtune tokenizers add an end of turn after it.)
+        first, second = (
             tokenizer(
                 {
                     "messages": [
@@ -75,62 +75,62 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
             )["tokens"]
             for answer in ("0", "A")
         )
-        pairs = enumerate(zip(said, other, strict=False))
+        pairs = enumerate(zip(first, second, strict=False))
         end = next((place for place, (a, b) in pairs if a != b), None)
         if end is None:
-            limit = f"tokenizer.max_seq_len, {tokenizer.max_seq_len}, cuts a prompt"
+            limit = f"tokenizer.max_seq_len, {tokenizer.max_seq_len}, is shorter than a prompt"
             raise ValueError(f"dataset.chat_template: {limit}; allowed: null there")
-        return said[:end], tokenizer.decode(said[:end])
+        return first[:end], tokenizer.decode(first[:end])
 
     return encode
 
 
 def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
     tokenizer, template = _chat_tokenizer(folder)
-    # As vLLM does: some templates read a content as a text, and some as a list of parts.
+    # Like vLLM: some templates expect the content as a text, some as a list of parts.
     in_parts = _LOOP_OVER_PARTS.search(template) is not None
 
     def render(text: str, system: str | None) -> str:
-        said = ([] if system is None else [("system", system)]) + [("user", text)]
+        turns = ([] if system is None else [("system", system)]) + [("user", text)]
         messages = [
             {"role": role, "content": [{"type": "text", "text": t}] if in_parts else t}
-            for role, t in said
+            for role, t in turns
         ]
         try:
             return tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template is a program, and may raise anything
-            problem = f"that of {folder} refuses a conversation: {error}"
+        except Exception as error:  # a template is a program and may raise anything
+            problem = f"the template of {folder} failed: {error}"
             raise ValueError(f"dataset.chat_template: {problem}") from error
 
     marks = {"question": "7f3b"} | ({} if system_prompt is None else {"system prompt": "c91e"})
     rendered = render(marks["question"], marks.get("system prompt"))
     for name, mark in marks.items():
         if mark not in rendered:
-            problem = f"that of {folder} leaves out the {name}"
+            problem = f"the template of {folder} leaves out the {name}"
             raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
 
     def encode(text: str) -> tuple[list[int], str]:
         prompt = render(text, system_prompt)
-        # The template has written what a prompt begins with.
+        # The template has already added the token for the beginning.
         return tokenizer(prompt, add_special_tokens=False)["input_ids"], prompt
 
     return encode
 
 
 def _chat_tokenizer(folder: str) -> tuple[Any, str]:
-    """The tokenizer in a model folder, and its chat template."""
+    """Load the tokenizer of a model folder, and its chat template."""
     if not folder or not Path(folder).is_dir():
         allowed = "null, torchtune, or a model folder such as ${base_model_path}"
         raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    except Exception as error:  # anything that a tokenizer's files may lead to
-        problem = f"no tokenizer can be loaded from {folder}, {type(error).__name__}: {error}"
+    except Exception as error:  # broken tokenizer files may raise anything
+        problem = f"cannot load a tokenizer from {folder}: {type(error).__name__}: {error}"
         raise ValueError(f"dataset.chat_template: {problem}") from error
     if not template:
-        problem = f"the tokenizer in {folder} has none"
+        problem = f"the tokenizer of {folder} has no chat template"
         raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
     return tokenizer, template

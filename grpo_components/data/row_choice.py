@@ -1,4 +1,4 @@
-"""Which rows of a data source are used: declared filters, and the parts of a partition."""
+"""Selects rows of a data source by filters and by the parts of a partition."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PARTITION = re.compile(r"(\d+)(?:-(\d+))?/(\d+)")
 
 
 class RowFilters:
-    """Conditions on columns; a row that meets all of them is used.
+    """Keeps the rows that meet all conditions on their columns.
 
     Args:
-        filters: by column of the source: `allowed`, a list of values; `min` and `max`, bounds of a
-            number, themselves allowed; `regex`, an expression that is found in the text.
+        filters: conditions by column of the source: `allowed`, a list of values; `min` and `max`,
+            inclusive bounds of a number; `regex`, an expression to search for in the text.
 
     Raises:
-        ValueError: naming the filter that is none.
+        ValueError: a filter is malformed; the message names its key.
     """
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
@@ -38,11 +38,11 @@ class RowFilters:
                 self._checks.append((column, check))
 
     def __call__(self, row: Row) -> bool:
-        """Whether a row is used.
+        """Whether to use a row. A null meets no condition but an `allowed` that lists it.
 
         Raises:
-            ValueError: naming the row, if it lacks a column, or holds no number where it is bounded
-                or no text where one is searched. A null meets only an `allowed` that lists it.
+            ValueError: the row lacks a column, or has no number for `min` or `max` or no text for
+                `regex`. The message names the row.
         """
         return all(check(row, column) for column, check in self._checks)
 
@@ -65,8 +65,9 @@ def _condition(key: str, name: str, wanted: Any) -> Callable[[Row, str], bool]:
         try:
             pattern = re.compile(wanted)
         except re.error as error:
-            raise ValueError(f"{key}: {wanted!r} is no regular expression: {error}") from None
-        return lambda row, column: _is_found(row, column, pattern)
+            problem = f"{wanted!r} given: {error}"
+            raise ValueError(f"{key}: {problem}; allowed: a regular expression") from None
+        return lambda row, column: _matches(row, column, pattern)
     if name in _CONDITIONS:
         kinds = {"allowed": "a list of values", "regex": "a text"}
         raise ValueError(f"{key}: {wanted!r} given; allowed: {kinds.get(name, 'a number')}")
@@ -78,30 +79,30 @@ def _is_at_least(row: Row, column: str, sign: int, bound: float) -> bool:
     if value is None:
         return False
     try:
-        number = float(value)  # a CSV file has texts only
+        number = float(value)  # a CSV file has only texts
     except (TypeError, ValueError):
-        row.refuse(column, f"{value!r} is no number, and filters bound it")
+        row.refuse(column, f"{value!r} is not a number, but a filter has min or max")
     return sign * number >= bound
 
 
-def _is_found(row: Row, column: str, pattern: re.Pattern[str]) -> bool:
+def _matches(row: Row, column: str, pattern: re.Pattern[str]) -> bool:
     value = row.value(column)
     if not isinstance(value, str | None):
-        row.refuse(column, f"{value!r} is no text, and filters search it")
+        row.refuse(column, f"{value!r} is not a text, but a filter has a regex")
     return value is not None and pattern.search(value) is not None
 
 
 class Partition:
-    """Some of n parts that the rows of a source fall into, each question wholly into one.
+    """Keeps the rows in some of n parts, for example to split off validation data.
 
-    The part is a hash of the question: it depends on no order, no seed and no other row, and a
-    question that stands in a source twice is never on both sides.
+    A hash of the question decides its part. The part does not depend on the order of the rows, a
+    seed or other rows, and equal questions are always in the same part.
 
     Args:
-        text: `1-9/10` for the parts 1 to 9 of 10, `10/10` for the last alone.
+        text: `1-9/10` for parts 1 to 9 of 10, `10/10` for the last part only.
 
     Raises:
-        ValueError: if it reads otherwise.
+        ValueError: the text has another form, or its numbers are out of range.
     """
 
     def __init__(self, text: str) -> None:
@@ -109,11 +110,11 @@ class Partition:
         first, last, self._parts = (int(x or 0) for x in match.groups()) if match else (0, 0, 0)
         last = last or first
         if not 1 <= first <= last <= self._parts:
-            allowed = "parts of all parts, from 1, such as 1-9/10 and 10/10"
+            allowed = "parts of n, counted from 1, such as 1-9/10 or 10/10"
             raise ValueError(f"dataset.partition: {text!r} given; allowed: {allowed}")
         self._used = range(first, last + 1)
 
     def __call__(self, question: str) -> bool:
-        """Whether a question is in the parts."""
+        """Whether a question is in one of the parts."""
         digest = hashlib.sha256(question.encode()).digest()
         return int.from_bytes(digest[:8], "big") % self._parts + 1 in self._used

@@ -1,4 +1,4 @@
-"""Rows of a data source, a file or a Hugging Face data set, with failures that name their place."""
+"""Reads rows from a file or a Hugging Face data set; errors name the file, row and field."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from datasets.exceptions import DatasetsError
 
 
 class Row:
-    """One row of a data source, read by the names that a builder has for its fields.
+    """One row of a data source, with typed access to its fields.
 
     Args:
-        values: what the source has; anything but a mapping has no field.
-        where: source and number of the row, for errors.
-        columns: names of the source's columns, for those fields that have another there.
+        values: the row as the source has it; only a mapping has fields.
+        where: source and row number, for errors.
+        columns: column names in the source, for fields with another name there.
     """
 
     def __init__(self, values: Any, where: str, columns: Mapping[str, str]) -> None:
         self._values, self._where, self._columns = values, where, columns
         self.asked: set[str] = set()
-        """Fields that were asked for."""
+        """Fields that were read or looked for."""
 
     def value(self, field: str) -> Any:
-        """A field as the source has it; of a CSV file that is a text.
+        """The value of a field as the source has it; a CSV file has only texts.
 
         Raises:
-            ValueError: if the row has no such column.
+            ValueError: the row has no such column.
         """
         self.asked.add(field)
         column = self._columns.get(field, field)
@@ -45,31 +45,31 @@ class Row:
         return self._values[column]
 
     def has(self, field: str) -> bool:
-        """Whether there is a column for a field, or one was named for it."""
+        """Whether the row has a column for a field, or `columns` names one."""
         self.asked.add(field)
         is_there = isinstance(self._values, dict) and field in self._values
         return is_there or field in self._columns
 
     def text(self, field: str) -> str:
-        """A field that holds a text.
+        """The value of a text field.
 
         Raises:
-            ValueError: if it holds anything else, or nothing.
+            ValueError: the value is not a text, or is empty.
         """
         value = self.value(field)
         if not isinstance(value, str) or not value.strip():
             self.refuse(field, "must be a text that is not empty")
         try:
-            value.encode()  # JSON can hold half a surrogate pair, which no tokenizer takes
+            value.encode()  # JSON allows half a surrogate pair, tokenizers do not
         except UnicodeEncodeError as error:
             self.refuse(field, f"is no Unicode text: {error}")
         return value
 
     def text_or_number(self, field: str) -> str:
-        """A field that holds a text, or a number as it is written: 0.5, and 42 for 42.0.
+        """The value of a field that holds a text or a number, as text; 42.0 becomes `42`.
 
         Raises:
-            ValueError: if it holds anything else, or nothing.
+            ValueError: the value is neither, or is empty.
         """
         value = self.value(field)
         if isinstance(value, float) and math.isfinite(value):
@@ -78,10 +78,10 @@ class Row:
         return str(value) if is_whole else self.text(field)
 
     def parsed(self, field: str) -> Any:
-        """A field that holds a list, a mapping or a number, or a text of it in JSON.
+        """The value of a field that holds data, or that data as JSON text.
 
         Raises:
-            ValueError: if it is a text that is no JSON.
+            ValueError: the value is a text that is not valid JSON.
         """
         value = self.value(field)
         if not isinstance(value, str):
@@ -92,24 +92,24 @@ class Row:
             self.refuse(field, f"is no JSON: {error}")
 
     def refuse(self, field: str, problem: str) -> NoReturn:
-        """Say what is wrong with a field.
+        """Raise an error about a field.
 
         Raises:
-            ValueError: always, naming source, row and column.
+            ValueError: always; the message names source, row and column.
         """
         raise ValueError(f"{self._where}, field {self._columns.get(field, field)}: {problem}")
 
 
 def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
-    """The rows of a source in their order.
+    """Read the rows of a source in order.
 
     Args:
         source: a file with one of `SUFFIXES`, or the name of a Hugging Face data set.
         name: configuration of a Hugging Face data set.
-        split: of a Hugging Face data set.
+        split: split of a Hugging Face data set.
 
     Raises:
-        ValueError: naming the source, and the row where there is one.
+        ValueError: the source or a row cannot be read; the message names it.
     """
     path = Path(source)
     if path.suffix in _READERS:
@@ -155,10 +155,10 @@ def _json_list(path: Path) -> Iterator[Any]:
 
 def _csv_rows(path: Path) -> Iterator[Any]:
     _check_there(path)
-    number = 0  # of the row that was read last; the header is none
+    number = 0  # the last row read; the header does not count
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = filter(None, csv.reader(file, strict=True))  # a line with nothing is no row
+            lines = filter(None, csv.reader(file, strict=True))  # skip empty lines
             names = next(lines, [])
             if len(set(names)) < len(names):
                 raise ValueError("two columns have one name")
@@ -192,4 +192,4 @@ _READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".csv": _csv_rows,
 }
 SUFFIXES = tuple(_READERS)
-"""Of files that can be read."""
+"""Suffixes of the files that can be read."""

@@ -1,4 +1,4 @@
-"""Supervised examples from a file or the hub: prompts and responses, turned into token ids once."""
+"""Loads supervised examples, prompts with responses, as token ids."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ def supervised_dataset(
     prompt_template: str = "{prompt}",
     seed: int = 0,
 ) -> SupervisedExamples:
-    """Examples for the supervised loss (`ptx`) beside the policy's.
+    """Load the examples of the supervised loss (`ptx`), which is added to the policy loss.
 
     Args:
-        tokenizer: torchtune's.
+        tokenizer: torchtune's tokenizer.
         source: a .jsonl, .json, .parquet or .csv file, or the name of a Hugging Face data set.
-        coeff: weight of the supervised loss; 0 leaves it out.
-        max_tokens: longest prompt plus response.
-        examples_per_update: rows in one optimizer update, of all ranks together.
-        name: configuration of a hub data set.
-        split: of a hub data set.
-        prompt_field: of a row.
-        response_field: of a row.
-        prompt_template: text of a prompt; `{prompt}` stands in it once.
-        seed: of the order.
+        coeff: weight of the supervised loss; 0 disables it.
+        max_tokens: longest prompt plus response, in tokens.
+        examples_per_update: rows per optimizer update, summed over all ranks.
+        name: configuration of a Hugging Face data set.
+        split: split of a Hugging Face data set.
+        prompt_field: field of a row that holds the prompt.
+        response_field: field of a row that holds the response.
+        prompt_template: text of the prompt; contains `{prompt}` once.
+        seed: seed of the order of the examples.
 
     Raises:
-        ValueError: naming the argument, or file, row (from 1) and field of what cannot be used.
+        ValueError: an argument is wrong, or a row cannot be used. The message names the argument,
+            or the source, row (from 1) and field.
     """
     if type(max_tokens) is not int or max_tokens < 1:
         raise ValueError(
             f"ptx.max_tokens: {max_tokens!r} given; allowed: a whole number at least 1"
         )
     if not isinstance(prompt_template, str) or prompt_template.count("{prompt}") != 1:
-        raise ValueError("ptx.prompt_template: must contain {prompt} exactly once")
+        allowed = "a text that contains {prompt} once"
+        raise ValueError(f"ptx.prompt_template: {prompt_template!r} given; allowed: {allowed}")
     examples: list[tuple[list[int], list[int]]] = []
     for number, values in enumerate(read_rows(source, name, split), start=1):
         where = f"ptx {source}, row {number}"
@@ -56,10 +58,11 @@ def supervised_dataset(
         response_ids = tokenizer.encode(response, add_bos=False, add_eos=True)
         size = len(prompt_ids) + len(response_ids)
         if size > max_tokens:
-            raise ValueError(f"{where}: has {size} tokens, ptx.max_tokens is {max_tokens}")
+            allowed = f"ptx.max_tokens, {max_tokens}"
+            raise ValueError(f"{where}: {size} tokens; allowed: {allowed}")
         examples.append((prompt_ids, response_ids))
     if not examples:
-        raise ValueError(f"ptx {source}: has no rows")
+        raise ValueError(f"ptx {source}: no rows")
     return SupervisedExamples(
         examples, coeff=coeff, examples_per_update=examples_per_update, seed=seed
     )

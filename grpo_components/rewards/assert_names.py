@@ -1,4 +1,4 @@
-"""Who a name in the asserts of a code test belongs to: the asserts, Python, or the program."""
+"""Decides which names in the asserts of a code test the tested program must define."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_ABSENT = {
+_THIRD_PARTY = {
     **{name: name for name in ("numpy", "pandas", "scipy", "sympy", "torch", "pytest")},
     **{"np": "numpy", "pd": "pandas", "sp": "scipy", "tf": "tensorflow", "plt": "matplotlib"},
     **{"nx": "networkx", "sns": "seaborn", "sklearn": "sklearn"},
 }
-"""Packages by the names that tests have for them; no sandbox has a package."""
-_ALLOWED = "allowed: the standard library; the program's names need no import"
+"""Third-party packages by their usual alias. The sandbox has none of them."""
+_ALLOWED = "allowed: the standard library; names that the program defines need no import"
 
 _FUNCTIONS = {
     "math": "isclose isnan isinf isfinite inf nan pi tau sqrt isqrt ceil floor trunc gcd lcm hypot "
@@ -38,77 +38,80 @@ _CLASSES = {
     "types": "SimpleNamespace",
     "unittest": "TestCase",
 }
-_NEVER_CALLED = {
+_ABSTRACT = {
     "typing": " ".join(name for name in typing.__all__ if name[0].isupper()),
     "collections.abc": " ".join(collections.abc.__all__),
     "numbers": "Number Integral Rational Real Complex",
     "types": "GeneratorType FunctionType MethodType",
 }
-"""What a value is compared with or annotated by; a class that is called is the program's."""
+"""Types for `isinstance` and annotations. If the asserts call one, the program defines it."""
 _MODULE_OF = {
     name: module
-    for table in (_NEVER_CALLED, _CLASSES, _FUNCTIONS)
+    for table in (_ABSTRACT, _CLASSES, _FUNCTIONS)
     for module, names in table.items()
     for name in names.split()
 }
-_OF_A_MODULE = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__"}
+_MODULE_ATTRIBUTES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__"}
 
 
 @dataclass(frozen=True)
 class Asserts:
-    """Statements that test a program."""
+    """Python statements that test a program."""
 
     source: str
-    """With the imports that they leave out."""
+    """The statements, after the imports that they lack."""
     program_names: tuple[str, ...]
-    """What the program has to supply."""
+    """Names that the program must define."""
 
 
 def read_asserts(source: str) -> Asserts:
-    """Find out which names of the asserts the program supplies, and import the others.
+    """Find the names that the program must define, and import the others.
 
-    A name that the asserts neither define nor import is the program's, but for Python's own names,
-    modules of the standard library before a dot (`math.isclose`), and names that tests often forget
-    to import (`Counter`, `isclose`). These are Python's if the asserts have another name that the
-    program can supply; else they are what is tested: `assert gcd(12, 18) == 6`.
+    A name that the asserts neither define nor import belongs to the program. There are three
+    exceptions: builtins, modules of the standard library before a dot (`math.isclose`), and names
+    that tests often forget to import (`Counter`, `isclose`). The last kind is imported if the
+    asserts also use a name of the program. Otherwise it is the name under test:
+    `assert gcd(12, 18) == 6`.
 
     Args:
         source: Python statements.
 
     Raises:
-        ValueError: if no program can pass: a syntax error, a package that no sandbox has, or no
-            name that is the program's.
+        ValueError: no program can pass. The asserts have a syntax error, use a third-party
+            package, or use no name that a program could define.
     """
     try:
         tree = ast.parse(source)
         free = _free_names(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"answer: asserts with {error}; allowed: Python statements") from error
+        raise ValueError(
+            f"answer: cannot parse the asserts: {error}; allowed: Python statements"
+        ) from error
     _check_imports(tree)
     used = _uses(tree)
     owners = {name for name in free if used.attributes.get(name) and name not in used.bare}
-    for name in sorted(owners & _ABSENT.keys()):
-        raise ValueError(f"answer: asserts that use {name} ({_ABSENT[name]}); {_ALLOWED}")
+    for name in sorted(owners & _THIRD_PARTY.keys()):
+        raise ValueError(f"answer: the asserts use {name} ({_THIRD_PARTY[name]}); {_ALLOWED}")
     modules = {name for name in owners if _is_module(name, used.attributes[name])}
     known = {name for name in free - modules if name in _MODULE_OF}
-    known -= {name for name in used.called if name in _of(_NEVER_CALLED) - _of(_CLASSES)}
+    known -= {name for name in used.called if name in _names(_ABSTRACT) - _names(_CLASSES)}
     called = used.called & set(dir(builtins)) - _bound(source)
-    tested = free - modules - known or known & _of(_FUNCTIONS) or known
-    if not tested and len(called) == 1:  # as MBPP's own `sum`
+    tested = free - modules - known or known & _names(_FUNCTIONS) or known
+    if not tested and len(called) == 1:  # MBPP has tasks such as `sum`
         tested = called
     if not tested:
-        raise ValueError("answer: asserts that use no name of the program's; allowed: one or more")
+        raise ValueError("answer: the asserts use no name of the program; allowed: at least one")
     imports = [f"import {name}" for name in sorted(modules)]
     imports += [f"from {_MODULE_OF[name]} import {name}" for name in sorted(known - tested)]
     return Asserts("\n".join([*imports, source]), tuple(sorted(tested)))
 
 
-def _of(table: dict[str, str]) -> set[str]:
+def _names(table: dict[str, str]) -> set[str]:
     return {name for names in table.values() for name in names.split()}
 
 
 def _is_module(name: str, attributes: set[str]) -> bool:
-    """Whether a name before a dot is a module's: `datetime.date`, and not the class's `now`."""
+    """Whether a name before a dot is a module: in `datetime.date`, but not in `datetime.now`."""
     if name in _MODULE_OF and name in sys.modules:
         return attributes <= vars(sys.modules[name]).keys()
     return name in sys.stdlib_module_names
@@ -116,19 +119,20 @@ def _is_module(name: str, attributes: set[str]) -> bool:
 
 @dataclass
 class _Uses:
-    """How names are used."""
+    """How the asserts use names."""
 
     attributes: dict[str, set[str]]
-    """What stands behind the dot, by the name before it."""
+    """Attributes that are read, by the name before the dot."""
     bare: set[str]
-    """Without a dot behind them; those that are called are among them."""
+    """Names without a dot after them, called ones included."""
     called: set[str]
+    """Names that are called."""
 
 
 def _uses(tree: ast.AST) -> _Uses:
     uses = _Uses({}, set(), set())
     owners: set[int] = set()
-    for node in ast.walk(tree):  # from the outside in: an owner comes after its attribute
+    for node in ast.walk(tree):  # outermost first: the attribute before its owner
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             uses.attributes.setdefault(node.value.id, set()).add(node.attr)
             owners.add(id(node.value))
@@ -140,18 +144,18 @@ def _uses(tree: ast.AST) -> _Uses:
 
 
 def _free_names(source: str) -> set[str]:
-    """Names that are read as globals and never bound as one."""
+    """Names that are read as globals but never bound."""
     read = {
         symbol.get_name()
         for table in _tables(symtable.symtable(source, "<asserts>", "exec"))
         for symbol in table.get_symbols()
         if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
     }
-    return read - _bound(source) - set(dir(builtins)) - _OF_A_MODULE
+    return read - _bound(source) - set(dir(builtins)) - _MODULE_ATTRIBUTES
 
 
 def _bound(source: str) -> set[str]:
-    """Names that the asserts bind as globals: by import, assignment, or definition."""
+    """Globals that the asserts bind by import, assignment or definition."""
     return {
         symbol.get_name()
         for table in _tables(symtable.symtable(source, "<asserts>", "exec"))
@@ -174,4 +178,4 @@ def _check_imports(tree: ast.AST) -> None:
             names = ["." * node.level + (node.module or "")]
         for name in names:
             if name.partition(".")[0] not in sys.stdlib_module_names:
-                raise ValueError(f"answer: asserts that import {name}; {_ALLOWED}")
+                raise ValueError(f"answer: the asserts import {name}; {_ALLOWED}")

@@ -1,4 +1,4 @@
-"""The reward for code: the response's program against unit tests, in the sandbox."""
+"""Reward for code: runs the response's program against unit tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
 from grpo_components.rewards.sandbox.inside.asserts import ASSERTS, NAMES, PROGRAM, UNFIT
 
 _RUN_ASSERTS = Path(__file__).parent / "sandbox" / "inside" / "asserts.py"
-# A fence closes with as many of its own sign or more, and not farther to the right than it opened.
-# Possessive: a fence of 40,000 signs that turns out to be none is not tried again at each of them.
+# A closing fence repeats the opening character at least as often, and is not indented further.
+# Possessive quantifiers avoid quadratic time on a line of 40,000 fence characters.
 _OPENING = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)([^`]*+)")
 _PYTHON = re.compile(r"\W*py(?:thon)?\d*(?!\w)", re.IGNORECASE)
 
 
 class CodeTests:
-    """1 if the program in the last fenced block of Python passes all its tests, else 0.
+    """1 if the program in the last fenced Python block passes all tests, else 0.
 
-    A block without a language is taken for Python where the response has none that says so.
+    A block without a language counts as Python if no block of the response is marked as Python.
 
-    The tests are the data set's `answer`, JSON of one of two forms:
-    `{"stdin_stdout": [{"input": "3\\n", "output": "9\\n"}]}` runs the program once for each input
-    and compares what it prints, line by line, without the blanks at the ends of lines;
-    `{"asserts": ["assert square(3) == 9"]}` runs Python statements that call the program's
-    functions and classes; `test_imports`, a list of statements, and `test_setup_code` beside them
-    run first, as in MBPP. The program never sees what is expected of it.
+    The data set's `answer` holds the tests as JSON, in one of two forms:
+    `{"stdin_stdout": [{"input": "3\\n", "output": "9\\n"}]}` runs the program once per input and
+    compares its output line by line, ignoring blanks at line ends.
+    `{"asserts": ["assert square(3) == 9"]}` runs Python statements that use the program's functions
+    and classes. Optional `test_imports` (a list of statements) and `test_setup_code` run first, as
+    in MBPP. The program never sees the expected results.
 
     Args:
-        cpu_s: seconds of CPU time for each run of the program.
-        wall_s: seconds for all tests of a response together; below `timeouts.reward_s`.
-        memory_mib: of each run.
+        cpu_s: CPU seconds for each run of the program.
+        wall_s: seconds for all tests of one response; must be below `timeouts.reward_s`.
+        memory_mib: MiB of address space for each run.
 
     Raises:
-        ValueError: a setting is out of range, or this machine cannot contain programs.
+        ValueError: a setting is out of range, or this machine cannot sandbox programs.
     """
 
     max_reward = 1.0
@@ -56,23 +56,23 @@ class CodeTests:
 
         Args:
             prompt_text: not used.
-            response_text: searched for the last fenced block of Python.
+            response_text: searched for the last fenced Python block.
             answer: the tests.
             finish_reason: not used.
 
         Raises:
-            ValueError: if the answer holds no tests.
-            SandboxError: if the program could not be started.
+            ValueError: `answer` holds no valid tests.
+            SandboxError: the sandbox could not start the program.
         """
         tests = _read_tests(answer)
-        program = _last_program(response_text)
+        program = last_program(response_text)
         if program is None:
             return 0.0
         if isinstance(tests, Asserts):
-            return float(self._holds(program, tests))
-        return float(self._prints(program, tests))
+            return float(self._passes_asserts(program, tests))
+        return float(self._prints_expected(program, tests))
 
-    def _holds(self, program: str, asserts: Asserts) -> bool:
+    def _passes_asserts(self, program: str, asserts: Asserts) -> bool:
         outcome = self._sandbox.run_connected(
             self._run_asserts,
             {ASSERTS: asserts.source, NAMES: json.dumps(asserts.program_names)},
@@ -80,11 +80,11 @@ class CodeTests:
             {PROGRAM: program},
         )
         if outcome.status == UNFIT:
-            problem = f"asserts that hand the program {outcome.stderr}"
-            raise ValueError(f"answer: {problem}; allowed: plain data, and what it gave")
+            problem = f"the asserts pass the program {outcome.stderr}"
+            raise ValueError(f"answer: {problem}; allowed: plain data, and objects it returned")
         return outcome.status == 0
 
-    def _prints(self, program: str, cases: list[dict[str, str]]) -> bool:
+    def _prints_expected(self, program: str, cases: list[dict[str, str]]) -> bool:
         deadline = time.monotonic() + self.wall_s
         for case in cases:
             left_s = deadline - time.monotonic()
@@ -96,8 +96,15 @@ class CodeTests:
         return True
 
 
-def _last_program(response: str) -> str | None:
-    """The content of the last whole block of Python, or without one, of no language."""
+def last_program(response: str) -> str | None:
+    """Find the last complete fenced Python block, else the last one without a language.
+
+    Args:
+        response: text in Markdown.
+
+    Returns:
+        The content of the block; None if there is no such block.
+    """
     programs: dict[bool, str] = {}
     lines = iter(response.split("\n"))
     for line in lines:
@@ -128,7 +135,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _read_tests(answer: str) -> Asserts | list[dict[str, str]]:
-    """Statements, or cases with input and output."""
+    """Parse `answer` into asserts, or into cases with input and output."""
     try:
         tests = json.loads(answer)
         before = imports, set_up = tests.pop("test_imports", []), tests.pop("test_setup_code", "")
@@ -144,8 +151,8 @@ def _read_tests(answer: str) -> Asserts | list[dict[str, str]]:
         known = False
     if not known:
         raise ValueError(
-            f"answer: {answer[:60]!r} given; allowed: JSON with a list, not empty, of asserts, or "
-            'of {"input", "output"} under stdin_stdout'
+            f"answer: {answer[:60]!r} given; allowed: JSON with a non-empty list: texts under "
+            'asserts, or {"input", "output"} under stdin_stdout'
         )
     if kind != "asserts":
         return cases

@@ -1,4 +1,4 @@
-"""The reward of the countdown game: an expression of given numbers that comes to a target."""
+"""Reward for the countdown game: combine given numbers into an expression equal to a target."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from fractions import Fraction
 from grpo_components.rewards.maths import RESPONSE_CPU_S
 
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_LONGEST = 500  # characters of an expression
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # noqa: RUF001
+_MAX_EXPRESSION_CHARS = 500
+_ASCII_OPERATORS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # noqa: RUF001
 
 
 class CountdownCorrectness:
-    """1 if the last expression uses each number exactly once and comes to the target, else 0.
+    """1 if the last expression uses each number exactly once and equals the target, else 0.
 
-    Sums, differences, products, quotients and parentheses are worked out as fractions, exactly. An
-    expression may end in `= 24`; what stands there is not looked at.
+    The expression may use + - * / and parentheses, and is computed exactly, as a fraction.
+    Anything after an equals sign (`3 * 8 = 24`) is ignored.
 
     Args:
-        answer_format: where the expression stands: `tag` (<answer>3 * 8</answer>), or `last_line`
+        answer_format: where to find the expression: `tag` (<answer>3 * 8</answer>), or `last_line`
             (the last line that is not empty).
+
+    Raises:
+        ValueError: `answer_format` is neither.
     """
 
     max_reward = 1.0
@@ -42,32 +45,34 @@ class CountdownCorrectness:
         Args:
             prompt_text: not used.
             response_text: searched for the expression.
-            answer: `{"numbers": [3, 8], "target": 24}`, as `countdown_dataset` has it.
+            answer: `{"numbers": [3, 8], "target": 24}`, as `countdown_dataset` writes it.
             finish_reason: not used.
 
         Raises:
-            ValueError: if the answer is none of these.
+            ValueError: `answer` is not of this form.
         """
         try:
             known = json.loads(answer)
             numbers, target = sorted(known["numbers"]), known["target"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"answer: {answer!r} has no numbers and target") from error
+            raise ValueError(
+                f"answer: {answer!r} given; allowed: JSON with numbers and target"
+            ) from error
         places = _TAG.findall(response_text) if self._format == "tag" else response_text.split("\n")
         text = next((place for place in reversed(places) if place.strip()), "")
-        expression = text.partition("=")[0].translate(_SIGNS).strip()
-        if len(expression) > _LONGEST:
+        expression = text.partition("=")[0].translate(_ASCII_OPERATORS).strip()
+        if len(expression) > _MAX_EXPRESSION_CHARS:
             return 0.0
         try:
             tree = ast.parse(expression, mode="eval").body
-            # Before anything is worked out: no number but the given ones is ever touched.
+            # Check the numbers before computing, so that no huge number is ever computed.
             return float(sorted(_numbers(tree)) == numbers and _value(tree) == target)
         except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
             return 0.0
 
 
 def _numbers(tree: ast.expr) -> Iterator[int]:
-    """The numbers of an expression that has nothing but numbers, the four signs and a minus."""
+    """Yield the numbers of an expression; only + - * / and a unary minus may join them."""
     match tree:
         case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right):
             yield from _numbers(left)
@@ -77,7 +82,7 @@ def _numbers(tree: ast.expr) -> Iterator[int]:
         case ast.Constant(value) if type(value) is int:
             yield value
         case _:
-            raise ValueError("no expression of the game")
+            raise ValueError("not a countdown expression")
 
 
 def _value(tree: ast.expr) -> Fraction:
@@ -93,4 +98,4 @@ def _value(tree: ast.expr) -> Fraction:
             return -_value(operand)
         case ast.Constant(value) if type(value) is int:
             return Fraction(value)
-    raise AssertionError(f"{tree} was checked before")
+    raise AssertionError(f"_numbers should have refused {tree}")

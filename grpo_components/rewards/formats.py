@@ -8,11 +8,10 @@ from grpo_components.rewards.maths import RESPONSE_CPU_S, last_boxed
 
 
 class ThinkAnswerFormat:
-    """1 if the text reads `<think>...</think> <answer>...</answer>` and nothing else, else 0.
+    """1 if the text is exactly `<think>...</think> <answer>...</answer>`, neither empty, else 0.
 
-    Something must stand in both.
-    A prompt that ends with `<think>` has written the opening tag itself: then the response starts
-    inside it, and writing a second one earns nothing. Otherwise the response must write it.
+    If the prompt ends with `<think>`, the response starts inside the tag and must not open it
+    again. Otherwise the response must write the opening tag.
     """
 
     max_reward = 1.0
@@ -26,21 +25,21 @@ class ThinkAnswerFormat:
         """Score one response.
 
         Args:
-            prompt_text: its end decides who writes `<think>`.
-            response_text: judged.
+            prompt_text: checked for a `<think>` at its end.
+            response_text: the text to score.
             answer: not used.
             finish_reason: not used.
         """
         opened = prompt_text.rstrip().endswith("<think>")
         text = ("<think>" if opened else "") + response_text
-        # Counted first: without it, thousands of tags would keep the pattern busy for seconds.
+        # Count first: matching a text of thousands of tags would take seconds.
         once = all(text.count(tag) == 1 for tag in self._tags)
         match = self._whole.fullmatch(text) if once else None
         return float(match is not None and all(part.strip() for part in match.groups()))
 
 
 class BoxedFormat:
-    """1 if the response has exactly one whole `\\boxed{...}`, and something in it, else 0."""
+    """1 if the response has exactly one complete and non-empty `\\boxed{...}`, else 0."""
 
     max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
@@ -52,7 +51,7 @@ class BoxedFormat:
 
         Args:
             prompt_text: not used.
-            response_text: judged.
+            response_text: the text to score.
             answer: not used.
             finish_reason: not used.
         """
@@ -62,16 +61,17 @@ class BoxedFormat:
 
 
 class ResponseLength:
-    """1 for a response of `min_words` to `max_words` words, falling to 0 at none and twice as many.
+    """1 for a response of `min_words` to `max_words` words; falls linearly to 0 outside.
 
-    For a limit in tokens, near the longest response, see `reward_shaping.overlong_tokens`.
+    The reward is 0 at no words and at twice `max_words`. For a penalty in tokens, close to the
+    longest allowed response, see `reward_shaping.overlong_tokens`.
 
     Args:
-        max_words: words, separated by blanks, that cost nothing.
-        min_words: as few that cost nothing; below, the reward is linear in their number.
+        max_words: largest number of words with full reward. Words are separated by blanks.
+        min_words: smallest number of words with full reward.
 
     Raises:
-        ValueError: the two are out of range.
+        ValueError: the bounds are out of range.
     """
 
     max_reward = 1.0

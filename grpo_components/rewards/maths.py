@@ -1,4 +1,4 @@
-"""Rewards: what a response is worth, as small classes that a config names and weighs."""
+"""The reward for mathematics: compares the final answer of a response with the known one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from grpo_components.rewards.math_bounds import is_costly, is_slow_to_read
 
 RESPONSE_CPU_S = 4.0
-"""Of CPU time that a response may cost one of our rewards; one that costs more is worth 0 there."""
+"""CPU seconds that one response may cost one of our rewards; a costlier one scores 0 there."""
 
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"\d[\s()]+\d+(?!\s*/|\d)")
 _CURRENCY = re.compile(r"^(?:(?:USD?|EUR|GBP)\b\s*(?:\\\$)?|[€£¥])\s*|\s*[€£¥¢]$")
-# What may follow a number: a degree sign, `m^2`, `m/s`, `dollars`, `square units`; what is no unit
-# but belongs to the value, or goes on, stays.
+# A unit after a number: a degree sign, `m^2`, `m/s`, `dollars`, `square units`. Words that change
+# the value (`million`, `pi`) or continue the text (`or`, `and`) are not units.
 _UNIT = re.compile(
     r"(?<=[\d}])\s*(?:°\s?[CF]?|\^\{?\\circ\}?\s*(?:\\(?:text|mathrm)\{)?\s*[CF]?\}?"
     r"|\s[kcdm]?m\^?\{?[23]\}?|\sL|\s[A-Za-z]{1,3}/[A-Za-z]+"
@@ -26,12 +26,12 @@ _UNIT = re.compile(
 )
 _PERCENT = re.compile(r"\s*\\?%$")
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{\s*\(?([A-Za-z][A-Za-z .'-]*?)\)?\s*\}")
-_WORK = ("Sum", "Product", "Integral", "Limit")
+_UNEVALUATED = ("Sum", "Product", "Integral", "Limit")
 _INFINITIES = ("Infinity", "NegativeInfinity", "ComplexInfinity", "NaN")
-_MORE = 1000
-"""Characters that an answer may have beyond those of the known one: a ramble takes long to read."""
+_MAX_EXTRA_CHARS = 1000
+"""Characters that an answer may be longer than the known one: a long text is slow to parse."""
 
-_SIGNS = str.maketrans(
+_SYMBOLS = str.maketrans(
     {
         **{"–": "-", "−": "-", "~": " ", "⁄": "/", "×": r"\times ", "∞": r"\infty "},  # noqa: RUF001
         **{"²": "^{2}", "³": "^{3}", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge "},
@@ -46,12 +46,12 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{nines}}}"
 
 
-# Each a way to write numbers that math-verify reads as another number, or not at all.
+# Spellings that math-verify misreads or cannot read, with a spelling that it reads.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<!\\)\$|\n"), " "),
     (re.compile(r"^\\\[(.*)\\\]$|^=\s*(.*)$", re.DOTALL), lambda m: m[1] or m[2] or ""),
     (re.compile(r"(?<=\d)(?:\\[,! ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
-    # `1 000 000`, where no other number follows
+    # `1 000 000`, unless another number follows
     (re.compile(r"^\D{0,2}\d{1,3}(?: \d{3})+(?![ \d]*\d)"), lambda m: m[0].replace(" ", "")),
     (re.compile(r"\\[dtc]?frac\s*(\d)\s+(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"(?<![\w./}])(\d+)\s+(\d+)\s*/\s*(\d+)"), r"\1\\frac{\2}{\3}"),
@@ -74,10 +74,10 @@ def _last(pattern: re.Pattern[str]) -> Callable[[str], str]:
 
 
 def last_boxed(text: str) -> str:
-    """The content of the last complete box, to its own closing brace."""
+    """Content of the last complete `\\boxed{...}`, up to its own closing brace; else empty."""
     for piece in reversed(re.split(r"\\boxed\s*\{", text)[1:]):
         depth = 1
-        for match in re.finditer(r"\\.|[{}]", piece, re.DOTALL):  # `\{` is no brace of LaTeX's
+        for match in re.finditer(r"\\.|[{}]", piece, re.DOTALL):  # `\{` is text, not a LaTeX brace
             depth += (match[0] == "{") - (match[0] == "}")
             if depth == 0:
                 return piece[: match.start()]
@@ -93,18 +93,22 @@ _FIND: dict[str, Callable[[str], str]] = {
 
 
 class MathCorrectness:
-    """1 if the response's final answer equals the known one as mathematics, else 0.
+    """1 if the final answer of the response is mathematically equal to the known one, else 0.
 
-    The last marked answer counts, and all of it: `15` earns nothing where 5 is right, nor does
-    `5 or 6`. Equality is math-verify's (`1/2` is `0.5`, `1,000` is `1000`), but where a number is
-    asked for, `3+4` is no 7: a policy would learn to hand in the sum instead of working it out.
-    A unit after a number is left out on both sides, and not compared: `18 apples`, `5\\text{ cm}`,
-    `90^\\circ`, `$5` and `€5` are their numbers; `50%` is 50 as well as 0.5. A known answer in
-    words, `\\text{even}`, is compared as text, capitals aside.
+    Only the last marked answer counts, and all of it: for 5, neither `15` nor `5 or 6` is right.
+    math-verify decides equality (`1/2` equals `0.5`, `1,000` equals `1000`), with one exception: if
+    the known answer is a number, `3+4` does not equal 7. Otherwise a policy would learn to write
+    the sum instead of computing it.
+    A unit next to a number is ignored on both sides: `18 apples`, `5\\text{ cm}`, `90^\\circ`, `$5`
+    and `€5` count as plain numbers. `50%` equals both 50 and 0.5. A known answer in words,
+    `\\text{even}`, is compared as text, ignoring case.
 
     Args:
-        answer_format: where the answer stands: `tag` (<answer>5</answer>), `boxed` (\\boxed{5}),
-            `gsm8k` (#### 5), or `plain` (the response is nothing but the answer).
+        answer_format: where to find the answer: `tag` (<answer>5</answer>), `boxed` (\\boxed{5}),
+            `gsm8k` (#### 5), or `plain` (the whole response).
+
+    Raises:
+        ValueError: `answer_format` is none of these.
     """
 
     max_reward = 1.0
@@ -115,7 +119,7 @@ class MathCorrectness:
             allowed = ", ".join(_FIND)
             raise ValueError(f"answer_format: {answer_format!r} given; allowed: {allowed}")
         self._find = _FIND[answer_format]
-        # Imported with the instance and not with the module: it takes seconds.
+        # Imported here because it takes seconds.
         self._math_verify = importlib.import_module("math_verify")
 
     def __call__(
@@ -126,45 +130,47 @@ class MathCorrectness:
         Args:
             prompt_text: not used.
             response_text: searched for the answer.
-            answer: the known one.
+            answer: the known answer.
             finish_reason: not used.
 
         Raises:
-            ValueError: if the known answer is no mathematics.
+            ValueError: the known answer cannot be parsed as mathematics.
         """
         given, answer = self._find(response_text).strip(), answer.strip()
-        if not given or len(given) > len(answer) + _MORE or is_slow_to_read(given):
+        if not given or len(given) > len(answer) + _MAX_EXTRA_CHARS or is_slow_to_read(given):
             return 0.0
         if given == answer:
             return 1.0
-        if words := _WORDS.fullmatch(answer):  # as mathematics, `on` is `no`: the same factors
+        if words := _WORDS.fullmatch(answer):  # as mathematics, `on` would equal `no`
             return float(_words(given) == words[1].casefold())
         known, given = _rewritten(answer), _rewritten(given)
         bare = _PERCENT.sub("", known), _PERCENT.sub("", given)
         return float(self._equal(*bare) or (bare != (known, given) and self._equal(known, given)))
 
     def _equal(self, known: str, given: str) -> bool:
-        if _NUMBERS_SIDE_BY_SIDE.search(given):  # math-verify adds `12 13` and `(12)(13)` up
+        if _NUMBERS_SIDE_BY_SIDE.search(given):  # math-verify would add up `12 13` and `(12)(13)`
             return False
         gold = self._parse(_without_unit(known))
         if not gold:
-            raise ValueError(f"the known answer {known!r} cannot be read as mathematics")
+            raise ValueError(
+                f"answer: cannot parse {known!r} as mathematics; allowed: a LaTeX formula"
+            )
         try:
             return self._equals(gold, known, given)
-        except (ArithmeticError, RecursionError, MemoryError):  # of what the response says
+        except (ArithmeticError, RecursionError, MemoryError):  # caused by the response
             return False
 
     def _equals(self, gold: list[Any], known: str, given: str) -> bool:
         is_number = getattr(gold[0], "is_Number", False)
         read = self._parse(_without_unit(given) if is_number else given)
-        if any(map(is_costly, [*gold, *read])):  # 9^{9^9}: compared as it is written
+        if any(map(is_costly, [*gold, *read])):  # 9^{9^9}: compare the text
             return known == given or gold[0] in read[:1]
-        if is_number and any(map(_leaves_work, read)):
+        if is_number and any(map(_is_unfinished, read)):
             return False
-        is_constant = getattr(gold[0], "is_number", False)  # as is a root
+        is_constant = getattr(gold[0], "is_number", False)  # a root, for example
         if is_constant and any(map(_is_infinite, read)) and not _is_infinite(gold[0]):
-            return False  # sympy may find that an infinite product is 5
-        # Without time-outs of its own, which need signals: the reward pool has the deadline.
+            return False  # sympy may call an infinite product equal to 5
+        # Its own time-out needs signals; the reward pool enforces the deadline instead.
         return self._math_verify.verify(gold, read, timeout_seconds=None)
 
     def _parse(self, text: str) -> list[Any]:
@@ -176,8 +182,8 @@ class MathCorrectness:
 
 
 def _rewritten(text: str) -> str:
-    """The same answer, written as math-verify reads it."""
-    text = text.strip("*` \n$").rstrip(",;").translate(_SIGNS).strip()
+    """The same answer in a spelling that math-verify reads."""
+    text = text.strip("*` \n$").rstrip(",;").translate(_SYMBOLS).strip()
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
     return text.strip()
@@ -192,23 +198,19 @@ def _without_unit(text: str) -> str:
     return _UNIT.sub("", _CURRENCY.sub("", text.rstrip(".")))
 
 
-def _leaves_work(expression: Any) -> bool:
-    """Whether a sympy expression is no number yet: it has unknowns, or is to be worked out."""
-    expression = getattr(expression, "rhs", expression)  # of `3+4=7` and `x=7`: the 7
+def _is_unfinished(expression: Any) -> bool:
+    """Whether a sympy expression still has unknowns, or operations to carry out."""
+    expression = getattr(expression, "rhs", expression)  # the 7 of `3+4=7` and `x=7`
     parts = getattr(expression, "args", ())
     numbers = [part for part in parts if part.is_Number and part != -1]
     joins = getattr(expression, "is_Add", False) or getattr(expression, "is_Mul", False)
-    is_work = getattr(expression, "is_Symbol", False) or type(expression).__name__ in _WORK
-    return is_work or (joins and len(numbers) > 1) or any(map(_leaves_work, parts))
+    is_open = getattr(expression, "is_Symbol", False) or type(expression).__name__ in _UNEVALUATED
+    return is_open or (joins and len(numbers) > 1) or any(map(_is_unfinished, parts))
 
 
 def _is_infinite(expression: Any) -> bool:
-    """Whether a sympy expression has an infinity anywhere, or a quotient by zero."""
+    """Whether a sympy expression contains an infinity or a division by zero."""
     parts: tuple[Any, ...] = getattr(expression, "args", ())
     is_power_of_0 = getattr(expression, "is_Pow", False) and parts[0] == 0  # 1/0 is 0**-1
-    is_one = type(expression).__name__ in _INFINITIES
-    return is_one or is_power_of_0 or any(map(_is_infinite, parts))
-
-
-Reward = Callable[..., float]
-"""`reward(*, prompt_text, response_text, answer, finish_reason)`; success at its `max_reward`."""
+    is_infinity = type(expression).__name__ in _INFINITIES
+    return is_infinity or is_power_of_0 or any(map(_is_infinite, parts))

@@ -1,4 +1,4 @@
-"""Rewards in processes of their own, with a deadline: a runaway sample stops nobody else."""
+"""Runs rewards in worker processes with a deadline, so that one sample cannot block the others."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 _START_TIMEOUT_S = 120.0
-_END_S = 10.0
-"""From when a process has closed its connection until it has ended."""
+"""Seconds for a process to import and build all rewards."""
+_EXIT_TIMEOUT_S = 10.0
+"""Seconds for a process to exit after it closed its connection."""
 _PR_SET_PDEATHSIG = 1
 
-_SHOWN = 1000
-"""Characters of a failure's message that are kept: it may quote the whole response."""
+MAX_ERROR_CHARS = 1000
+"""Characters kept of an error message, which may quote the whole response."""
 
-_QUOTED = 80
-"""Of a response's end, in the log."""
+_LOGGED_CHARS = 80
+"""Last characters of a response that the log shows."""
 
-Sample = dict[str, str]
-"""What a reward sees: prompt_text, response_text, answer, finish_reason."""
+RewardInput = dict[str, str]
+"""Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason."""
 
 
 class RewardPoolError(RuntimeError):
-    """The rewards cannot be built, or their processes not be started: no sample's fault."""
+    """The rewards cannot be built or their processes cannot start; no sample is to blame."""
 
 
 @dataclass(frozen=True)
@@ -43,31 +44,34 @@ class RewardSpec:
     """One reward of the config."""
 
     component: str
-    """Dotted path of its class."""
+    """Dotted path of its class or factory."""
     kwargs: dict[str, Any]
     weight: float
     is_success: bool
-    """Whether its maximum means success."""
+    """Whether the sample counts as a success when this reward is at its maximum."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What the rewards say of one sample."""
+    """Result of all rewards for one sample."""
 
     reward: float
-    """Weighted sum of the terms; NaN where one of them failed."""
+    """Weighted sum of the terms; NaN if a reward failed."""
     terms: dict[str, float]
-    """Each reward by its name, unweighted."""
+    """Unweighted value of each reward, by name."""
     success: bool
     error: str | None
-    """Which reward failed, and how; None where none did."""
+    """Name and problem of the reward that failed; None if all succeeded."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
-    """The rewards of a config by name.
+    """Read the `rewards` section of a config.
 
     Args:
-        nodes: for each name a `_component_`, a weight, is_success, and the component's arguments.
+        nodes: by name: `_component_`, `weight`, `is_success`, and arguments of the component.
+
+    Returns:
+        The rewards by name.
     """
     own = ("_component_", "weight", "is_success")
     return {
@@ -82,17 +86,17 @@ def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec
 
 
 class RewardPool:
-    """Scores samples of many threads in a few processes.
+    """Scores samples from many threads in a few worker processes.
 
-    A reward that says what a response may cost, as `response_cpu_s`, has its process ended by the
-    kernel where a response costs more; the response is worth 0 there, and the other rewards score
-    it in a new process. At most half of the deadline is CPU time for one reward. Whatever else
-    does not end in time is a failed sample.
+    A reward class may set `response_cpu_s`, a limit on the CPU seconds per response (at most half
+    of `timeout_s`). If a response exceeds it, the kernel kills the process, this reward counts as
+    0, and a new process runs the other rewards. A sample that misses the deadline for any other
+    reason has failed.
 
     Args:
         rewards: by name.
-        num_workers: processes, each driven by one thread of this process.
-        timeout_s: deadline of one sample, from when its scoring starts.
+        num_workers: number of processes; one thread of this process drives each.
+        timeout_s: deadline of one sample in seconds, counted from the start of its scoring.
     """
 
     def __init__(
@@ -100,29 +104,30 @@ class RewardPool:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._log = logging.getLogger(__name__)
-        self._own = threading.local()
+        self._thread = threading.local()
         self._workers: set[_Worker] = set()
         self._lock, self._closed = threading.Lock(), False
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        for _ in range(num_workers):  # start them now, without waiting
-            self._threads.submit(self._started_worker)
+        for _ in range(num_workers):  # start the processes now, but do not wait for them
+            self._threads.submit(self._get_worker)
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """Score samples and wait for all of them; from any thread.
+    def score(self, samples: list[RewardInput]) -> list[Score]:
+        """Score samples and wait for all scores. Any thread may call this.
 
         Args:
             samples: any number.
 
         Returns:
-            The scores, in order.
+            The scores, in the order of the samples.
 
         Raises:
-            RewardPoolError: if the rewards cannot be built, or their processes not be started.
+            RewardPoolError: the rewards cannot be built, their processes cannot start, or the pool
+                is closed.
         """
         return list(self._threads.map(self._score_one, samples))
 
     def close(self) -> None:
-        """End all reward processes, also those that are in the middle of a sample."""
+        """Kill all reward processes, even those that are scoring a sample."""
         with self._lock:
             self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -130,39 +135,41 @@ class RewardPool:
             worker.kill()
         self._threads.shutdown()
 
-    def _started_worker(self) -> _Worker:
-        # Each thread keeps its own process: a process dies with the thread that started it.
-        worker = getattr(self._own, "worker", None)
+    def _get_worker(self) -> _Worker:
+        # One process per thread: a process dies with the thread that started it (PDEATHSIG).
+        worker = getattr(self._thread, "worker", None)
         if worker is None:
-            with self._lock:  # or a process could be started behind the back of `close`
+            with self._lock:  # so that no process starts while `close` kills them
                 if self._closed:
-                    raise RewardPoolError("the reward pool is closed")
+                    raise RewardPoolError("rewards: the pool is closed")
                 try:
-                    worker = self._own.worker = _Worker(self._rewards, self._timeout_s / 2)
+                    worker = self._thread.worker = _Worker(self._rewards, self._timeout_s / 2)
                 except OSError as error:
-                    raise RewardPoolError(f"rewards: no process: {error}") from error
+                    raise RewardPoolError(f"rewards: cannot start a process: {error}") from error
                 self._workers.add(worker)
         return worker
 
-    def _score_one(self, sample: Sample) -> Score:
+    def _score_one(self, sample: RewardInput) -> Score:
         too_costly: list[str] = []
         while True:
-            worker = self._started_worker()
-            score = self._scored_by(worker, sample, too_costly)
+            worker = self._get_worker()
+            score = self._score_with(worker, sample, too_costly)
             if score is not None:
                 return score
             too_costly.append(worker.running)
-            shown = sample["response_text"][-_QUOTED:]
-            self._log.warning("reward %s: 0 for a response too costly: %r", worker.running, shown)
+            end = sample["response_text"][-_LOGGED_CHARS:]
+            self._log.warning("reward %s: 0, the response costs too much: %r", worker.running, end)
 
-    def _scored_by(self, worker: _Worker, sample: Sample, too_costly: list[str]) -> Score | None:
-        """The score by one process; None where the response cost the reward at work too much."""
+    def _score_with(
+        self, worker: _Worker, sample: RewardInput, too_costly: list[str]
+    ) -> Score | None:
+        """Score in one process; None if the running reward exceeded its CPU limit."""
         try:
             return worker.score(sample, too_costly, self._timeout_s)
         except TimeoutError:
             problem = f"TimeoutError after {self._timeout_s:g} s"
         except (EOFError, ConnectionError):
-            if worker.cost_too_much():
+            if worker.exceeded_cpu_limit():
                 self._drop(worker)
                 return None
             problem = "its process died"
@@ -170,43 +177,43 @@ class RewardPool:
             if not self._closed:
                 self._drop(worker)
                 raise
-            problem = "its process died"  # ended by `close` while it started
+            problem = "its process died"  # killed by `close` during its start
         self._drop(worker)
         return Score(math.nan, {}, False, f"reward {worker.running}: {problem}")
 
     def _drop(self, worker: _Worker) -> None:
-        self._own.worker = None
+        self._thread.worker = None
         self._workers.discard(worker)
         worker.kill()
 
 
 class _Worker:
-    """One reward process, seen from its owner's thread."""
+    """A reward process, driven by one thread of the owner."""
 
-    def __init__(self, rewards: dict[str, RewardSpec], most_cpu_s: float) -> None:
+    def __init__(self, rewards: dict[str, RewardSpec], max_cpu_s: float) -> None:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "grpo_components.rewards.pool", str(theirs.fileno())],
-            # What the owner can import, it can import: a Ray worker's path is in no variable.
+            # Pass on sys.path, because a Ray worker extends it without setting PYTHONPATH.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a group of its own, to end with all that a reward has started
+            start_new_session=True,  # own process group, to kill what the rewards start
         )
         theirs.close()
-        self._connection.send((rewards, most_cpu_s))
+        self._connection.send((rewards, max_cpu_s))
         self._ready, self._names = False, tuple(rewards)
         self.running = next(iter(rewards), "")
-        """Name of the reward at work."""
+        """Name of the reward that is running."""
 
-    def score(self, sample: Sample, too_costly: list[str], timeout_s: float) -> Score:
-        """Score one sample; rewards that it is too costly for give 0.
+    def score(self, sample: RewardInput, too_costly: list[str], timeout_s: float) -> Score:
+        """Score one sample; the rewards in `too_costly` count as 0.
 
         Raises:
-            TimeoutError: after `timeout_s`.
-            EOFError: if the process died.
-            ConnectionError: likewise.
-            RewardPoolError: if it did not start.
+            TimeoutError: no score within `timeout_s`.
+            EOFError: the process died.
+            ConnectionError: the process died.
+            RewardPoolError: the process did not start.
         """
         if not self._ready:
             self._wait_until_ready()
@@ -219,22 +226,24 @@ class _Worker:
             self.running = message
         raise TimeoutError
 
-    def cost_too_much(self) -> bool:
-        """Whether a sample ended the process by its CPU time."""
+    def exceeded_cpu_limit(self) -> bool:
+        """Whether the kernel killed the process because a sample took too much CPU time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_END_S) == -signal.SIGPROF
+            return self._process.wait(_EXIT_TIMEOUT_S) == -signal.SIGPROF
         return False
 
     def kill(self) -> None:
-        """End the process and those of its group, whatever they do; from any thread."""
+        """Kill the process and its process group. Any thread may call this."""
         with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None:  # until then nobody else has its number
+            if self._process.returncode is None:  # once reaped, another process may have its pid
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _wait_until_ready(self) -> None:
         if not self._connection.poll(_START_TIMEOUT_S):
-            raise RewardPoolError(f"rewards: no process within {_START_TIMEOUT_S:g} s")
+            raise RewardPoolError(
+                f"rewards: their process did not start within {_START_TIMEOUT_S:g} s"
+            )
         try:
             problem = self._connection.recv()
         except (EOFError, ConnectionError):
@@ -246,20 +255,20 @@ class _Worker:
 
 def score_sample(
     rewards: Mapping[str, tuple[RewardSpec, Callable[..., float]]],
-    sample: Sample,
+    sample: RewardInput,
     announce: Callable[[str], None],
     too_costly: Sequence[str] = (),
-    most_cpu_s: float = _START_TIMEOUT_S,
+    max_cpu_s: float = _START_TIMEOUT_S,
 ) -> Score:
     """Apply all rewards to one sample.
 
     Args:
-        rewards: by name, each with its instance.
-        sample: see `Sample`.
-        announce: told the name of each reward before it starts.
-        too_costly: rewards that give 0, because the sample costs them too much.
-        most_cpu_s: seconds of CPU time for a reward that bounds what a response may cost it. What
-            costs more ends the process.
+        rewards: spec and instance of each reward, by name.
+        sample: the arguments of each reward.
+        announce: called with the name of each reward before it starts.
+        too_costly: rewards to skip and count as 0, because the sample exceeded their CPU limit.
+        max_cpu_s: upper bound of each reward's `response_cpu_s`. A sample that exceeds the limit
+            kills the process.
     """
     terms: dict[str, float] = {}
     success = False
@@ -269,12 +278,12 @@ def score_sample(
             terms[name] = 0.0
             continue
         try:
-            with _bounded(getattr(reward, "response_cpu_s", None), most_cpu_s):
+            with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
                 value = float(reward(**sample))
             at_maximum = value >= getattr(reward, "max_reward", 1.0)
-        except (Exception, SystemExit) as error:  # a user's code: this sample's failure, reported
+        except (Exception, SystemExit) as error:  # user code may raise anything
             problem = f"reward {name}: {type(error).__name__}: {error}"
-            return Score(math.nan, {}, False, problem[:_SHOWN])
+            return Score(math.nan, {}, False, problem[:MAX_ERROR_CHARS])
         if not math.isfinite(value):
             return Score(math.nan, {}, False, f"reward {name}: gave {value}")
         terms[name] = value
@@ -282,15 +291,15 @@ def score_sample(
             success = at_maximum
     total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
     if not math.isfinite(total):
-        return Score(math.nan, {}, False, f"rewards: their weighted sum is {total}")
+        return Score(math.nan, {}, False, f"rewards: the weighted sum is {total}")
     return Score(total, terms, success, None)
 
 
 @contextlib.contextmanager
-def _bounded(cpu_s: float | None, most_cpu_s: float) -> Iterator[None]:
-    """Let the kernel end this process at so much CPU time, whatever it is in the middle of."""
-    if cpu_s is not None:  # no handler: one of Python's would wait for a huge power to end
-        signal.setitimer(signal.ITIMER_PROF, min(cpu_s, most_cpu_s))
+def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
+    """Let the kernel kill this process if the block takes too much CPU time; None: no limit."""
+    if cpu_s is not None:  # no signal handler: Python would run it only after a huge power ends
+        signal.setitimer(signal.ITIMER_PROF, min(cpu_s, max_cpu_s))
     try:
         yield
     finally:
@@ -308,14 +317,14 @@ def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable
 
 
 def _serve(connection: Connection) -> None:
-    """The reward process: build the rewards, then score samples until the owner ends."""
+    """Main loop of a reward process: build the rewards, score samples until the owner exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     try:
-        specs, most_cpu_s = connection.recv()
+        specs, max_cpu_s = connection.recv()
         rewards = _build(specs)
-    except Exception as error:  # reported to the owner, who fails with it
+    except Exception as error:  # the owner raises it
         connection.send(f"rewards cannot be built: {type(error).__name__}: {error}")
         return
     connection.send(None)
@@ -324,12 +333,12 @@ def _serve(connection: Connection) -> None:
             sample, too_costly = connection.recv()
         except EOFError:
             return
-        bounds = {"too_costly": too_costly, "most_cpu_s": most_cpu_s}
-        connection.send(score_sample(rewards, sample, announce=connection.send, **bounds))
+        limits = {"too_costly": too_costly, "max_cpu_s": max_cpu_s}
+        connection.send(score_sample(rewards, sample, announce=connection.send, **limits))
 
 
 if __name__ == "__main__":
-    # Classes are pickled by module name, and this file's is not __main__ for its owner.
+    # Pickle names classes by module: import this file under the name that the owner uses.
     from grpo_components.rewards import pool as reward_pool
 
     reward_pool._serve(Connection(int(sys.argv[1])))

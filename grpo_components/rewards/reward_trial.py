@@ -1,4 +1,4 @@
-"""The first call of each reward of a config, in a process of its own, before anything starts."""
+"""Builds and calls each reward of a config once, in a separate process, before a run starts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from grpo_components.objective.component_errors import ComponentError, describe
-from grpo_components.rewards.pool import RewardSpec, Sample
+from grpo_components.rewards.pool import RewardInput, RewardSpec
 
 _START_TIMEOUT_S = 120.0
-"""To import and to build one reward; as in the pool."""
+"""Seconds to import and build one reward."""
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 
 
 class RewardTrial:
-    """Rewards that are built and called, side by side with whatever the caller does meanwhile.
-
-    A reward may hang or end its process, and what it does to its process is no one else's matter.
+    """Tries rewards in the background, in a separate process that they may hang or kill.
 
     Args:
         rewards: by name.
-        samples: what each is called with, until one call gives a number.
-        timeout_s: deadline of one call.
+        samples: arguments of the calls; each reward passes with the first finite number.
+        timeout_s: deadline of one call in seconds.
     """
 
     def __init__(
-        self, rewards: dict[str, RewardSpec], samples: list[Sample], timeout_s: float
+        self, rewards: dict[str, RewardSpec], samples: list[RewardInput], timeout_s: float
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._connection, theirs = Pipe()
@@ -43,55 +41,55 @@ class RewardTrial:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a group of its own, to end with all that a reward has started
+            start_new_session=True,  # own process group, to kill what the rewards start
         )
         theirs.close()
         self._connection.send((rewards, samples))
 
     def finish(self) -> None:
-        """Wait until each reward has given a number.
+        """Wait until each reward has returned a finite number.
 
         Raises:
-            ComponentError: naming the first that gave none for any sample, or not in time.
+            ComponentError: a reward failed for all samples, or exceeded its deadline.
         """
         name, doing, limit_s = next(iter(self._rewards), ""), "built", _START_TIMEOUT_S
         while True:
             try:
                 if not self._connection.poll(limit_s):
                     problem = f"was not {doing} within {limit_s:g} s"
-                    raise self._refused(name, problem, "one that answers in time")
+                    raise self._error(name, problem, "one that answers in time")
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
                 problem = f"ended its process while it was {doing}"
-                raise self._refused(name, problem, _ALLOWED) from None
+                raise self._error(name, problem, _ALLOWED) from None
             if message is None:
                 return
             name, doing, problem = message
             if problem:
-                raise self._refused(name, problem, _ALLOWED)
+                raise self._error(name, problem, _ALLOWED)
             limit_s = self._timeout_s if doing == "called" else _START_TIMEOUT_S
 
     def close(self) -> None:
-        """End the process and those of its group, whatever they do."""
+        """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None:  # until then nobody else has its number
+            if self._process.returncode is None:  # once reaped, another process may have its pid
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._connection.close()
 
-    def _refused(self, name: str, problem: str, allowed: str) -> ComponentError:
+    def _error(self, name: str, problem: str, allowed: str) -> ComponentError:
         where = f"rewards.{name}: {self._rewards[name].component}"
         return ComponentError(f"{where} {problem}; allowed: {allowed}")
 
 
-def _problem_of(reward: Any, sample: Sample) -> str:
+def _problem_of(reward: Any, sample: RewardInput) -> str:
     if not callable(reward):
         return f"makes a {type(reward).__name__}, which cannot be called"
     try:
         value: Any = reward(**sample)
         number = float(value)
         _ = number >= getattr(reward, "max_reward", 1.0)
-    except (Exception, SystemExit) as error:  # whatever a user's code raises
+    except (Exception, SystemExit) as error:  # user code may raise anything
         return f"raised {describe(error)}"
     return "" if math.isfinite(number) else f"gave {number}"
 
@@ -103,14 +101,14 @@ def _serve(connection: Connection) -> None:
         try:
             module, _, attribute = spec.component.rpartition(".")
             reward = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
-        except (Exception, SystemExit) as error:  # whatever a user's code raises
+        except (Exception, SystemExit) as error:  # user code may raise anything
             connection.send((name, "built", f"cannot be built, {describe(error)}"))
             return
         problems = []
         for sample in samples:
             connection.send((name, "called", ""))
             problems.append(_problem_of(reward, sample))
-            if not problems[-1]:  # one that fails for some samples costs those only
+            if not problems[-1]:  # failing for some samples is allowed
                 break
         else:
             connection.send((name, "called", problems[0]))

@@ -1,4 +1,4 @@
-"""The thread that an environment lives in: when it does not answer in time, it is left behind."""
+"""Runs an environment in a thread of its own, which is abandoned if it misses its deadline."""
 
 from __future__ import annotations
 
@@ -11,57 +11,56 @@ from typing import Any
 
 
 class EnvironmentThread:
-    """Makes the calls into one environment, one at a time, with a deadline.
+    """Calls into one environment, one call at a time, with a deadline.
 
-    A thread that hangs cannot be stopped: it is a daemon, and whoever called it goes on without.
+    A hanging thread cannot be stopped, so it is a daemon: the caller goes on without it.
 
     Args:
-        timeout_s: longest that the calls of a rollout take together.
+        timeout_s: seconds for all calls of one rollout together.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = self._left_s = timeout_s
+        self._timeout_s = self._remaining_s = timeout_s
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], Any, Future[Any]] | None]
         self._calls = queue.SimpleQueue()
         threading.Thread(target=self._run, name="environment", daemon=True).start()
 
     def begin(self) -> None:
-        """Begin a rollout: its calls have all of the time."""
-        self._left_s = self._timeout_s
+        """Begin a rollout: reset the time for its calls."""
+        self._remaining_s = self._timeout_s
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The function's result, or what it raised.
+        """Call a function in the thread and return its result, or raise what it raised.
 
         Args:
-            function: builds the environment, or is a method of it.
-            args: for it.
+            function: a method of the environment, or a function that builds it.
+            args: arguments of the function.
 
         Raises:
-            TimeoutError: if it has not ended in time.
+            TimeoutError: the calls of this rollout took too long.
         """
         future: Future[Any] = Future()
         self._calls.put((function, args, future))
         started = time.monotonic()
         try:
-            return future.result(self._left_s)
+            return future.result(self._remaining_s)
         except TimeoutError:
             if future.done():
                 raise
             name = getattr(function, "__name__", "call")
-            raise TimeoutError(
-                f"the environment did not end its {name} within {self._timeout_s:g} s a rollout"
-            ) from None
+            limit = f"{self._timeout_s:g} s, the limit for all calls of a rollout"
+            raise TimeoutError(f"the environment did not end its {name} within {limit}") from None
         finally:
-            self._left_s = max(0.0, self._left_s - (time.monotonic() - started))
+            self._remaining_s = max(0.0, self._remaining_s - (time.monotonic() - started))
 
     def leave(self, close: Callable[[], Any]) -> Future[Any]:
-        """Let the thread end, after the call that it is in.
+        """Let the thread end after its current call.
 
         Args:
-            close: its last call; what it raises is of no interest any more.
+            close: the last call of the thread.
 
         Returns:
-            Done once it was called.
+            A future that is done after `close` returned or raised.
         """
         closing: Future[Any] = Future()
         self._calls.put((close, (), closing))
@@ -73,8 +72,8 @@ class EnvironmentThread:
             function, args, future = call
             try:
                 future.set_result(function(*args))
-            except Exception as error:  # whatever it is, its caller hears of it
+            except Exception as error:  # passed on to the caller
                 future.set_exception(error)
-            except BaseException as error:  # such as sys.exit, which ends nobody here
+            except BaseException as error:  # sys.exit, for example, must not end this thread
                 future.set_exception(RuntimeError(repr(error)))
-            del call, function, args, future  # or the environment would be kept while idle
+            del call, function, args, future  # else an idle thread would keep the environment alive

@@ -1,4 +1,4 @@
-"""Environments: torchrl environments over token ids that ask prompts and score responses."""
+"""The single-turn environment, and the token specs that all environments share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchrl.envs import EnvBase
 from grpo_components.rewards.pool import Score
 
 Prompt = dict[str, Any]
-"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text, answer, and `seed` for
-what is random in the environment; other columns of the data set may follow."""
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, perhaps with
+other columns. `seed` is added for anything random in the environment."""
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:
-    """Give an environment the specs of ragged token lists, one per slot.
+    """Set the specs of an environment to ragged token lists, one per slot.
 
     Args:
-        env: whose batch size is [num_slots].
-        num_slots: prompts asked at once.
+        env: an environment of batch size [num_slots].
+        num_slots: conversations at once.
     """
     slots = torch.Size([num_slots])
     ragged: Any = (num_slots, -1)
@@ -40,12 +40,15 @@ def set_token_specs(env: EnvBase, num_slots: int) -> None:
 
 
 def slot_state(tokens: Any, *, done: bool, truncated: bool = False) -> TensorDict:
-    """One slot's part of what an environment returns.
+    """Build the state of one slot that an environment returns.
 
     Args:
-        tokens: [T] everything said so far, prompt included.
-        done: the response has ended.
-        truncated: it was a limit that ended it.
+        tokens: [T] prompt and conversation so far.
+        done: whether the response has ended.
+        truncated: whether a limit ended it.
+
+    Returns:
+        tokens [T] int64; done, terminated and truncated [1] bool.
     """
     return TensorDict(
         tokens=torch.as_tensor(tokens, dtype=torch.int64),
@@ -56,17 +59,18 @@ def slot_state(tokens: Any, *, done: bool, truncated: bool = False) -> TensorDic
 
 
 class SingleTurnEnvironment(EnvBase):
-    """Asks one prompt per slot and scores the one response to it.
+    """Shows one prompt per slot and scores the response to it.
 
     Args:
-        num_slots: prompts asked at once (for a group: the same prompt `group_size` times).
-        decode: token ids to text.
-        score: samples (prompt_text, response_text, answer, finish_reason) to scores, in order.
-        encode: not used here.
-        max_response_tokens: not used here.
+        num_slots: prompts at once; a group has its prompt `group_size` times.
+        decode: converts token ids to text.
+        score: converts samples (prompt_text, response_text, answer, finish_reason) to scores, in
+            order.
+        encode: not used.
+        max_response_tokens: not used.
     """
 
-    # Token lists are ragged, so that torchrl must not preallocate from the specs.
+    # Ragged token lists: keep torchrl from preallocating buffers from the specs.
     _has_dynamic_specs_override = True
 
     def __init__(
@@ -84,7 +88,7 @@ class SingleTurnEnvironment(EnvBase):
         set_token_specs(self, num_slots)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Set the prompts, one per slot, of the next `reset`."""
+        """Set the prompts of the next `reset`, one per slot."""
         assert len(prompts) == self.batch_size[0], "one prompt per slot"
         self._prompts = list(prompts)
 
@@ -111,4 +115,4 @@ class SingleTurnEnvironment(EnvBase):
         return lazy_stack(results, 0)
 
     def _set_seed(self, seed: int | None) -> None:
-        """Nothing here is random: sampling seeds belong to the policy."""
+        """Do nothing: only the policy samples, with seeds of its own."""

@@ -1,4 +1,4 @@
-"""The environment of several turns: between two of the policy's, a world says something."""
+"""The multi-turn environment, in which the policy and a world take turns."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from torchrl.envs import EnvBase
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 
-_LONGEST_TOKEN = 1000
-"""Characters: more than any vocabulary has in one."""
+_MAX_TOKEN_CHARS = 1000
+"""Upper bound of the characters of one token, for any vocabulary."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a world answers to one turn of the policy.
+    """The world's reply to one turn of the policy.
 
     Raises:
-        ValueError: naming the part that is of another kind, or a reward that is not finite.
+        ValueError: a field has the wrong type, or a reward is not finite.
     """
 
     text: str = ""
-    """Said to the policy, which then has its next turn; not used where `done`."""
+    """Text for the policy to read before its next turn; ignored if `done`."""
     done: bool = False
-    """The conversation is over: the turn was its last."""
+    """Whether the conversation is over."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Of this turn, by name; added to the sample's reward as they are."""
+    """Rewards of this turn by name; added to the sample's reward without a weight."""
     answer: str | None = None
-    """What the config's rewards compare the last turn with; None is the prompt's own answer."""
+    """Known answer for the config's rewards, which judge the last turn; None: the prompt's."""
 
     def __post_init__(self) -> None:
-        """Fail where the world made it, and not turns later."""
+        """Check the fields here, so that the traceback shows the world's own line."""
         fits = {
             "text": (isinstance(self.text, str), "a text"),
             "done": (isinstance(self.done, bool | np.bool_), "True or False"),
@@ -61,46 +61,47 @@ def _are_rewards(given: Any) -> bool:
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]
-"""`world(prompt, seed)` begins a conversation; what it returns answers each of the policy's turns.
-All that is random in it must come from the seed: then a repeated group is the same."""
+"""`world(prompt, seed)` begins a conversation. It returns a function from the text of a turn to a
+`Reply`. All randomness must come from the seed, so that a repeated group is identical."""
 
 
 @dataclass
 class _Conversation:
-    """One slot's, as far as it has come."""
+    """State of one slot's conversation."""
 
     prompt: Prompt
     respond: Callable[[str], Reply]
     num_turns: int = 0
     terms: dict[str, float] = field(default_factory=dict)
     last: TensorDict | None = None
-    """The slot's state once it is over."""
+    """State of the slot after the conversation ended."""
 
 
 class MultiTurnEnvironment(EnvBase):
-    """Lets the policy and a world take turns, as token ids that are never made from text twice.
+    """Lets the policy and a world take turns, without ever tokenizing a text twice.
 
-    The policy's ids stay as they were sampled; what the world says is tokenised alone and appended.
-    A response ends when the world says so, or at a limit: after `max_turns`, or where no room is
-    left for the world's words and another token. Then its `finish_reason` is `length`.
+    The policy's token ids stay as sampled. The world's text is tokenized separately and appended.
+    The world ends a response, or a limit does: `max_turns`, or no room left for the world's text
+    and one more token. At a limit, `finish_reason` is `length`.
 
-    The sample's reward is that of the config's rewards, which judge the policy's last turn, plus
-    the sum of what the world gave for each turn; each is in `reward_terms` by its name.
+    The reward of a sample is the sum of two parts: the config's rewards for the policy's last turn,
+    and the world's rewards for all turns. `reward_terms` holds each of them by name.
 
     Args:
         num_slots: conversations at once.
-        decode: token ids to text.
-        encode: text to token ids, without a beginning or end of sequence.
-        score: samples (prompt_text, response_text, answer, finish_reason) to scores, in order.
-        max_response_tokens: longest response, in tokens, the world's included.
-        max_turns: of the policy.
-        world: see `World`.
+        decode: converts token ids to text.
+        encode: converts text to token ids, without tokens for beginning or end of sequence.
+        score: converts samples (prompt_text, response_text, answer, finish_reason) to scores, in
+            order.
+        max_response_tokens: longest response in tokens, including the world's.
+        max_turns: most turns of the policy.
+        world: begins each conversation, see `World`.
     """
 
-    # Token lists are ragged, so that torchrl must not preallocate from the specs.
+    # Ragged token lists: keep torchrl from preallocating buffers from the specs.
     _has_dynamic_specs_override = True
     slots_apart = True
-    """Each slot gets an environment and a thread of its own, so that none waits for another."""
+    """Each slot gets its own environment and thread, so that no slot waits for another."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class MultiTurnEnvironment(EnvBase):
         set_token_specs(self, num_slots)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
-        """Set the prompts, one per slot, of the next `reset`."""
+        """Set the prompts of the next `reset`, one per slot."""
         assert len(prompts) == self.batch_size[0], "one prompt per slot"
         self._prompts = list(prompts)
 
@@ -143,39 +144,39 @@ class MultiTurnEnvironment(EnvBase):
                 samples.append(sample)
         scores = self._score(samples) if samples else []
         for (conversation, result), score in zip(ended, scores, strict=True):
-            total = _with_turns(score, conversation.terms)
+            total = _add_turn_rewards(score, conversation.terms)
             result["score"] = NonTensorData(total)
             result["reward"] = result["reward"] + score.reward
             conversation.last = result
         return lazy_stack(results, 0)
 
     def _begin(self, prompt: Prompt) -> Callable[[str], Reply]:
-        # Its own: a board that one conversation changes is not another's, nor the next time's.
+        # A copy, so that a world that changes its prompt affects no other conversation.
         respond = self._world(deepcopy(prompt), prompt["seed"])
         if not callable(respond):
-            raise TypeError(f"the world began with {respond!r:.100}; allowed: what can be called")
+            raise TypeError(f"the world returned {respond!r:.100}; allowed: a function")
         return respond
 
     def _take_turn(
         self, conversation: _Conversation, slot: TensorDictBase
     ) -> tuple[TensorDict, dict[str, str] | None]:
-        """One slot after the policy's turn; and the sample to score, if it was the last."""
+        """Advance one slot by a turn; also return the sample to score if this was the last turn."""
         prompt, finish_reason = conversation.prompt, slot["finish_reason"]
         text = self._decode(slot["response"].tolist())
         reply = conversation.respond(text)
         if not isinstance(reply, Reply):
-            raise TypeError(f"the world answered {reply!r:.100}; allowed: a Reply")
+            raise TypeError(f"the world replied {reply!r:.100}; allowed: a Reply")
         conversation.num_turns += 1
         for name, value in reply.rewards.items():
             conversation.terms[name] = conversation.terms.get(name, 0.0) + float(value)
         tokens = torch.cat([slot["tokens"], slot["response"]])
         room = self._max_response_tokens - (len(tokens) - len(prompt["prompt_ids"])) - 1
         last = conversation.num_turns == self._max_turns or finish_reason != "stop"
-        said = None if reply.done or last else self._said(reply.text, room)
-        over = said is None
+        reply_ids = None if reply.done or last else self._encode_reply(reply.text, room)
+        over = reply_ids is None
         cut_off = finish_reason != "stop" or (over and not reply.done)
-        if said is not None:
-            tokens = torch.cat([tokens, said])
+        if reply_ids is not None:
+            tokens = torch.cat([tokens, reply_ids])
         elif cut_off and finish_reason == "stop":
             finish_reason = "length"
         result = slot_state(tokens, done=over, truncated=cut_off)
@@ -192,19 +193,20 @@ class MultiTurnEnvironment(EnvBase):
         }
         return result, sample
 
-    def _said(self, text: str, room: int) -> Tensor | None:
-        """The world's words as token ids; None where they have no room."""
-        if room < 0 or len(text) > room * _LONGEST_TOKEN:  # a whole book takes long to tokenize
+    def _encode_reply(self, text: str, room: int) -> Tensor | None:
+        """Token ids [R] of the world's text; None if they do not fit."""
+        if room < 0 or len(text) > room * _MAX_TOKEN_CHARS:  # a very long text is slow to tokenize
             return None
         token_ids = self._encode(text)
         return torch.tensor(token_ids, dtype=torch.int64) if len(token_ids) <= room else None
 
     def _set_seed(self, seed: int | None) -> None:
-        """Nothing here is random but the worlds, which get a seed for each conversation."""
+        """Do nothing: each conversation gets its seed from its prompt."""
 
 
-def _with_turns(score: Score, terms: Mapping[str, float]) -> Score:
-    """A score of the last turn, and what the world gave in all turns, as one."""
-    if twice := sorted(terms.keys() & score.terms.keys()):
-        raise ValueError(f"the world's reward {twice[0]} has the name of one of the config's")
+def _add_turn_rewards(score: Score, terms: Mapping[str, float]) -> Score:
+    """Add the world's rewards of all turns to the score of the last turn."""
+    if duplicates := sorted(terms.keys() & score.terms.keys()):
+        allowed = "a name that is not in the config's rewards"
+        raise ValueError(f"Reply.rewards: {duplicates[0]!r} given; allowed: {allowed}")
     return replace(score, reward=score.reward + sum(terms.values()), terms={**terms, **score.terms})

@@ -1,4 +1,4 @@
-"""What an environment says as token ids: control tokens in its frame, none in what it quotes."""
+"""Encodes the text of environments, with control tokens in its frame but none in quoted text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-# Those of the families' vocabularies, whether or not the policy's own has them.
+# Control tokens of all model families, whether or not the policy uses them.
 _CONTROL = re.compile(
     r"<(?=[|\uff5c]|/?(?:tool_\w+|tools|think|thinking|reasoning|s|unk|mask)>"
     r"|(?:bos|eos|pad|(?:start|end)_of_\w+|begin_of_\w+|fim_\w+|image\w*|unused\d+|reserved\w*"
@@ -16,14 +16,17 @@ _CONTROL = re.compile(
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text, alone, whose control tokens are found by their names.
+    """Encode a text that continues a conversation; names of control tokens become these tokens.
 
-    torchtune's Llama 3 tokenizer would spell a `<|eot_id|>` out; its Qwen one would not. Those of
-    SentencePiece would begin each text with a space that nobody said.
+    torchtune's tokenizers differ here: the one of Llama 3 spells out `<|eot_id|>`, the one of Qwen
+    does not, and those based on SentencePiece put a space before each text.
 
     Args:
-        tokenizer: torchtune's.
-        text: such as a message with its frame.
+        tokenizer: torchtune's tokenizer.
+        text: for example a message with its frame.
+
+    Returns:
+        The token ids, without tokens for beginning or end of sequence.
     """
     special: dict[str, int] = getattr(tokenizer, "special_tokens", {})
     pattern = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
@@ -40,18 +43,18 @@ def _encode_alone(tokenizer: Any, text: str) -> list[int]:
     alone = tokenizer.encode(text, add_bos=False, add_eos=False)
     if "trim_leading_whitespace" not in inspect.signature(tokenizer.encode).parameters:
         return alone
-    # SentencePiece's. Not by that option: it loses a newline that is one token with that before it.
+    # SentencePiece. trim_leading_whitespace would lose newlines that merge into one token.
     line = tokenizer.encode("\n", add_bos=False, add_eos=False)
     after_line = tokenizer.encode(f"\n{text}", add_bos=False, add_eos=False)
     return after_line[len(line) :] if after_line[: len(line)] == line else alone
 
 
 def quoted(text: str) -> str:
-    """A text from outside, in which nothing reads as a control token or a tool's tag.
+    """Change a text from outside so that nothing in it reads as a control token or tool tag.
 
-    Halves of surrogate pairs, which no tokenizer takes, become question marks.
+    Halves of surrogate pairs, which tokenizers refuse, become question marks.
 
     Args:
-        text: such as a tool's result, which the policy may have written itself.
+        text: for example the result of a tool, which the policy may influence.
     """
     return _CONTROL.sub(r"\g<0> ", text.encode("utf-8", "replace").decode("utf-8"))

@@ -1,25 +1,25 @@
-"""The text of each token of a response, for the log of rollouts."""
+"""Splits the text of a response into its tokens, for the log of rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_MOST_BYTES = 4
-"""Of a character in UTF-8, so that no more tokens can share one."""
+_MAX_UTF8_BYTES = 4
+"""Bytes of a character, and so the most tokens that can share one."""
 
 
 def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """Split a response's text into those of its tokens.
+    """Decode each token of a response.
 
-    A character whose bytes are spread over several tokens stands at the last of them. Tokens are
-    decoded after their predecessor, because alone some lose the space that they begin with.
+    If several tokens share a character, the last of them gets it. Each token is decoded together
+    with its predecessor, because some tokens lose their leading space when decoded alone.
 
     Args:
         token_ids: [R] of the response.
-        decode: token ids -> text.
+        decode: converts token ids to text.
 
     Returns:
-        [R] texts, which joined are the text of all.
+        [R] texts, which add up to the text of the response.
     """
     texts: list[str] = []
     before: list[int] = []
@@ -28,7 +28,7 @@ def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) ->
         pending.append(token_id)
         found = decode(before + pending)[len(decode(before)) :]
         is_torn = found.endswith("\N{REPLACEMENT CHARACTER}")
-        if is_torn and len(pending) < _MOST_BYTES and number < len(token_ids):
+        if is_torn and len(pending) < _MAX_UTF8_BYTES and number < len(token_ids):
             texts.append("")
             continue
         texts.append(found)

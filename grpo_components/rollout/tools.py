@@ -1,4 +1,4 @@
-"""Tool use: calls in the model family's format, run by the world between two of the turns."""
+"""Tool use: a world that runs the tool calls of the policy and replies with the results."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
 
 Tool = Callable[..., str]
-"""Called with a call's arguments by name, of the kinds that it is annotated with; a ValueError is
-told to the policy, anything else is the environment's failure."""
+"""A function of named arguments, which are checked against its annotations. The policy sees the
+message of a ValueError; any other exception fails the sample."""
 
-_SHOWN = 500
-"""Last characters of a program's errors that are told."""
-_MOST_CALLS = 8
-"""Of a turn, that are run: a turn of many slow ones would take its rollout's time."""
-_TURN_S = 10.0
-"""That the programs of a turn may take together, however many calls it has."""
+_MAX_STDERR_CHARS = 500
+"""Last characters of a program's stderr that the policy sees."""
+_MAX_CALLS = 8
+"""Calls per turn that are run; more of them could use up the time of the rollout."""
+TURN_LIMIT_S = 10.0
+"""Seconds for all programs of one turn together."""
 _PROGRAMS_PER_CORE = 2
-"""At a time, because some of them wait; CPU time is bounded for each."""
-_KINDS: dict[type, str] = {
+"""Programs that run at a time; more than one, because some only wait."""
+_TYPE_NAMES: dict[type, str] = {
     str: "a text",
     int: "a whole number",
     float: "a number",
@@ -40,9 +40,9 @@ _KINDS: dict[type, str] = {
     list: "a list",
     dict: "an object",
 }
-"""That JSON has, and that a tool's arguments can be annotated with."""
-_OPENED = re.compile(r"<tool_call>\s*")
-_ENDED = re.compile(r"</?tool_call>")
+"""Annotations that are checked; the types of JSON."""
+_OPENING_TAG = re.compile(r"<tool_call>\s*")
+_ANY_TAG = re.compile(r"</?tool_call>")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -54,26 +54,26 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_LONGEST_EXPRESSION = 200
-_LARGEST = 1e100
-"""Of any number on the way, so that no expression takes long."""
+_MAX_EXPRESSION_CHARS = 200
+_MAX_NUMBER = 1e100
+"""Largest intermediate result, so that no expression takes long."""
 
 
 def calculator(expression: str) -> str:
-    """The value of an arithmetic expression: numbers, + - * / // % ** and parentheses.
+    """Compute an arithmetic expression of numbers, + - * / // % ** and parentheses.
 
     Args:
-        expression: at most 200 characters; no name, call or attribute is known.
+        expression: at most 200 characters, without names, calls or attributes.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        ValueError: the expression is not allowed, or has no value.
     """
-    if not isinstance(expression, str) or len(expression) > _LONGEST_EXPRESSION:
-        raise ValueError(f"expression must be a text of at most {_LONGEST_EXPRESSION} characters")
+    if not isinstance(expression, str) or len(expression) > _MAX_EXPRESSION_CHARS:
+        raise ValueError(f"expression must be a text of at most {_MAX_EXPRESSION_CHARS} characters")
     try:
         value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
-        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from None
     except (ArithmeticError, RecursionError) as error:
         raise ValueError(f"{expression!r} has no value: {error}") from None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -89,22 +89,22 @@ def _evaluate(node: ast.AST) -> int | float:
         value = _OPERATORS[type(node.op)](_evaluate(node.operand))
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _evaluate(node.left), _evaluate(node.right)
-        # Before it is worked out: 9**9**9 would take all memory.
+        # Check before computing: 9**9**9 would take all memory.
         if isinstance(node.op, ast.Pow) and abs(right) * math.log10(max(abs(left), 1)) > 100:
             raise ValueError("the power is too large")
         value = _OPERATORS[type(node.op)](left, right)
     else:
-        raise ValueError("only numbers, + - * / // % ** and parentheses are known")
-    if isinstance(value, complex) or not abs(value) <= _LARGEST:
-        raise ValueError("a number is too large, or none")
+        raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
+    if isinstance(value, complex) or not abs(value) <= _MAX_NUMBER:
+        raise ValueError("a number is too large, or is not real")
     return value
 
 
 def python_tool(run: Callable[[str], str]) -> Tool:
-    """A tool that runs a program and tells what it printed.
+    """Make a tool that runs a Python program and returns its output.
 
     Args:
-        run: program to output, in a sandbox.
+        run: runs a program in a sandbox and returns its output.
     """
 
     def python(code: str) -> str:
@@ -116,59 +116,72 @@ def python_tool(run: Callable[[str], str]) -> Tool:
 
 
 @dataclass
-class _Programs:
-    """What the programs of one conversation have taken."""
+class _ProgramTime:
+    """Time of one conversation's programs."""
 
     used_s: float = 0.0
-    left_s: float = _TURN_S
-    """Of the turn's."""
+    """Seconds that all programs have run so far."""
+    remaining_s: float = 0.0
+    """Seconds left for the programs of the current turn."""
 
 
-_PROGRAMS: ContextVar[_Programs | None] = ContextVar("programs", default=None)
-"""Of the conversation that calls a tool; a tool's own arguments are the policy's."""
+_PROGRAM_TIME: ContextVar[_ProgramTime | None] = ContextVar("program_time", default=None)
+"""Program time of the conversation that calls a tool. (The policy sets the tool's arguments.)"""
 
 
-@cache  # one for all environments of a process: it bounds the programs that run at a time
+@cache  # shared by all environments of a process, to limit the programs that run at a time
 def _sandbox() -> Any:
-    # Imported with the tool and not with the module: building it tries it out.
+    # Imported on first use, because building a sandbox runs a trial program.
     sandbox = importlib.import_module("grpo_components.rewards.sandbox.code_sandbox")
     return sandbox.CodeSandbox(max_programs=_PROGRAMS_PER_CORE * (os.cpu_count() or 1))
 
 
-def _run_contained(sandbox: Any, program: str) -> str:
-    programs = _PROGRAMS.get()
-    if programs is None:
+def run_in_sandbox(sandbox: Any, program: str) -> str:
+    """Run a program within the time that its conversation has left for this turn.
+
+    Args:
+        sandbox: a `CodeSandbox`.
+        program: Python source text.
+
+    Returns:
+        What the program printed, and how it failed.
+
+    Raises:
+        ValueError: the programs of this turn have used up their time.
+    """
+    time = _PROGRAM_TIME.get()
+    if time is None:
         outcome = sandbox.run(program)
-    elif programs.left_s > 0:
-        outcome = sandbox.run(program, wall_s=programs.left_s, used_s=programs.used_s)
-        programs.used_s += outcome.wall_s
-        programs.left_s -= outcome.wall_s
+    elif time.remaining_s > 0:
+        outcome = sandbox.run(program, wall_s=time.remaining_s, used_s=time.used_s)
+        time.used_s += outcome.wall_s
+        time.remaining_s -= outcome.wall_s
     else:
-        raise ValueError(f"not run: the programs of a turn have {_TURN_S:g} s together")
+        raise ValueError(f"not run: the programs of a turn have {TURN_LIMIT_S:g} s together")
     if outcome.status == 0 and not outcome.timed_out:
         return outcome.stdout
-    told = outcome.stderr[-_SHOWN:] or f"(ended with status {outcome.status})"
+    problem = outcome.stderr[-_MAX_STDERR_CHARS:] or f"(ended with status {outcome.status})"
     if outcome.timed_out:
-        told = "(stopped, it took too long)"
-    return f"{outcome.stdout}\n{told}".lstrip("\n")
+        problem = "(stopped, it took too long)"
+    return f"{outcome.stdout}\n{problem}".lstrip("\n")
 
 
 class ToolUse:
-    """The world that answers a turn's tool calls, and ends with a turn that calls no tool.
+    """World that runs the tool calls of each turn; a turn without a call ends the conversation.
 
-    A call that cannot be read, or names no tool, or has other arguments, is answered with an error
-    that says so; the policy may try again.
+    The reply to a malformed call, an unknown tool or wrong arguments is an error message, and the
+    policy may try again.
 
     Args:
-        tools: by the name that the policy calls them by.
-        call_format: `hermes` (of Qwen2.5 and many others, an object in `<tool_call>` tags with the
-            keys `name` and `arguments`) or `llama3_json` (the turn is an object with the keys
-            `name` and `parameters`).
-        max_result_characters: of a result; of a longer one the middle is cut out, because a
-            program's errors stand at its end.
+        tools: functions by the name that the policy uses.
+        call_format: `hermes` (Qwen2.5 and many others: an object with `name` and `arguments` in
+            `<tool_call>` tags) or `llama3_json` (the whole turn is an object with `name` and
+            `parameters`).
+        max_result_characters: characters of a result that the policy sees. Longer results lose
+            their middle, because errors are usually at the end.
 
     Raises:
-        ValueError: for a format that is not there, no tools, or a tool without a signature.
+        ValueError: an unknown format, no tools, or a tool without a signature.
     """
 
     def __init__(
@@ -184,7 +197,7 @@ class ToolUse:
             given = f"max_result_characters: {max_result_characters!r} given"
             raise ValueError(f"{given}; allowed: a whole number at least 1")
         if not tools:
-            raise ValueError("tools: none given; allowed: one or more")
+            raise ValueError("tools: none given; allowed: at least one")
         self._tools = {name: (tool, _signature(tool)) for name, tool in tools.items()}
         self._find_calls, self._arguments_key, self._frame = _FORMATS[call_format]
         self._max_result_characters = max_result_characters
@@ -196,20 +209,20 @@ class ToolUse:
             prompt: not used.
             seed: not used.
         """
-        return partial(self._respond, _Programs())
+        return partial(self._respond, _ProgramTime())
 
-    def _respond(self, programs: _Programs, text: str) -> Reply:
+    def _respond(self, time: _ProgramTime, text: str) -> Reply:
         calls = self._find_calls(text)
         if not calls:
             return Reply(done=True)
-        programs.left_s = _TURN_S
-        before = _PROGRAMS.set(programs)
+        time.remaining_s = TURN_LIMIT_S
+        before = _PROGRAM_TIME.set(time)
         try:
-            results = [self._result(call) for call in calls[:_MOST_CALLS]]
+            results = [self._result(call) for call in calls[:_MAX_CALLS]]
         finally:
-            _PROGRAMS.reset(before)
-        if len(calls) > _MOST_CALLS:
-            results.append(f"error: only the first {_MOST_CALLS} calls of a turn are run")
+            _PROGRAM_TIME.reset(before)
+        if len(calls) > _MAX_CALLS:
+            results.append(f"error: only the first {_MAX_CALLS} calls of a turn are run")
         return Reply(self._frame(results))
 
     def _result(self, call: str) -> str:
@@ -217,9 +230,9 @@ class ToolUse:
             result = self._run(call).rstrip()
         except ValueError as error:
             result = f"error: {error}"
-        if (too_many := len(result) - self._max_result_characters) > 0:
+        if (num_cut := len(result) - self._max_result_characters) > 0:
             start = (self._max_result_characters + 1) // 2
-            result = f"{result[:start]} (cut) {result[start + too_many :]}"
+            result = f"{result[:start]} (cut) {result[start + num_cut :]}"
         return quoted(result)
 
     def _run(self, call: str) -> str:
@@ -230,37 +243,37 @@ class ToolUse:
             raise ValueError(f"the call is not JSON; expected {form}") from None
         arguments = given.get(self._arguments_key) if isinstance(given, dict) else None
         if not isinstance(arguments, dict):
-            raise ValueError(f"the call has another form; expected {form}")
+            raise ValueError(f"the call has the wrong form; expected {form}")
         name = str(given.get("name"))
         if name not in self._tools:
             known = ", ".join(self._tools)
-            raise ValueError(f"there is no tool {given.get('name')!r:.50}; known: {known}")
+            raise ValueError(f"unknown tool {given.get('name')!r:.50}; allowed: {known}")
         tool, signature = self._tools[name]
         _check_arguments(signature, arguments)
         result = tool(**arguments)
         if not isinstance(result, str):
-            raise TypeError(f"the tool {name} gave {result!r:.50}; allowed: a text")
+            raise TypeError(f"tools.{name}: returned {result!r:.50}; allowed: a text")
         return result
 
 
 def _signature(tool: Tool) -> inspect.Signature:
     try:
         return inspect.signature(tool, eval_str=True)
-    except NameError:  # in an annotation, known to type checkers only
+    except NameError:  # an annotation that only type checkers can resolve
         return inspect.signature(tool)
 
 
 def _check_arguments(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the tool does not take, of whatever kind the policy wrote them."""
+    """Raise a ValueError if the tool does not take these arguments."""
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise ValueError(f"wrong arguments: {error}") from None
     for name in arguments.keys() & signature.parameters.keys():
         kind, given = signature.parameters[name].annotation, type(arguments[name])
-        known = any(kind is each for each in _KINDS)
-        if known and given is not kind and not (kind is float and given is int):
-            raise ValueError(f"wrong arguments: {name} must be {_KINDS[kind]}")
+        is_checked = any(kind is each for each in _TYPE_NAMES)
+        if is_checked and given is not kind and not (kind is float and given is int):
+            raise ValueError(f"wrong arguments: {name} must be {_TYPE_NAMES[kind]}")
 
 
 def shipped_tools(
@@ -268,15 +281,15 @@ def shipped_tools(
     call_format: str = "hermes",
     max_result_characters: int = 1000,
 ) -> ToolUse:
-    """`ToolUse` with tools by name, for a config.
+    """Build a `ToolUse` with the tools of this package, for a config.
 
     Args:
-        tools: of `calculator` and `python`.
+        tools: any of `calculator` and `python`.
         call_format: see `ToolUse`.
         max_result_characters: see `ToolUse`.
 
     Raises:
-        ValueError: for a tool or format that is not there.
+        ValueError: an unknown tool or format, or no tools.
     """
     known = f"a list of {', '.join(_TOOLS)}"
     if isinstance(tools, str) or not isinstance(tools, Sequence):
@@ -288,15 +301,15 @@ def shipped_tools(
 
 
 def _hermes_calls(text: str) -> list[str]:
-    """What stands between the tags; a call that is not closed runs to the end."""
+    """Texts between the tags; a call without a closing tag extends to the end."""
     calls = []
-    while found := _OPENED.search(text):
+    while found := _OPENING_TAG.search(text):
         text = text[found.end() :]
         try:
-            inside = json.JSONDecoder().raw_decode(text)[1]  # a program may have the tags, too
+            inside = json.JSONDecoder().raw_decode(text)[1]  # a program may contain the tags
         except (ValueError, RecursionError):
             inside = 0
-        ended = _ENDED.search(text, inside)
+        ended = _ANY_TAG.search(text, inside)
         end = ended.start() if ended else len(text)
         calls.append(text[:end].strip())
         text = text[end:]
@@ -304,22 +317,23 @@ def _hermes_calls(text: str) -> list[str]:
 
 
 def _hermes_frame(results: list[str]) -> str:
-    """As Qwen2.5's chat template has it, from the end of the policy's turn to its next."""
-    told = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
-    return f"\n<|im_start|>user{told}<|im_end|>\n<|im_start|>assistant\n"
+    """Results in Qwen2.5's chat template, from the end of one policy turn to the next."""
+    responses = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
+    return f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _llama3_calls(text: str) -> list[str]:
-    """The whole turn, where it is an object with a name."""
+    """The whole turn if it is a JSON object of a call."""
     text = text.removeprefix("<|python_tag|>").strip()
     return [text] if re.match(r'\{\s*"(name|parameters|type)"', text) else []
 
 
 def _llama3_frame(results: list[str]) -> str:
-    """As Llama 3.1's chat template has it."""
+    """Results in Llama 3.1's chat template."""
     quotes = (json.dumps(result, ensure_ascii=False) for result in results)
-    told = (f"<|start_header_id|>ipython<|end_header_id|>\n\n{quote}<|eot_id|>" for quote in quotes)
-    return f"{''.join(told)}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    header = "<|start_header_id|>ipython<|end_header_id|>"
+    responses = "".join(f"{header}\n\n{quote}<|eot_id|>" for quote in quotes)
+    return f"{responses}<|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 _FORMATS = {
@@ -328,5 +342,5 @@ _FORMATS = {
 }
 _TOOLS: dict[str, Callable[[], Tool]] = {
     "calculator": lambda: calculator,
-    "python": lambda: python_tool(partial(_run_contained, _sandbox())),
+    "python": lambda: python_tool(partial(run_in_sandbox, _sandbox())),
 }

@@ -1,4 +1,4 @@
-"""A tutor for the tiny policy: it checks the working, and asks for the answer once it is right."""
+"""A tutor for the tiny policy: checks its working and asks for the answer once it is right."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from grpo_components.rollout.multi_turn import Reply
 
 
 class Tutor:
-    """The world that answers a line such as `3+4=6` with a hint, and `3+4=7` with `####`.
+    """World that replies to a wrong line such as `3+4=6` with a hint, and to `3+4=7` with `####`.
 
-    The policy answers the first with another line, the second with the number alone, which the
-    config's rewards judge. A turn is a line where `generator.stop_token_ids` has the newline.
+    After a hint the policy writes another line; after `####` it writes only the number, which the
+    config's rewards judge. A turn is one line if `generator.stop_token_ids` contains the newline.
 
     Args:
-        penalty: what each wrong line costs.
-        hint: said after it.
+        penalty: cost of each wrong line.
+        hint: reply to a wrong line.
     """
 
     def __init__(self, penalty: float = 0.25, hint: str = "Wrong.\nAnswer:\n") -> None:
@@ -26,7 +26,7 @@ class Tutor:
         """Begin a conversation.
 
         Args:
-            prompt: with the `answer` that the working must come to.
+            prompt: its `answer` is the right result.
             seed: not used.
         """
         asked = False
@@ -35,7 +35,7 @@ class Tutor:
             nonlocal asked
             if asked:
                 return Reply(done=True)
-            # To the letter: what takes longer to compare belongs in a reward's process.
+            # Compare as text: a slower comparison belongs in a reward process.
             asked = text.rpartition("=")[2].strip() == prompt["answer"]
             if asked:
                 return Reply("#### ")

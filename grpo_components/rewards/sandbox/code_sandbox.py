@@ -1,4 +1,4 @@
-"""A sandbox for Python programs that a model wrote: no network, no files, hard limits."""
+"""Sandbox for Python programs written by a model: no network, no files, hard limits."""
 
 from __future__ import annotations
 
@@ -16,35 +16,38 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
-from grpo_components.rewards.sandbox.fair_places import FairPlaces
+from grpo_components.rewards.sandbox.fair_queue import FairQueue
 from grpo_components.rewards.sandbox.inside.contain import TIMED_OUT
 
 _CONTAIN = Path(__file__).parent / "inside" / "contain.py"
 _OLDEST_KERNEL = (5, 14)
-"""Since then processes are counted by user namespace, and mounts made read-only as a tree."""
+"""First Linux that counts processes per user namespace and sets mount trees read-only."""
 _GRACE_S = 30.0
-"""What the sandbox itself gets to start and end, beside the program's wall clock."""
-_LONGEST_QUEUE_S = 600.0
-_MOST = 2**20
-"""Of any limit: of MiB, all that a machine has."""
-_ENDED_BY_CPU_LIMIT = 128 + 24  # SIGXCPU
-_SHOWN = 1000
+"""Seconds for the sandbox itself to start and end, on top of the program's wall clock."""
+_MAX_QUEUE_S = 600.0
+_MAX_LIMIT = 2**20
+"""Largest value of any limit."""
+_CPU_LIMIT_STATUS = 128 + 24  # SIGXCPU
+_MAX_REPORT_CHARS = 1000
 
 
 class SandboxError(RuntimeError):
-    """A program could not be contained, and was not run: no program's fault."""
+    """The sandbox could not be set up, so the program did not run; the program is not to blame."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Resources that one program may use.
 
     Args:
-        cpu_s: seconds of CPU time, of all threads together.
-        wall_s: seconds until it is ended, waiting included.
-        memory_mib: address space, with some 50 MiB for Python itself.
-        file_mib: each file, all files together, and each of stdout and stderr.
-        threads: at a time; further processes cannot be started at all.
+        cpu_s: CPU seconds of all threads together.
+        wall_s: seconds after which the program is killed, waiting included.
+        memory_mib: MiB of address space, including about 50 MiB for Python itself.
+        file_mib: MiB for each file, for all files together, and for each of stdout and stderr.
+        threads: threads at a time. A program can never start further processes.
+
+    Raises:
+        ValueError: a limit is out of range.
     """
 
     cpu_s: int = 2
@@ -56,11 +59,11 @@ class Limits:
     def __post_init__(self) -> None:
         for name, least in (("memory_mib", 128), ("cpu_s", 1), ("file_mib", 1), ("threads", 1)):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= _MOST:
-                allowed = f"a whole number from {least} to {_MOST}"
+            if type(value) is not int or not least <= value <= _MAX_LIMIT:
+                allowed = f"a whole number from {least} to {_MAX_LIMIT}"
                 raise ValueError(f"{name}: {value!r} given; allowed: {allowed}")
-        if type(self.wall_s) not in (int, float) or not 0 < self.wall_s <= _MOST:
-            allowed = f"a number above 0, at most {_MOST}"
+        if type(self.wall_s) not in (int, float) or not 0 < self.wall_s <= _MAX_LIMIT:
+            allowed = f"a number above 0, at most {_MAX_LIMIT}"
             raise ValueError(f"wall_s: {self.wall_s!r} given; allowed: {allowed}")
 
 
@@ -69,30 +72,30 @@ class Outcome:
     """How a program ended."""
 
     status: int
-    """0 where it ended well; else its exit status, or 128 plus the signal that ended it."""
+    """Exit status of the program, or 128 plus the number of the signal that killed it."""
     stdout: str
     stderr: str
     timed_out: bool
-    """Whether the wall clock or the limit on CPU time ended it."""
+    """Whether the program was killed by its wall-clock or CPU limit."""
     wall_s: float = field(default=0.0, compare=False)
-    """Seconds that it took, without the wait for its turn."""
+    """Seconds that the program ran, without its wait in the queue."""
 
 
 class CodeSandbox:
-    """Runs Python programs, each in a process of its own that has nothing but a bare Python.
+    """Runs Python programs, each in a separate process with only the standard library.
 
-    A program gets its own namespaces (no network, other processes, or mounts), a root with the
-    standard library read-only and a private /tmp, another user, an empty environment, hard limits,
-    and a filter that refuses system calls for new processes, sockets, and memory that no limit
-    counts. Linux on x86-64, with the standard library only: no installed package is there.
+    A program gets its own namespaces (no network, no other processes, no mounts), a read-only root
+    with the standard library, a private /tmp, another user, an empty environment and hard limits. A
+    seccomp filter refuses system calls for new processes, sockets, and memory that no limit counts.
+    Needs Linux on x86-64.
 
     Args:
-        limits: of each program.
-        max_programs: that run at a time; further callers wait, see `FairPlaces`.
+        limits: for each program.
+        max_programs: programs that run at a time; further callers wait in a `FairQueue`.
 
     Raises:
-        ValueError: if `max_programs` is below 1, or this machine cannot contain a program; there is
-            no weaker mode.
+        ValueError: `max_programs` is below 1, or this machine cannot sandbox programs. There is no
+            weaker mode.
     """
 
     def __init__(self, limits: Limits | None = None, max_programs: int = 1) -> None:
@@ -100,11 +103,11 @@ class CodeSandbox:
             raise ValueError(f"max_programs: {max_programs!r} given; allowed: a whole number >= 1")
         self._limits = limits or Limits()
         self._max_programs = max_programs
-        self._places = FairPlaces(max_programs)
+        self._queue = FairQueue(max_programs)
         release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if (sys.platform, platform.machine()) != ("linux", "x86_64") or release < _OLDEST_KERNEL:
             here = f"{platform.system()} {platform.release()} on {platform.machine()}"
-            _refuse(f"this is {here}, and not Linux 5.14 or newer on x86-64")
+            _refuse(f"this is {here}; it needs Linux 5.14 or newer on x86-64")
         try:
             outcome = self.run("import sys; sys.stdout.write('contained')")
         except SandboxError as error:
@@ -115,19 +118,19 @@ class CodeSandbox:
     def run(
         self, program: str, stdin: str = "", wall_s: float | None = None, used_s: float = 0.0
     ) -> Outcome:
-        """Run one program to its end, from any thread; it ends with that thread.
+        """Run one program until it ends. Any thread may call this; the program dies with it.
 
         Args:
             program: source text.
-            stdin: what it can read.
-            wall_s: seconds until it is ended, where there are fewer than the limit.
-            used_s: seconds that the caller's programs have run before; others go first by as much.
+            stdin: text on the program's standard input.
+            wall_s: wall-clock limit of this run in seconds, if shorter than the general one.
+            used_s: seconds that the caller's earlier programs ran; delays it in the queue.
 
         Raises:
-            SandboxError: if the program could not be started.
+            SandboxError: the program could not be started.
         """
         with (
-            self._place(used_s),
+            self._slot(used_s),
             _memory_file(stdin) as given,
             _memory_file() as out,
             _memory_file() as err,
@@ -141,21 +144,21 @@ class CodeSandbox:
     def run_connected(
         self, program: str, files: Mapping[str, str], other: str, other_files: Mapping[str, str]
     ) -> Outcome:
-        """Run two programs, each in a sandbox of its own, that read what the other one writes.
+        """Run two programs in separate sandboxes, each reading what the other one writes.
 
         Args:
-            program: whose outcome counts; the other one is ended with it.
-            files: of `program`, text by name.
-            other: runs beside it.
-            other_files: of `other`.
+            program: source text of the program whose outcome counts.
+            files: files in the root folder of `program`: text by name.
+            other: source text of the other program; it is killed when `program` ends.
+            other_files: files in the root folder of `other`.
 
         Returns:
             The outcome of `program`, without its stdout.
 
         Raises:
-            SandboxError: if one of them could not be started.
+            SandboxError: one of the programs could not be started.
         """
-        with self._place(), _memory_file() as nothing, _memory_file() as err:
+        with self._slot(), _memory_file() as nothing, _memory_file() as err:
             with contextlib.ExitStack() as pipes:
                 to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]
                 for end in ends:
@@ -166,20 +169,20 @@ class CodeSandbox:
                 except SandboxError:
                     beside.end()
                     raise
-            try:  # now that nobody here holds the pipes: each sees the other one's end
+            try:  # our ends of the pipes are closed now, so each program notices if the other exits
                 return self._outcome(running, nothing, err)
             finally:
                 if (report := beside.end()) not in ("", TIMED_OUT):
-                    raise SandboxError(f"a program cannot be contained: {report}")
+                    raise SandboxError(f"cannot sandbox a program: {report}")
 
     @contextlib.contextmanager
-    def _place(self, used_s: float = 0.0) -> Iterator[None]:
+    def _slot(self, used_s: float = 0.0) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(self._places.place(used_s, _LONGEST_QUEUE_S))
+                stack.enter_context(self._queue.slot(used_s, _MAX_QUEUE_S))
             except TimeoutError:
-                waited = f"no sandbox was free for a program within {_LONGEST_QUEUE_S:g} s"
-                others = f"others run {self._max_programs} at a time"
+                waited = f"a program waited {_MAX_QUEUE_S:g} s for a free sandbox"
+                others = f"{self._max_programs} others run at a time"
                 raise SandboxError(f"{waited}; {others}") from None
             yield
 
@@ -212,11 +215,11 @@ class CodeSandbox:
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
-                    start_new_session=True,  # Ctrl-C is not for it
+                    start_new_session=True,  # keep Ctrl-C away from it
                 )
         except OSError as error:
             os.close(report)
-            raise SandboxError(f"no process for a program: {error}") from error
+            raise SandboxError(f"cannot start a process for a program: {error}") from error
         finally:
             os.close(theirs)
         return _Running(process, report)
@@ -224,8 +227,8 @@ class CodeSandbox:
     def _outcome(self, running: _Running, out: IO[bytes], err: IO[bytes]) -> Outcome:
         status, report = running.wait(self._limits.wall_s + _GRACE_S)
         if report not in ("", TIMED_OUT):
-            raise SandboxError(f"a program cannot be contained: {report}")
-        timed_out = report == TIMED_OUT or status == _ENDED_BY_CPU_LIMIT
+            raise SandboxError(f"cannot sandbox a program: {report}")
+        timed_out = report == TIMED_OUT or status == _CPU_LIMIT_STATUS
         size = self._limits.file_mib * 2**20
         stdout, stderr = (
             os.pread(file.fileno(), size, 0).decode(errors="replace") for file in (out, err)
@@ -235,16 +238,17 @@ class CodeSandbox:
 
 @dataclass(frozen=True)
 class _Running:
-    """A sandbox at work."""
+    """A running sandbox: its process and the reading end of its report pipe."""
 
     process: subprocess.Popen[bytes]
     report: int
 
     def wait(self, timeout_s: float) -> tuple[int, str]:
-        """Wait for its end.
+        """Wait until the sandbox ends.
 
         Returns:
-            The program's status, and what the sandbox itself has to say.
+            The exit status of the program, and the report of the sandbox: `TIMED_OUT`, a problem,
+            or nothing.
         """
         ended = select.poll()
         pidfd = os.pidfd_open(self.process.pid)
@@ -259,15 +263,15 @@ class _Running:
         return self.process.returncode, report
 
     def end(self) -> str:
-        """End it, with all that runs in it, and give back what the sandbox has to say."""
+        """Kill everything in the sandbox and return its report."""
         self.process.kill()
         self.process.wait()
         with open(self.report, encoding="utf-8", errors="replace") as file:
-            return file.read(_SHOWN)
+            return file.read(_MAX_REPORT_CHARS)
 
 
 def _memory_file(text: str = "") -> IO[bytes]:
-    """A file that is nowhere: closed, it is gone."""
+    """An anonymous file in memory that holds a text."""
     file = os.fdopen(os.memfd_create("program"), "w+b", buffering=0)
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
@@ -275,7 +279,7 @@ def _memory_file(text: str = "") -> IO[bytes]:
 
 
 def _refuse(why: str) -> NoReturn:
-    allowed = "a machine where programs may make namespaces (docs/rewards.md)"
+    allowed = "a machine where programs may create namespaces (docs/rewards.md)"
     raise ValueError(
-        f"code sandbox: this machine cannot contain programs, {why}; allowed: {allowed}"
+        f"code sandbox: this machine cannot sandbox programs: {why}; allowed: {allowed}"
     )

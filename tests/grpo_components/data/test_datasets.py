@@ -1,7 +1,6 @@
-"""Prompt data sets: what a row becomes, and what is said of one that cannot be used."""
+"""Prompt data sets: how a row becomes a prompt, and errors about rows that cannot be used."""
 
 import json
-import re
 from functools import partial
 
 import datasets
@@ -74,14 +73,14 @@ def test_braces_in_a_template_other_than_the_question_stay(jsonl):
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("line", "place"),
     [
         (b"{", "row 2"),
         (b"\xff\xfe", "row 2"),
         (b"[" * 100_000, "row 2"),
         (b"\x1f\x8b\x08\x00gzip", "row 2"),
-        (b'{"question": "a\\ud800?", "answer": "#### 2"}', "row 2.*question.*no Unicode"),
-        (b'{"question": "a?", "answer": "#### 2\\udfff"}', "row 2.*answer.*no Unicode"),
+        (b'{"question": "a\\ud800?", "answer": "#### 2"}', "row 2.*question"),
+        (b'{"question": "a?", "answer": "#### 2\\udfff"}', "row 2.*answer"),
         (b"[]", "row 2.*question"),
         (b'{"answer": "#### 2"}', "row 2.*question"),
         (b'{"question": "a?"}', "row 2.*answer"),
@@ -89,22 +88,22 @@ def test_braces_in_a_template_other_than_the_question_stay(jsonl):
         (b'{"question": " \\n", "answer": "#### 2"}', "row 2.*question"),
         (b'{"question": 5, "answer": "#### 2"}', "row 2.*question"),
         (b'{"question": "a?", "answer": null}', "row 2.*answer"),
-        (b'{"question": "a?", "answer": "2"}', "row 2.*answer.*####"),
-        (b'{"question": "a?", "answer": "2 ####"}', "row 2.*answer.*####"),
+        (b'{"question": "a?", "answer": "2"}', "row 2.*answer"),
+        (b'{"question": "a?", "answer": "2 ####"}', "row 2.*answer"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, line, problem):
+def test_a_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, line, place):
     good = json.dumps(ROWS[0]).encode()
     path = write_lines(tmp_path / "bad.jsonl", good, line, good)
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, {problem}"):
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, {place}"):
         load(path)
 
 
 def test_a_prompt_that_is_too_long_is_named_with_both_lengths(jsonl):
     longest = load(jsonl).max_prompt_length
     assert len(load(jsonl, max_prompt_tokens=longest)) == 3
-    problem = rf"rows\.jsonl, row 2.*question.*{longest} tokens.*max_prompt_tokens.*{longest - 1}"
-    with pytest.raises(ValueError, match=problem):
+    numbers = rf"row 2.*question.*{longest} .*max_prompt_tokens.*{longest - 1}"
+    with pytest.raises(ValueError, match=numbers):
         load(jsonl, max_prompt_tokens=longest - 1)
 
 
@@ -115,32 +114,30 @@ def test_a_missing_file_is_named(tmp_path, name):
 
 
 def test_a_file_without_rows_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"empty\.jsonl.*no rows"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl"):
         load(write_lines(tmp_path / "empty.jsonl"))
 
 
 @pytest.mark.parametrize("content", [b"question,answer", b"", b"PAR1" + bytes(64) + b"PAR1"])
-def test_a_file_that_is_no_parquet_is_named(tmp_path, content):
+def test_a_broken_parquet_file_is_named(tmp_path, content):
     with pytest.raises(ValueError, match=r"bad\.parquet"):
         load(write_lines(tmp_path / "bad.parquet", content))
 
 
 @pytest.mark.parametrize(
-    ("rows", "problem"),
+    ("rows", "place"),
     [
-        ([], "no rows"),
-        ([{"question": "a?"}], "row 1.*no field answer"),
+        ([], ""),
+        ([{"question": "a?"}], "row 1.* answer"),
         ([ROWS[0], {"question": None, "answer": "#### 1"}], "row 2, field question"),
         ([{"question": 1, "answer": 2}], "row 1, field question"),
     ],
 )
-def test_a_parquet_row_that_cannot_be_used_is_named_with_its_file_and_field(
-    tmp_path, rows, problem
-):
+def test_a_parquet_row_that_cannot_be_used_is_named_with_its_file_and_field(tmp_path, rows, place):
     path = tmp_path / "bad.parquet"
     schema = None if rows else pyarrow.schema([("question", pyarrow.string())])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
-    with pytest.raises(ValueError, match=rf"bad\.parquet.*{problem}"):
+    with pytest.raises(ValueError, match=rf"bad\.parquet.*{place}"):
         load(path)
 
 
@@ -156,12 +153,12 @@ def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
-def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):
+def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch):
     def load_dataset(path, name, split):
-        raise ConnectionError("no way out")
+        raise ConnectionError("offline")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"some/where.*no way out"):
+    with pytest.raises(ValueError, match=r"some/where.*offline"):
         load("some/where")
 
 
@@ -174,7 +171,7 @@ def test_a_hub_data_set_with_a_broken_file_is_named_with_the_cause(tmp_path, mon
         "datasets.load_dataset",
         lambda path, name, split: real(str(folder), name, split=split, cache_dir=cache),
     )
-    with pytest.raises(ValueError, match=r"^dataset some/where: cannot be loaded: .*JSON parse"):
+    with pytest.raises(ValueError, match=r"^dataset some/where: .*JSON parse"):
         load("some/where")
 
 
@@ -218,8 +215,8 @@ def test_the_parts_of_a_split_are_disjoint_and_cover_it(numbered):
     assert note.endswith(f"{len(train)} prompts of 30 rows; {len(validation)} in other parts")
 
 
-def test_a_data_set_of_which_nothing_is_left_says_why(numbered):
-    with pytest.raises(ValueError, match=r"has no rows left: 30 filtered out"):
+def test_a_data_set_without_remaining_rows_says_why(numbered):
+    with pytest.raises(ValueError, match=r"numbered\.jsonl: .*30 filtered out"):
         chosen(numbered, filters={"level": {"min": 3}})
 
 
@@ -230,49 +227,51 @@ def test_a_filtered_row_need_not_be_usable(tmp_path):
     assert len(load(path, filters={"ok": {"allowed": [1]}})) == 1
 
 
-def test_columns_may_have_other_names_and_are_called_by_them(tmp_path):
+def test_columns_may_have_other_names_which_errors_use(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", b'{"q": "1 + 1?", "a": "#### 2"}', b'{"q": "2?"}')
     columns = {"question": "q", "answer": "a"}
     assert load(path, columns=columns, num_rows=1)[0]["answer"] == "2"
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: has no field a; it has q$"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2: .* a;.* q$"):
         load(path, columns=columns)
 
 
-def test_filters_look_at_the_sources_columns_whatever_the_fields_are_called(tmp_path):
+def test_filters_use_the_column_names_of_the_source(tmp_path):
     rows = [{"question": "a?", "answer": kind, "gold": "#### 1"} for kind in ("yes", "no")]
     path = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in rows))
     columns, filters = {"answer": "gold"}, {"answer": {"allowed": ["no"]}}
     assert [p["prompt_index"] for p in load(path, columns=columns, filters=filters)] == [1]
 
 
-def test_a_column_for_a_field_that_no_builder_asks_for_is_refused(jsonl):
-    with pytest.raises(ValueError) as refused:
+def test_a_column_for_an_unknown_field_is_refused(jsonl):
+    with pytest.raises(ValueError, match=r"^dataset\.columns\.reply: .*: answer, question$"):
         load(jsonl, columns={"reply": "gold"})
-    message = "dataset.columns.reply: no field of the builder; allowed: answer, question"
-    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "allowed"),
+    ("key", "value"),
     [
-        ("too_long", "cut", "error | drop"),
-        *(("num_rows", value, "a whole number above 0") for value in (0, -1, "3", 1.5, True)),
-        *(("max_prompt_tokens", value, "a whole number above 0") for value in (0, "3")),
-        *(("columns", v, "the source's column by field") for v in ("q", ["q"], {"question": 1})),
-        *(("filters", value, "conditions by column") for value in ("q", ["q"], [])),
+        ("too_long", "cut"),
+        *(("num_rows", value) for value in (0, -1, "3", 1.5, True)),
+        *(("max_prompt_tokens", value) for value in (0, "3")),
+        *(("columns", value) for value in ("q", ["q"], {"question": 1})),
+        *(("filters", value) for value in ("q", ["q"], [])),
         *(
-            ("prompt_template", value, "a text with {question} in it once")
+            ("prompt_template", value)
             for value in ("", "{}", "{question} {question}", None, {"question": None})
         ),
-        *(("split", value, "a text") for value in (None, 1)),
-        *(("name", 1, "a text, or null"), ("chat_template", True, "a text, or null")),
-        ("system_prompt", 5, "a text, or null"),
+        *(
+            ("split", None),
+            ("split", 1),
+            ("name", 1),
+            ("chat_template", True),
+            ("system_prompt", 5),
+        ),
     ],
 )
-def test_a_key_that_is_wrong_is_told(jsonl, key, value, allowed):
+def test_a_wrong_setting_is_refused_with_its_key_and_value(jsonl, key, value):
     with pytest.raises(ValueError) as refused:
         load(jsonl, **{key: value})
-    assert str(refused.value) == f"dataset.{key}: {value!r} given; allowed: {allowed}"
+    assert str(refused.value).startswith(f"dataset.{key}: {value!r} given; allowed: ")
 
 
 def test_a_known_answer_may_be_a_number(tmp_path):
@@ -306,21 +305,21 @@ def read_one(builder, tmp_path, **row):
         (r"\boxed{6} \boxedeq{7}", "6"),
     ],
 )
-def test_the_answer_of_a_math_problem_stands_in_its_last_box(tmp_path, solution, answer):
+def test_the_answer_of_a_math_problem_is_in_its_last_box(tmp_path, solution, answer):
     prompt = read_one(math_dataset, tmp_path, problem="x?", solution=solution)
     assert prompt["answer"] == answer
     assert prompt["prompt_text"].startswith("x?\n") and r"\boxed{}" in prompt["prompt_text"]
 
 
-def test_countdown_asks_for_the_target_and_hands_both_to_the_reward(tmp_path):
-    for numbers in ([3, 8, 1], "[3, 8, 1]"):  # a CSV file has texts only
+def test_countdown_puts_numbers_and_target_into_prompt_and_answer(tmp_path):
+    for numbers in ([3, 8, 1], "[3, 8, 1]"):  # a CSV file has only texts
         prompt = read_one(countdown_dataset, tmp_path, numbers=numbers, target=24)
         assert json.loads(prompt["answer"]) == {"numbers": [3, 8, 1], "target": 24}
         assert "Make 24 out of the numbers 3, 8, 1:" in prompt["prompt_text"]
 
 
-def test_tests_of_two_kinds_in_one_table_are_told_apart(tmp_path):
-    """A Parquet file has both keys in every row, and a null under that of the other rows."""
+def test_one_table_may_have_tests_of_both_kinds(tmp_path):
+    """A Parquet file then has both keys in every row, one of them null."""
     rows = [{"prompt": "Write it.", "tests": tests} for tests in (STDIN, ASSERTS)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     prompts = code_dataset(CharacterTokenizer(), source=str(tmp_path / "rows.parquet"))
@@ -341,7 +340,7 @@ ASSERTS = {"asserts": ["assert f(1) == 2"]}
         ({"inputs": ["1\n", ""], "outputs": ["2\n", ""]}, STDIN),
     ],
 )
-def test_the_tests_of_a_program_travel_in_the_answer(tmp_path, tests, answer):
+def test_the_tests_of_a_program_go_into_the_answer(tmp_path, tests, answer):
     prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests)
     assert json.loads(prompt["answer"]) == answer
 
@@ -359,13 +358,13 @@ BEFORE = {"test_imports": ["import math"], "test_setup_code": "root = Node(1)"}
         {"tests": ASSERTS, **BEFORE, "test_imports": "import math"},
     ],
 )
-def test_what_mbpp_has_beside_the_asserts_travels_with_them(tmp_path, row):
+def test_imports_and_setup_code_go_into_the_answer(tmp_path, row):
     prompt = read_one(code_dataset, tmp_path, prompt="Write f.", **row)
     assert json.loads(prompt["answer"]) == {**ASSERTS, **BEFORE}
 
 
 @pytest.mark.parametrize("tests", [STDIN, ASSERTS])
-def test_what_is_empty_beside_the_tests_is_left_out(tmp_path, tests):
+def test_empty_imports_and_setup_code_are_left_out(tmp_path, tests):
     for imports, set_up in (([], ""), (None, None), ("", "")):
         more = {"test_imports": imports, "test_setup_code": set_up}
         prompt = read_one(code_dataset, tmp_path, prompt="Write f.", tests=tests, **more)
@@ -373,18 +372,17 @@ def test_what_is_empty_beside_the_tests_is_left_out(tmp_path, tests):
 
 
 @pytest.mark.parametrize(
-    ("builder", "row", "problem"),
+    ("builder", "row", "field"),
     [
-        (math_dataset, {"problem": "x?", "solution": "5"}, "field solution: has no answer in "),
-        (math_dataset, {"problem": "x?"}, "has no field solution"),
-        (countdown_dataset, {"numbers": [], "target": 1}, "field numbers: must be a list of whole"),
-        (countdown_dataset, {"numbers": [1.5], "target": 1}, "field numbers: must be a list"),
-        (countdown_dataset, {"numbers": [True], "target": 1}, "field numbers: must be a list"),
-        (countdown_dataset, {"numbers": "[1", "target": 1}, "field numbers: is no JSON"),
-        (countdown_dataset, {"numbers": [1], "target": "x"}, "field target: is no JSON"),
-        (countdown_dataset, {"numbers": [1], "target": None}, "field target: must be a whole"),
+        (math_dataset, {"problem": "x?", "solution": "5"}, "solution"),
+        (math_dataset, {"problem": "x?"}, "solution"),
         *(
-            (code_dataset, {"prompt": "f?", "tests": tests}, "field tests: must be {")
+            (countdown_dataset, {"numbers": numbers, "target": 1}, "numbers")
+            for numbers in ([], [1.5], [True], "[1")
+        ),
+        *((countdown_dataset, {"numbers": [1], "target": t}, "target") for t in ("x", None)),
+        *(
+            (code_dataset, {"prompt": "f?", "tests": tests}, "tests")
             for tests in (
                 *({}, [], 5, {"asserts": []}, {"asserts": [""]}, {"asserts": [1]}),
                 {**STDIN, **ASSERTS},
@@ -395,7 +393,7 @@ def test_what_is_empty_beside_the_tests_is_left_out(tmp_path, tests):
             )
         ),
         *(
-            (code_dataset, {"prompt": "f?", "tests": tests, **more}, f"field {min(more)}: ")
+            (code_dataset, {"prompt": "f?", "tests": tests, **more}, min(more))
             for tests, more in (
                 (ASSERTS, {"test_imports": [1]}),
                 (ASSERTS, {"test_setup_code": ["x = 1"]}),
@@ -404,12 +402,12 @@ def test_what_is_empty_beside_the_tests_is_left_out(tmp_path, tests):
         ),
     ],
 )
-def test_a_row_of_another_format_is_named_with_its_field(tmp_path, builder, row, problem):
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1.*{re.escape(problem)}"):
+def test_a_row_of_another_format_is_named_with_its_field(tmp_path, builder, row, field):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1.* field {field}\b"):
         read_one(builder, tmp_path, **row)
 
 
-def test_a_format_of_ones_own_is_one_function(tmp_path):
+def test_a_custom_format_is_one_function(tmp_path):
     def true_or_false(row):
         return f"True or false: {row.text('claim')}", str(row.value("holds")).lower()
 
@@ -418,7 +416,7 @@ def test_a_format_of_ones_own_is_one_function(tmp_path):
     assert (prompt["prompt_text"], prompt["answer"]) == ("True or false: 1 = 2", "false")
 
 
-def test_a_format_of_ones_own_that_gives_no_texts_is_told_with_its_row(jsonl):
+def test_a_custom_format_that_returns_no_texts_is_named_with_its_row(jsonl):
     for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
-        with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: read as .*; allowed: question"):
+        with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: "):
             prompt_dataset(CharacterTokenizer(), source=str(jsonl), read=read)

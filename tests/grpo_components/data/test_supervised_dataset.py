@@ -1,4 +1,4 @@
-"""Supervised examples come from a file's two fields, and what is wrong with it is named."""
+"""Supervised examples are read from two fields of a file, and errors name what is wrong."""
 
 import json
 
@@ -32,16 +32,16 @@ def test_a_prompt_has_no_end_and_a_response_has_one(load):
 
 
 @pytest.mark.parametrize(
-    ("rows", "arguments", "problem"),
+    ("rows", "arguments", "cause"),
     [
-        ([{"prompt": "a", "response": "b"}, {"prompt": "a"}], {}, "row 2: has no field response"),
-        ([{"prompt": "a" * 5, "response": "b" * 3}], {}, "row 1: has 10 tokens, ptx.max_tokens"),
-        ([], {}, "has no rows"),
-        ([], {"prompt_template": "a"}, "ptx.prompt_template: must contain"),
-        ([], {"prompt_template": None}, "ptx.prompt_template: must contain"),
-        ([], {"max_tokens": "80"}, "ptx.max_tokens: '80' given; allowed: a whole number"),
+        ([{"prompt": "a", "response": "b"}, {"prompt": "a"}], {}, r"row 2.* response"),
+        ([{"prompt": "a" * 5, "response": "b" * 3}], {}, r"row 1.*10 .*ptx\.max_tokens.* 9"),
+        ([], {}, r"^ptx .*examples\.jsonl: no rows"),
+        ([], {"prompt_template": "a"}, r"^ptx\.prompt_template: 'a'"),
+        ([], {"prompt_template": None}, r"^ptx\.prompt_template: None"),
+        ([], {"max_tokens": "80"}, r"^ptx\.max_tokens: '80'"),
     ],
 )
-def test_what_cannot_be_used_is_named(load, rows, arguments, problem):
-    with pytest.raises(ValueError, match=problem):
+def test_a_wrong_row_or_argument_is_named(load, rows, arguments, cause):
+    with pytest.raises(ValueError, match=cause):
         load(*rows, **arguments)

@@ -1,15 +1,16 @@
-"""Which programs earn the reward for code: those that do what was asked, and no others."""
+"""Only programs that pass their tests earn the reward for code, and no trick does."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_components.rewards.code_tests import CodeTests
+from grpo_components.rewards.code_tests import CodeTests, last_program
 from grpo_components.rewards.pool import RewardPool, RewardSpec
+from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Outcome
 from grpo_components.rewards.sandbox.inside.asserts import Remote, decode, encode
 
 SQUARE = ["assert square(3) == 9", "assert square(-4) == 16"]
@@ -30,71 +31,85 @@ def fenced(program):
     return f"I think of it like this.\n```python\n{program}\n```\nThat is all."
 
 
-@pytest.mark.parametrize(
-    ("program", "asserts"),
-    [
-        ("def square(x): return x * x", SQUARE),
-        ("print('loading')\ndef square(x):\n    print(x)\n    return x ** 2", SQUARE),
-        ("def square(x): return x * x\nif __name__ == '__main__': input()", SQUARE),
-        ("def up_to(n): yield from range(n)", ["assert list(up_to(3)) == [0, 1, 2]"]),
-        ("def far(): return float('inf')", ["import math", "assert math.isinf(far())"]),
-        (
-            "def same(*a, **k): return a, k",
-            ["assert same(1, {2}, k=b'3') == ((1, {2}), {'k': b'3'})"],
-        ),
-        ("def none(): pass", ["assert none() is None", "assert not none()"]),
-        ("def big(): return 7 ** 10_000", ["assert big() == 7 ** 10_000"]),
-        (
-            "class Stack:\n  def __init__(self): self.items = []\n"
-            "  def push(self, item):\n    self.items.append(item)\n    return self\n"
-            "  def pop(self): return self.items.pop()",
-            ["stack = Stack().push(1)", "stack.push((2, [3]))", "assert stack.pop() == (2, [3])"],
-        ),
-        (
-            "def count():\n  n = 0\n  while True:\n    yield n\n    n += 1",
-            [
-                "from itertools import islice",
-                "numbers = count()",
-                "assert next(numbers) == 0",
-                "assert list(islice(numbers, 3)) == [1, 2, 3]",
-                "assert [a for a, _ in zip(count(), range(2))] == [0, 1]",
-            ],
-        ),
-        (
-            "class Shelf:\n  def __init__(self): self.kept = {}\n"
-            "  def __setitem__(self, key, value): self.kept[key] = value\n"
-            "  def __getitem__(self, key): return self.kept[key]\n"
-            "  def __len__(self): return len(self.kept)\n"
-            "  def __str__(self): return f'Shelf of {len(self)}'\n"
-            "  def __repr__(self): return 'Shelf()'",
-            [
-                "shelf = Shelf()",
-                "shelf[2] = [3]",
-                "assert shelf[2] == [3] and len(shelf) == 1",
-                "assert str(shelf) == 'Shelf of 1' and repr(shelf) == 'Shelf()'",
-            ],
-        ),
-        (
-            "class TooSmall(ValueError): pass\ndef root(x):\n  if x < 0: raise TooSmall('no')\n"
-            "  return 1 / 0",
-            [
-                "try:\n  root(-1)\n  assert False\nexcept ValueError as e: assert str(e) == 'no'",
-                "import unittest",
-                "with unittest.TestCase().assertRaises(ZeroDivisionError):\n    root(1)",
-            ],
-        ),
-        (
-            "def bad(): return b'\\xff'.decode()",
-            ["try:\n    bad()\n    assert False\nexcept UnicodeDecodeError:\n    pass"],
-        ),
-        (
-            "def twice(x): return 2 * x",
-            ["def check(candidate):\n    assert candidate(2) == 4\n", "check(twice)"],
-        ),
-    ],
-)
-def test_a_program_for_which_all_asserts_hold_is_worth_one(reward, program, asserts):
-    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+WORKING = """
+print('loading')
+def square(x):
+    print(x)
+    return x ** 2
+def up_to(n): yield from range(n)
+def far(): return float('inf')
+def same(*a, **k): return a, k
+def none(): pass
+def big(): return 7 ** 10_000
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item):
+        self.items.append(item)
+        return self
+    def pop(self): return self.items.pop()
+def count():
+    n = 0
+    while True:
+        yield n
+        n += 1
+class Shelf:
+    def __init__(self): self.kept = {}
+    def __setitem__(self, key, value): self.kept[key] = value
+    def __getitem__(self, key): return self.kept[key]
+    def __len__(self): return len(self.kept)
+    def __str__(self): return f'Shelf of {len(self)}'
+    def __repr__(self): return 'Shelf()'
+class TooSmall(ValueError): pass
+def root(x):
+    if x < 0: raise TooSmall('no')
+    return 1 / 0
+def bad(): return b'\\xff'.decode()
+def twice(x): return 2 * x
+if __name__ == '__main__': input()
+"""
+
+HOLDING = """
+import math, unittest
+from itertools import islice
+assert square(3) == 9
+assert square(-4) == 16
+assert list(up_to(3)) == [0, 1, 2]
+assert math.isinf(far())
+assert same(1, {2}, k=b'3') == ((1, {2}), {'k': b'3'})
+assert none() is None
+assert not none()
+assert big() == 7 ** 10_000
+stack = Stack().push(1)
+stack.push((2, [3]))
+assert stack.pop() == (2, [3])
+numbers = count()
+assert next(numbers) == 0
+assert list(islice(numbers, 3)) == [1, 2, 3]
+assert [a for a, _ in zip(count(), range(2))] == [0, 1]
+shelf = Shelf()
+shelf[2] = [3]
+assert shelf[2] == [3] and len(shelf) == 1
+assert str(shelf) == 'Shelf of 1' and repr(shelf) == 'Shelf()'
+try:
+    root(-1)
+    assert False
+except ValueError as e: assert str(e) == 'no'
+with unittest.TestCase().assertRaises(ZeroDivisionError):
+    root(1)
+try:
+    bad()
+    assert False
+except UnicodeDecodeError:
+    pass
+def check(candidate):
+    assert candidate(2) == 4
+check(twice)
+"""
+
+
+def test_a_program_that_passes_all_asserts_is_worth_one(reward):
+    assert scored(reward, fenced(WORKING), asserts=[HOLDING]) == 1.0
+    assert scored(reward, fenced(WORKING), asserts=[HOLDING, "assert square(2) == 5"]) == 0.0
 
 
 EQUALS_ALL = """
@@ -154,7 +169,7 @@ def test_no_trick_makes_an_assert_hold(reward, program):
         "    except OSError: pass",
     ],
 )
-def test_a_program_that_ends_has_not_raised_what_is_expected(reward, program):
+def test_a_program_that_exits_has_not_raised_the_expected_error(reward, program):
     expected = "try:\n    root(-1)\n    assert False\nexcept (ValueError, KeyError):\n    pass"
     assert scored(reward, fenced(program), asserts=[expected]) == 0.0
 
@@ -213,7 +228,7 @@ COUNTS = ["assert Counter(letters('aba')) == Counter({'a': 2, 'b': 1})"]
          "assert cbrt(8) > 1"]),
     ],
 )  # fmt: skip
-def test_names_that_asserts_do_not_import_are_pythons_or_what_is_tested(reward, program, asserts):
+def test_names_without_an_import_belong_to_python_or_to_the_program(reward, program, asserts):
     assert scored(reward, fenced(program), asserts=asserts) == 1.0
 
 
@@ -230,75 +245,94 @@ class Liar:
     def __float__(self): return 3.14159
     __hash__ = object.__hash__
     __lt__ = __le__ = __gt__ = __ge__ = __eq__
+def f(): return Liar()
 """
+LIES = [
+    *("f() == 3", "3 == f()", "[3] == [f()]", "f() in [3]", "3 in f()", "not f() != 3", "f() < 4"),
+    *("{'a': 3} == {'a': f()}", "isinstance(f(), int)", "4 > f()", "f()", "f().__eq__(3)"),
+    *("f().__bool__()", "f().__contains__(3)", "sorted(f()) == [3]", "list(f()) == [3]"),
+    *("math.isclose(f(), 3.14159)", "sum(f()) == 3", "Counter(f()) == Counter([3])"),
+    *("operator.eq(f(), 3)", "f() + 1 == 4", "max(f(), 3) == 3", "isinstance(f(), Iterator)"),
+    *("isinstance(f(), Callable)", "isinstance(f(), Container)", "isinstance(f(), Hashable)"),
+    *("callable(f())", "f().__doc__ and f().__doc__.startswith('What')", "any(f())"),
+    "type(f()) is int",
+]
+PATCHES = """
+import collections, math
+math.isclose = collections.Counter = lambda *a, **k: True
+class math: isclose = staticmethod(lambda *a, **k: True)
+def isclose(*a, **k): return True
+def Counter(*a): return 1
+sorted = lambda x: [9]
+len = lambda x: 3
+isinstance = lambda *a: True
+abs = lambda x: 0
+all = any = lambda x: True
+from collections import *
+def area(r): return 0
+def letters(text): return []
+def f(): return [1]
+"""
+PATCHED = [
+    *("math.isclose(area(1), 3.14159, rel_tol=1e-3)", "isclose(area(1), 3.14, rel_tol=1e-3)"),
+    *("Counter(letters('aba')) == Counter({'a': 2, 'b': 1})", "sorted(f()) == [9]"),
+    *("len(f()) == 3", "isinstance(f(), dict)", "abs(f()[0]) == 0", "all(n > 3 for n in f())"),
+]
+BASES = {
+    **{"list": ("[5]", [3]), "int": ("5", 3), "float": ("5", 3.5), "str": ("'5'", "3")},
+    **{"dict": ("a=5", {"a": 3}), "tuple": ("[5]", (3,)), "set": ("[5]", {3})},
+    **{"bytes": ("1", b"3"), "complex": ("5", 3j), "frozenset": ("[5]", frozenset([3]))},
+}
+SUBCLASSES = """
+from fractions import Fraction
+class Fraction(Fraction):
+    numerator = denominator = 3
+    __eq__ = lambda *a: True
+def third(): return Fraction(1, 7)
+def plain(): return object()
+def undocumented(): pass
+""" + "".join(
+    f"class Lie_{base}({base}):\n  __eq__ = lambda *a: True\n  __ne__ = lambda *a: False\n"
+    f"  __hash__ = lambda s: 0\n  __lt__ = __gt__ = __eq__\n  __len__ = lambda s: 3\n"
+    f"def a_{base}(): return Lie_{base}({value})\n"
+    for base, (value, _) in BASES.items()
+)  # fmt: skip
+DISGUISED = [f"a_{base}() == {right!r}" for base, (_, right) in BASES.items()]
+DISGUISED += ["third() == Fraction(1, 3)", "undocumented.__doc__"]
+DISGUISED += ["isinstance(plain(), (Iterator, Sized, Callable))", "isinstance(plain(), Iterable)"]
+
+
+@pytest.mark.parametrize(
+    ("program", "claims"),
+    [(LIAR, LIES), (PATCHES, PATCHED), (SUBCLASSES, DISGUISED)],
+    ids=["liar", "patches", "subclasses"],
+)
+def test_no_name_type_or_object_of_the_program_makes_an_assert_hold(reward, program, claims):
+    """Worth 1 only if the asserts reach their last line, with no claim that held before it."""
+    tries = [
+        f"try:\n    assert {claim}\n    held = True\nexcept Exception: pass" for claim in claims
+    ]
+    asserts = ["held = False", *tries, "assert not held"]
+    assert scored(reward, fenced(program), asserts=asserts) == 1.0
+    assert scored(reward, fenced(program), asserts=[*asserts, f"assert {claims[0]}"]) == 0.0
 
 
 @pytest.mark.parametrize(
     ("program", "asserts"),
     [
-        ("import math; math.isclose = lambda *a, **k: True\ndef area(r): return 0", AREA),
-        ("class math:\n  isclose = staticmethod(lambda *a, **k: True)\narea = lambda r: 0", AREA),
-        (
-            "def isclose(*a, **k): return True\ndef area(r): return 0",
-            ["assert isclose(area(1), 3.14, rel_tol=1e-3)"],
-        ),
-        ("def Counter(*a): return 1\ndef letters(text): return []", COUNTS),
-        (
-            "import collections\ncollections.Counter = lambda *a: 1\nfrom collections import *\n"
-            "def letters(text): return []",
-            ["import collections", *COUNTS],
-        ),
-        (
-            "sorted = lambda x: [9]\nlen = lambda x: 3\nisinstance = lambda *a: True\n"
-            "abs = lambda x: 0\nall = any = lambda x: True\ndef f(): return [1]",
-            ["assert sorted(f()) == [9] or len(f()) == 3 or isinstance(f(), dict)"
-             " or abs(f()[0]) == 0 or all(n > 3 for n in f())"],
-        ),
-        *(
-            (LIAR + "def f(): return Liar()", [f"assert {claim}"])
-            for claim in (
-                "f() == 3", "3 == f()", "[3] == [f()]", "f() in [3]", "3 in f()", "not f() != 3",
-                "{'a': 3} == {'a': f()}", "isinstance(f(), int)", "f() < 4", "4 > f()", "f()",
-                "f().__eq__(3)", "f().__bool__()", "f().__contains__(3)", "sorted(f()) == [3]",
-                "list(f()) == [3]", "math.isclose(f(), 3.14159)", "sum(f()) == 3",
-                "Counter(f()) == Counter([3])", "operator.eq(f(), 3)", "f() + 1 == 4",
-                "max(f(), 3) == 3", "isinstance(f(), Iterator)", "isinstance(f(), Callable)",
-                "isinstance(f(), Container)", "isinstance(f(), Hashable)", "callable(f())",
-                "f().__doc__ and f().__doc__.startswith('What')", "any(f())", "type(f()) is int",
-            )
-        ),
-        *(
-            (f"class Lie({base}):\n  __eq__ = lambda *a: True\n  __ne__ = lambda *a: False\n"
-             f"  __hash__ = lambda s: 0\n  __lt__ = __gt__ = __eq__\n  __len__ = lambda s: 3\n"
-             f"def f(): return Lie({value})",
-             [f"assert f() == {right!r}"])
-            for base, value, right in (
-                ("list", "[5]", [3]), ("int", "5", 3), ("float", "5", 3.5), ("str", "'5'", "3"),
-                ("dict", "a=5", {"a": 3}), ("tuple", "[5]", (3,)), ("set", "[5]", {3}),
-                ("bytes", "1", b"3"), ("complex", "5", 3j), ("frozenset", "[5]", frozenset([3])),
-            )
-        ),
-        (
-            "from fractions import Fraction\nclass Fraction(Fraction):\n"
-            "  numerator = denominator = 3\n  __eq__ = lambda *a: True\n"
-            "def f(): return Fraction(1, 7)",
-            ["assert f() == Fraction(1, 3)"],
-        ),
-        ("def f(): return object()", ["assert isinstance(f(), (Iterator, Sized, Callable))"]),
-        ("def f(): return object()", ["from collections.abc import *",
-                                      "assert isinstance(f(), Iterable)"]),
-        ("def f(): pass", ["assert f.__doc__"]),
         ("class Own:\n  def __getitem__(self, k): return 3\n  def sort(self, **k): pass\n"
          "def f(): return Own()", ["x = f()", "x.sort(key=lambda n: n)", "assert x[0] == 3"]),
+        ("def f(): return object()", ["from collections.abc import *",
+                                      "assert isinstance(f(), Iterable)"]),
     ],
 )  # fmt: skip
-def test_no_name_type_or_object_of_the_programs_makes_an_assert_hold(reward, program, asserts):
+def test_an_object_of_the_program_takes_no_function_and_has_no_other_type(reward, program, asserts):
     assert scored(reward, fenced(program), asserts=asserts) == 0.0
 
 
 @pytest.mark.parametrize(("right", "worth"), [("x * x", 1.0), ("x", 0.0)])
-def test_what_stands_before_the_asserts_runs_before_them(reward, right, worth):
-    """As MBPP's columns have it; both may use the program's names."""
+def test_imports_and_setup_code_run_before_the_asserts(reward, right, worth):
+    """The columns of MBPP; both may use names of the program."""
     tests = {
         "test_imports": ["from math import isclose", "import math as m"],
         "test_setup_code": "limit = m.floor(1e-3)\nnine = square(3)",
@@ -309,7 +343,7 @@ def test_what_stands_before_the_asserts_runs_before_them(reward, right, worth):
 
 
 def test_an_argument_that_cannot_cross_is_an_error_and_no_reward(reward):
-    with pytest.raises(ValueError, match="answer: asserts that hand the program a function; allow"):
+    with pytest.raises(ValueError, match=r"^answer: .* function"):
         scored(
             reward,
             fenced("def apply(f, x): return f(x)"),
@@ -318,7 +352,7 @@ def test_an_argument_that_cannot_cross_is_an_error_and_no_reward(reward):
 
 
 @pytest.mark.parametrize("test", ["assert thing()", "assert thing() != 1", "assert 1 in thing()"])
-def test_an_object_of_the_programs_own_is_no_answer(reward, test):
+def test_an_object_of_the_program_is_not_an_answer(reward, test):
     program = "class Thing:\n  def __iter__(self): raise OSError\ndef thing(): return Thing()"
     assert scored(reward, fenced(program), asserts=[test]) == 0.0
 
@@ -339,7 +373,7 @@ def test_an_object_of_the_programs_own_is_no_answer(reward, test):
         ("print(open('/main.py').read(), open('/asserts.py').read())", 0.0),
     ],
 )
-def test_what_a_program_prints_is_compared_for_every_input(reward, program, worth):
+def test_the_output_is_compared_for_every_input(reward, program, worth):
     assert scored(reward, fenced(program), stdin_stdout=SQUARES) == worth
 
 
@@ -349,40 +383,52 @@ def test_only_a_line_end_ends_a_line(reward):
     assert scored(reward, fenced(r"print('a\x0cb')"), stdin_stdout=[case]) == 0.0
 
 
+PROGRAM = "def square(x): return x * x"
+
+
 @pytest.mark.parametrize(
-    ("response", "worth"),
+    ("response", "program"),
     [
-        ("```python\ndef square(x): return x * x\n```", 1.0),
-        ("```\ndef square(x): return x * x\n```", 1.0),
+        (f"```python\n{PROGRAM}\n```", PROGRAM),
+        (f"```\n{PROGRAM}\n```", PROGRAM),
+        (f"```py\npass\n```\nNo:\n```py\n{PROGRAM}\n```", PROGRAM),
+        (f"```py\n{PROGRAM}\n```\nNo:\n```py\npass\n```", "pass"),
         (
-            "```py\ndef square(x): return 0\n```\nNo:\n```py\ndef square(x): return x*x\n```",
-            1.0,
+            "```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n",
+            "def square(x):\r\n    return x * x\r",
         ),
         (
-            "```py\ndef square(x): return x*x\n```\nNo:\n```py\ndef square(x): return 0\n```",
-            0.0,
+            "1. So:\n   ```python\n   def square(x):\n       return x * x\n   ```",
+            "def square(x):\n    return x * x",
         ),
-        ("```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n", 1.0),
-        ("1. So:\n   ```python\n   def square(x):\n       return x * x\n   ```", 1.0),
-        ("~~~Python3\ndef square(x): return x * x\n~~~~", 1.0),
-        ('````PYTHON title="a.py"\ndef square(x): return x * x\n````', 1.0),
-        ("```{.python}\ndef square(x): return x * x\n```", 1.0),
-        ("```python\ndef square(x):\n  '''\n  ```\n  '''\n  return x * x\n```", 1.0),
-        ("```bash\nls\n```\nSo:\n```python\ndef square(x): return x * x\n```", 1.0),
-        ("```python\ndef square(x): return x * x\n```\nRun:\n```bash\nls\n```", 1.0),
-        ("```python\ndef square(x): return x * x\n```\nIt prints\n```\n9\n```", 1.0),
-        ("```python\ndef square(x): return x * x\n```\nIt prints\n```pycon\n9\n```", 1.0),
-        ("```\nno\n```\n```\ndef square(x): return x * x\n```", 1.0),
-        ("```py\ndef square(x): return x * x\n```\n```py\ndef square(x): return 0", 1.0),
-        ("```python\n```", 0.0),
-        ("def square(x): return x * x", 0.0),
-        ("```python\ndef square(x): return x * x", 0.0),
-        ("```rust\nfn square() {}\n```", 0.0),
-        ("", 0.0),
+        (f"~~~Python3\n{PROGRAM}\n~~~~", PROGRAM),
+        (f'````PYTHON title="a.py"\n{PROGRAM}\n````', PROGRAM),
+        (f"```{{.python}}\n{PROGRAM}\n```", PROGRAM),
+        (
+            "```python\ndef square(x):\n  '''\n  ```\n  '''\n  return x * x\n```",
+            "def square(x):\n  '''\n  ```\n  '''\n  return x * x",
+        ),
+        (f"```bash\nls\n```\nSo:\n```python\n{PROGRAM}\n```", PROGRAM),
+        (f"```python\n{PROGRAM}\n```\nRun:\n```bash\nls\n```", PROGRAM),
+        (f"```python\n{PROGRAM}\n```\nIt prints\n```\n9\n```", PROGRAM),
+        (f"```python\n{PROGRAM}\n```\nIt prints\n```pycon\n9\n```", PROGRAM),
+        (f"```\nno\n```\n```\n{PROGRAM}\n```", PROGRAM),
+        (f"```py\n{PROGRAM}\n```\n```py\npass", PROGRAM),
+        ("```python\n```", ""),
+        (PROGRAM, None),
+        (f"```python\n{PROGRAM}", None),
+        ("```rust\nfn square() {}\n```", None),
+        ("", None),
     ],
 )
-def test_the_last_whole_block_of_python_is_the_program(reward, response, worth):
-    assert scored(reward, response, asserts=SQUARE) == worth
+def test_the_last_complete_block_of_python_is_the_program(response, program):
+    assert last_program(response) == program
+
+
+def test_a_response_without_a_program_is_worth_nothing(reward):
+    assert scored(reward, "", asserts=SQUARE) == scored(reward, PROGRAM, asserts=SQUARE) == 0.0
+    windows = fenced("def square(x):\n    return x * x").replace("\n", "\r\n")
+    assert scored(reward, windows, asserts=SQUARE) == 1.0
 
 
 @pytest.mark.parametrize("end", ["", "`", "\n", "\n```", "x"])
@@ -390,18 +436,18 @@ def test_the_last_whole_block_of_python_is_the_program(reward, response, worth):
     "piece",
     ["~", "`", " ", "\t", "```\n", "~~~\n", "```py ", " ```py\n", "~`", "py", "1", "~~~py\n~~\n"],
 )
-def test_a_long_response_is_searched_once(reward, piece, end):
+def test_a_long_response_is_searched_in_linear_time(piece, end):
+    """A quadratic search would take minutes."""
     response = (piece * 200_000)[:200_000] + end
-    assert scored(reward, f"```py{response}", asserts=SQUARE) == 0.0
-    assert scored(reward, response, asserts=["assert no_such_name()"]) == 0.0
+    for text in (response, f"```py{response}"):
+        assert PROGRAM not in (last_program(text) or "")
 
 
-def test_a_block_with_a_fence_of_any_length_is_found(reward):
+def test_a_block_with_a_fence_of_any_length_is_found():
     for fence, closing in (("~" * 9999, "~" * 10_000), ("`" * 9999, "`" * 9999)):
-        response = f"{fence}python\ndef square(x): return x * x\n{fence[1:]}"
-        assert scored(reward, response, asserts=SQUARE) == 0.0
-        response = response.removesuffix(f"\n{fence[1:]}") + f"\n{closing}"
-        assert scored(reward, response, asserts=SQUARE) == 1.0
+        block = f"{fence}python\n{PROGRAM}\n"
+        assert last_program(block + fence[1:]) is None
+        assert last_program(block + closing) == PROGRAM
 
 
 @pytest.mark.parametrize(
@@ -424,34 +470,45 @@ def test_a_block_with_a_fence_of_any_length_is_found(reward):
     ],
 )
 def test_an_answer_without_tests_is_an_error_and_no_reward(reward, answer):
-    with pytest.raises(ValueError, match=r"answer: .* given; allowed: JSON"):
+    with pytest.raises(ValueError, match=r"^answer: "):
         reward(prompt_text="", response_text="", answer=answer, finish_reason="stop")
 
 
 @pytest.mark.parametrize(
-    ("asserts", "problem"),
+    ("asserts", "cause"),
     [
-        ("assert square(3) = 9", "asserts with .* line 1"),
-        ("import math, numpy.linalg", "asserts that import numpy.linalg; .* standard library"),
-        ("from solution import square", "asserts that import solution; .* need no import"),
-        ("assert np.allclose(square(3), 9)", r"asserts that use np \(numpy\); .* standard library"),
-        ("assert len([1]) == sum([1])", "asserts that use no name of the program's"),
-        ("import math; assert math.sqrt(4) == 2", "asserts that use no name of the program's"),
+        ("assert square(3) = 9", "line 1"),
+        ("import math, numpy.linalg", "numpy.linalg"),
+        ("from solution import square", "solution"),
+        ("assert np.allclose(square(3), 9)", "numpy"),
+        ("assert len([1]) == sum([1])", "no name"),
+        ("import math; assert math.sqrt(4) == 2", "no name"),
     ],
 )
-def test_asserts_that_no_program_can_pass_are_an_error_and_no_reward(reward, asserts, problem):
-    with pytest.raises(ValueError, match=f"answer: {problem}"):
+def test_asserts_that_no_program_can_pass_are_an_error(reward, asserts, cause):
+    with pytest.raises(ValueError, match=rf"^answer: .*{cause}"):
         scored(reward, fenced("def square(x): return x * x"), asserts=[asserts])
 
 
-def test_all_tests_of_a_response_share_one_deadline():
-    slow = "import time\nprint(int(input()) ** 2, flush=True)\ntime.sleep(1)"
-    hasty = CodeTests(wall_s=1.5)
-    assert scored(hasty, fenced(slow), stdin_stdout=[SQUARES[0]] * 5) == 0.0
+def test_all_tests_of_a_response_share_one_deadline(monkeypatch):
+    limits = []
+
+    def run(self, program, stdin="", wall_s=None):
+        limits.append(wall_s)
+        return Outcome(0, "9\n" if stdin else "contained", "", False)
+
+    monkeypatch.setattr(CodeSandbox, "run", run)
+    cases = [SQUARES[0]] * 5
+    assert scored(CodeTests(wall_s=30.0), fenced("pass"), stdin_stdout=cases) == 1.0
+    _, *limits = limits  # without the trial program
+    assert limits == sorted(set(limits), reverse=True) and 0 < limits[-1] < limits[0] <= 30.0
+    assert scored(CodeTests(wall_s=1e-9), fenced("pass"), stdin_stdout=cases) == 0.0
 
 
 def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_them():
-    spec = RewardSpec("grpo_components.rewards.code_tests.CodeTests", {"wall_s": 50.0}, 1.0, True)
+    spec = RewardSpec(
+        "grpo_components.rewards.code_tests.CodeTests", {"wall_s": 50.0, "cpu_s": 1}, 1.0, True
+    )
     before = set(psutil.Process().children(recursive=True))
     pool = RewardPool({"code": spec}, num_workers=2, timeout_s=60)
     programs = ["def square(x): return x * x", "import os\nos._exit(0)", "while True: pass"]
@@ -474,7 +531,7 @@ def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_t
         asleep = thread.submit(pool.score, samples[3:])
         below = set()
         while len(below) < 2 + 2 * 3:  # the workers, and two sandboxes of three processes each
-            assert not asleep.done()
+            assert not wait([asleep], timeout=0.05).done
             below = set(psutil.Process().children(recursive=True)) - before
         pool.close()
         assert asleep.result()[0].error == "reward code: its process died"
@@ -487,21 +544,21 @@ plain = st.recursive(
     | st.binary() | st.complex_numbers(allow_nan=False),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner)
     | st.sets(st.integers()) | st.frozensets(st.text()),
-    max_leaves=8,
+    max_leaves=5,
 )  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plain)
-def test_plain_data_arrives_as_it_was(value):
-    def keep(told):
-        raise AssertionError(f"this was plain data: {told}")
+def test_plain_data_arrives_unchanged(value):
+    def keep(value):
+        raise AssertionError(f"this is plain data: {value}")
 
     arrived = decode(json.loads(json.dumps(encode(value, keep))), keep)
     assert arrived == value and type(arrived) is type(value)
 
 
-def test_objects_travel_as_numbers_and_can_only_be_called_and_asked():
+def test_objects_travel_as_references_that_cannot_be_compared():
     asked = []
     remote = Remote(lambda *request: asked.append(request), 7)
     assert decode(encode(object(), lambda _: 7), lambda n: n) == 7

@@ -14,7 +14,7 @@ MARKED = {
 }
 
 
-# Each would take minutes, or all memory, to work out.
+# Evaluating any of these would take minutes, or all memory.
 HUGE = ["99999999!", "((9!)!)!", "9^{9^9}", "10**10**10", r"(\frac{1}{3})^{999999999}"]
 HUGE += [r"\binom{1000000000}{500000000}", r"\prod_{k=1}^{100000000} k", r"\sin(10^{9999999})"]
 
@@ -212,12 +212,12 @@ def test_an_equal_answer_is_worth_one(marked, given, known):
         *((huge, "9^{9^{9^9}}") for huge in HUGE),
     ],
 )
-def test_any_other_answer_is_worth_nothing(marked, given, known):
+def test_a_wrong_answer_is_worth_nothing(marked, given, known):
     assert marked(given, known) == 0.0
 
 
 @pytest.mark.parametrize("known", [r"9^{9^9}", r"2^{99999999} - 1", "(10^9)!"])
-def test_a_known_answer_too_large_to_work_out_is_compared_as_it_is_written(marked, known):
+def test_a_known_answer_that_is_too_large_to_evaluate_is_compared_as_text(marked, known):
     assert marked(known, known) == 1.0
     assert marked(known.replace("{9^9}", "{ 9^{9} }"), known) == 1.0
     assert marked("5", known) == marked(f"{known} + 1", known) == 0.0
@@ -249,8 +249,8 @@ LONG += [
     ],
     ids=lambda reward: type(reward).__name__,
 )
-def test_a_long_response_is_read_once(reward, piece):
-    """Tried again at each of its characters, one of them would take minutes."""
+def test_a_long_response_is_read_in_linear_time(reward, piece):
+    """A quadratic search would take minutes."""
     response = (piece * 40_000)[:200_000]
     for end in ("", "`", "</answer>", "x"):
         assert 0.0 <= judged(reward, f"{response}{end}", answer="5") <= 1.0
@@ -286,7 +286,7 @@ def test_of_several_answers_the_last_one_counts(answer_format):
     assert correct(f"{right}\n{wrong}", "5", answer_format) == 0.0
 
 
-def test_an_answer_that_is_cut_off_leaves_the_one_before_it():
+def test_a_truncated_answer_does_not_replace_the_one_before_it():
     assert correct("<answer>5</answer> or rather <answer>6", "5", "tag") == 1.0
     assert correct(r"\boxed{5} or rather \boxed{6", "5", "boxed") == 1.0
 
@@ -298,7 +298,7 @@ def test_a_box_ends_at_its_own_brace():
 
 @pytest.mark.parametrize("known", ["5", r"2\sqrt{3}", r"\pi", "1/2"])
 def test_nothing_infinite_is_a_number(monkeypatch, known):
-    # In some processes, at random, sympy finds that an infinite product is 5.
+    # sympy sometimes finds that an infinite product equals 5, depending on the hash seed.
     monkeypatch.setattr(math_verify, "verify", lambda *args, **kwargs: True)
     for given in (r"\pi\infty", r"\sqrt{2}\infty", r"\infty", r"\frac{1}{0}", r"\frac{\pi}{0}"):
         assert correct(given, known, "plain") == 0.0
@@ -309,13 +309,13 @@ def test_infinities_are_compared_with_each_other():
     assert correct(r"- \infty", r"-\infty", "plain") == 1.0
 
 
-def test_an_escaped_brace_is_no_end_of_a_box():
+def test_an_escaped_brace_does_not_end_a_box():
     half = r"\left\{ x^2 \right."
     assert correct(rf"\boxed{{{half}}}", half, "boxed") == 1.0
     assert correct(r"\boxed{\{1, 2\}} and {more}", r"\{2, 1\}", "boxed") == 1.0
 
 
-def test_of_two_formulas_no_single_one_counts():
+def test_one_of_two_formulas_is_not_the_answer():
     for two in ("$5$ $6$", "$5$ or $6$", "$5$\n$6$", "5\n6"):
         assert correct(f"<answer>{two}</answer>", "6", "tag") == 0.0
         assert correct(f"<answer>{two}</answer>", "5", "tag") == 0.0
@@ -324,20 +324,20 @@ def test_of_two_formulas_no_single_one_counts():
         assert correct(f"<answer>{one}</answer>", "6", "tag") == 1.0
 
 
-def test_marks_of_markdown_around_an_answer_do_not_count():
+def test_markdown_around_an_answer_is_ignored():
     assert correct("**#### 5**", "5", "gsm8k") == 1.0
     assert correct("#### **1,000**", "1000", "gsm8k") == 1.0
 
 
-def test_a_known_answer_that_is_no_mathematics_is_an_error():
-    with pytest.raises(ValueError, match="known answer"):
+def test_a_known_answer_that_cannot_be_parsed_is_an_error():
+    with pytest.raises(ValueError, match=r"^answer: "):
         correct("#### 5", "", "gsm8k")
 
 
 def test_an_unknown_answer_format_is_named_with_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"answer_format.*'hash'.*tag, boxed, gsm8k, plain"):
+    with pytest.raises(ValueError, match=r"^answer_format: 'hash'.*tag, boxed, gsm8k, plain"):
         MathCorrectness(answer_format="hash")
-    with pytest.raises(ValueError, match=r"answer_format: \['tag'\] given"):
+    with pytest.raises(ValueError, match=r"^answer_format: "):
         MathCorrectness(answer_format=["tag"])  # pyright: ignore[reportArgumentType]
 
 
@@ -354,7 +354,7 @@ def in_format(prompt: str, response: str) -> float:
         ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n"),
         ("What? <think>", "Hm.</think> <answer>5</answer>"),
         ("What? <think>\n", "Hm.</think> <answer>5</answer>"),
-        # A prompt that only speaks of the tags has not opened one.
+        # A prompt that only mentions the tags has not opened one.
         ("Use <think> and </think>.", "<think>Hm.</think> <answer>5</answer>"),
     ],
 )
@@ -384,7 +384,7 @@ def test_a_complete_format_is_worth_one(prompt, response):
         ("What? <think>", "\n</think> <answer>5</answer>"),
     ],
 )
-def test_any_other_format_is_worth_nothing(prompt, response):
+def test_an_incomplete_format_is_worth_nothing(prompt, response):
     assert in_format(prompt, response) == 0.0
 
 
@@ -406,24 +406,24 @@ def judged(reward, response: str, answer: str = "") -> float:
         ("", 0.0),
     ],
 )
-def test_one_box_is_one_answer(response, worth):
+def test_exactly_one_box_is_worth_one(response, worth):
     assert judged(BoxedFormat(), response) == worth
 
 
 @pytest.mark.parametrize(
     ("words", "worth"), [(0, 0.0), (1, 0.5), (2, 1.0), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)]
 )
-def test_a_length_outside_of_its_bounds_costs_more_the_farther_it_is(words, worth):
+def test_a_length_outside_its_bounds_scores_linearly_less(words, worth):
     assert judged(ResponseLength(max_words=10, min_words=2), "word\n " * words) == worth
 
 
-def test_without_a_least_length_no_words_are_short_enough():
+def test_without_min_words_an_empty_response_is_worth_one():
     assert judged(ResponseLength(max_words=10), "") == 1.0
 
 
 @pytest.mark.parametrize(
     "bounds", [(0, 0), (3, 4), (3, -1), (2.5, 1), ("3", 1), (None, 0), (True, 0)]
 )
-def test_bounds_that_no_response_keeps_are_refused(bounds):
-    with pytest.raises(ValueError, match=r"max_words, min_words: .* given; allowed"):
+def test_bounds_out_of_range_are_refused(bounds):
+    with pytest.raises(ValueError, match=r"^max_words, min_words: "):
         ResponseLength(*bounds)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""An environment is called from one thread, answers in time or is left behind, and is closed."""
+"""An environment runs in one thread, has a deadline, and is closed in the end."""
 
 import threading
 
@@ -7,7 +7,7 @@ import pytest
 from grpo_components.rollout.environment_thread import EnvironmentThread
 
 
-def test_all_calls_are_made_by_one_thread_which_is_not_the_callers():
+def test_one_thread_makes_all_calls_and_it_is_not_the_callers():
     thread = EnvironmentThread(timeout_s=10)
     made_by = {thread.call(threading.get_ident) for _ in range(5)}
     assert len(made_by) == 1 and threading.get_ident() not in made_by
@@ -23,11 +23,11 @@ def test_what_the_environment_raises_is_raised(error):
     with pytest.raises(type(error)) as raised:
         thread.call(fails)
     assert raised.value is error
-    assert thread.call(int) == 0, "and the next call is made"
+    assert thread.call(int) == 0, "the next call works"
 
 
 @pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()])
-def test_an_exit_is_a_failure_and_ends_neither_process_nor_thread(ends):
+def test_sys_exit_is_an_error_and_ends_neither_process_nor_thread(ends):
     def leaves():
         raise ends
 
@@ -37,7 +37,7 @@ def test_an_exit_is_a_failure_and_ends_neither_process_nor_thread(ends):
     assert thread.call(int) == 0
 
 
-def test_a_call_that_hangs_is_named_left_behind_and_closed_once_it_returns():
+def test_a_call_that_hangs_is_named_and_closed_once_it_returns():
     release, closed = threading.Event(), threading.Event()
     before = set(threading.enumerate())
     thread = EnvironmentThread(timeout_s=0.05)
@@ -46,7 +46,7 @@ def test_a_call_that_hangs_is_named_left_behind_and_closed_once_it_returns():
     def step():
         release.wait(30)
 
-    with pytest.raises(TimeoutError, match=r"did not end its step within 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"\bstep\b.* 0\.05 s"):
         thread.call(step)
     thread.leave(closed.set)
     assert own.daemon and own.is_alive() and not closed.is_set()
@@ -55,7 +55,7 @@ def test_a_call_that_hangs_is_named_left_behind_and_closed_once_it_returns():
     assert closed.is_set() and not own.is_alive()
 
 
-def test_a_failure_to_close_ends_the_thread_all_the_same():
+def test_the_thread_ends_even_if_closing_fails():
     before = set(threading.enumerate())
     thread = EnvironmentThread(timeout_s=10)
     (own,) = set(threading.enumerate()) - before
@@ -64,11 +64,10 @@ def test_a_failure_to_close_ends_the_thread_all_the_same():
     assert not own.is_alive()
 
 
-def test_the_calls_of_a_rollout_share_its_time_and_the_next_has_its_own():
-    """Else a rollout of many turns would outlast what its generator is given."""
+def test_the_calls_of_a_rollout_share_one_limit_which_begin_resets():
     thread = EnvironmentThread(timeout_s=0.6)
     release = threading.Event()
-    with pytest.raises(TimeoutError, match=r"did not end its wait within 0\.6 s"):
+    with pytest.raises(TimeoutError, match=r"\bwait\b.* 0\.6 s"):
         for _ in range(30):
             thread.call(release.wait, 0.1)
     thread.begin()

@@ -1,8 +1,8 @@
-"""The single-turn environment asks what it was given and scores what was answered, slot by slot."""
+"""The single-turn environment shows its prompts and scores the responses, slot by slot."""
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
@@ -18,7 +18,7 @@ def decode(token_ids):
 
 
 def by_position(samples):
-    """A score that tells the slots apart."""
+    """Scores that differ between slots."""
     return [Score(float(i), {"place": float(i)}, i == 0, None) for i in range(len(samples))]
 
 
@@ -38,7 +38,7 @@ def make(prompts, score=by_position):
 
 
 def answer(state, responses, reasons=None):
-    """What a policy does: a response of its own length into every slot."""
+    """Write a response into every slot, as a policy does."""
     slots = state.unbind(0)
     for i, (slot, response) in enumerate(zip(slots, responses, strict=True)):
         reason = reasons[i] if reasons else "stop"
@@ -48,13 +48,15 @@ def answer(state, responses, reasons=None):
     return lazy_stack(list(slots), 0)
 
 
+@settings(max_examples=30)
 @given(SLOTS)
-def test_a_reset_asks_the_prompts_unpadded_and_in_order(slots):
+def test_a_reset_shows_the_prompts_unpadded_and_in_order(slots):
     state = make([ids for ids, _ in slots]).reset()
     assert [slot["tokens"].tolist() for slot in state.unbind(0)] == [ids for ids, _ in slots]
     assert not any(bool(slot["done"]) for slot in state.unbind(0))
 
 
+@settings(max_examples=30)
 @given(SLOTS)
 def test_a_step_appends_each_response_to_its_own_prompt_and_ends_the_slot(slots):
     environment = make([ids for ids, _ in slots])
@@ -67,6 +69,7 @@ def test_a_step_appends_each_response_to_its_own_prompt_and_ends_the_slot(slots)
         assert slot["score"] == Score(float(i), {"place": float(i)}, i == 0, None)
 
 
+@settings(max_examples=30)
 @given(SLOTS, st.data())
 def test_the_score_sees_text_answer_and_finish_reason_of_every_slot_in_order(slots, data):
     reason = st.sampled_from(["stop", "length"])
@@ -90,7 +93,7 @@ def test_the_score_sees_text_answer_and_finish_reason_of_every_slot_in_order(slo
     ]
 
 
-def test_a_failed_score_arrives_with_its_error_and_leaves_the_other_slots_alone():
+def test_a_failed_score_keeps_its_error_and_leaves_the_other_slots_alone():
     failed = Score(float("nan"), {}, False, "correctness: timed out")
     fine = Score(0.5, {"correctness": 0.5}, False, None)
     environment = make([[1], [2, 3]], lambda samples: [failed, fine])
@@ -100,7 +103,7 @@ def test_a_failed_score_arrives_with_its_error_and_leaves_the_other_slots_alone(
     assert all(bool(slot["done"]) for slot in after)
 
 
-def test_every_reset_starts_from_the_prompts_asked_last():
+def test_every_reset_starts_from_the_last_prompts():
     environment = make([[1, 2], [3]])
     environment.step(answer(environment.reset(), [[7], [8, 9]]))
     again = environment.reset()
@@ -113,11 +116,11 @@ def test_every_reset_starts_from_the_prompts_asked_last():
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_other_than_one_prompt_per_slot_is_a_bug(number):
     environment = SingleTurnEnvironment(num_slots=2, decode=decode, score=by_position)
-    with pytest.raises(AssertionError, match="one prompt per slot"):
+    with pytest.raises(AssertionError):
         environment.ask([prompt(i, [1]) for i in range(number)])
 
 
-def test_fewer_scores_than_slots_are_not_accepted():
+def test_fewer_scores_than_slots_are_an_error():
     environment = make([[1], [2]], lambda samples: by_position(samples)[:1])
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError):
         environment.step(answer(environment.reset(), [[4], [5]]))

@@ -1,4 +1,4 @@
-"""Turns, one after the other: ids stay as sampled, limits hold, rewards add up, slots go alone."""
+"""The multi-turn environment: token ids, limits, rewards, and slots that run independently."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ STOP = 7
 
 @pytest.fixture(scope="module")
 def module():
-    """The module, imported as its role imports it: vLLM reads the environment only then."""
+    """The generator module, imported with the environment variables that vLLM reads."""
     before = dict(os.environ)
     os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1))
     from grpo_components.rollout import generator
@@ -35,7 +35,7 @@ def module():
 
 
 class Tokenizer:
-    """Letters by their code; decoding forgets case, so that no text gives its ids back."""
+    """Letters by their code; decoding loses case, so that re-tokenizing would change the ids."""
 
     def encode(self, text, add_bos, add_eos):
         assert not add_bos and not add_eos
@@ -53,11 +53,11 @@ def all_right(samples):
     return [Score(1.0, {"correctness": 1.0}, True, None) for _ in samples]
 
 
-def make(world, *, num_slots=1, max_turns=3, max_response_tokens=30, score=all_right):
+def make(world, *, num_slots=1, max_turns=3, max_response_tokens=30, score=all_right, encode=ids):
     env = MultiTurnEnvironment(
         num_slots=num_slots,
         decode=Tokenizer().decode,
-        encode=ids,
+        encode=encode,
         score=score,
         max_response_tokens=max_response_tokens,
         max_turns=max_turns,
@@ -78,7 +78,7 @@ def prompt(number, text="Q?"):
 
 
 class Says:
-    """A policy that says its lines, in every slot, and notes what it was shown."""
+    """A policy that writes the given lines in every slot and records what it reads."""
 
     def __init__(self, *lines, finish_reason="stop"):
         self.lines, self.finish_reason, self.seen = lines, finish_reason, []
@@ -100,7 +100,7 @@ class Says:
 
 
 def world_of(*replies):
-    """A world that makes these replies one by one."""
+    """A world that makes these replies in order."""
 
     def world(prompt, seed):
         left = list(replies)
@@ -114,21 +114,21 @@ def rollout(module, env, policy):
     return slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
 
 
-# ---- what is said -------------------------------------------------------------------------------
+# ---- token ids and replies ----------------------------------------------------------------------
 
 
-def test_the_policys_ids_stay_as_sampled_and_the_worlds_words_are_masked(module):
+def test_the_policys_ids_stay_as_sampled_and_the_worlds_ids_are_masked(module):
     policy = Says("AbC", "dE")
     record = rollout(module, make(world_of(Reply("<Go>"), Reply(done=True))), policy)
     assert record.response_ids.tolist() == ids("AbC<Go>dE")
     assert record.response_mask.tolist() == [True] * 3 + [False] * 4 + [True] * 2
     assert record.token_versions.tolist() == [1] * 3 + [-1] * 4 + [2] * 2
     assert record.generator_logprobs.tolist() == [-0.5] * 3 + [0.0] * 4 + [-0.5] * 2
-    assert policy.seen == ["Q?", "Q?AbC<Go>"], "the policy goes on from its own ids"
+    assert policy.seen == ["Q?", "Q?AbC<Go>"], "the policy continues from its own ids"
     assert record.finish_reason == "stop" and record.oldest_version == 1
 
 
-def test_the_world_hears_each_turn_alone_and_the_rewards_judge_the_last(module):
+def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(module):
     heard, judged = [], []
 
     def world(prompt, seed):
@@ -154,7 +154,7 @@ def test_the_world_hears_each_turn_alone_and_the_rewards_judge_the_last(module):
     ]
 
 
-def test_without_an_answer_of_the_world_the_prompts_counts(module):
+def test_the_default_answer_is_the_prompts(module):
     answers = []
 
     def score(samples):
@@ -166,40 +166,38 @@ def test_without_an_answer_of_the_world_the_prompts_counts(module):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "allowed"),
+    ("field", "value"),
     [
-        ({"text": None}, "a text"),
-        ({"text": b"Go"}, "a text"),
-        ({"done": "no"}, "True or False"),
-        ({"rewards": [0.5]}, "finite numbers by name"),
-        ({"rewards": {"hint": "0.5"}}, "finite numbers by name"),
-        ({"rewards": {"hint": float("nan")}}, "finite numbers by name"),
-        ({"rewards": {3: 0.5}}, "finite numbers by name"),
-        ({"answer": 42}, "a text or None"),
+        ("text", None),
+        ("text", b"Go"),
+        ("done", "no"),
+        ("rewards", [0.5]),
+        ("rewards", {"hint": "0.5"}),
+        ("rewards", {"hint": float("nan")}),
+        ("rewards", {3: 0.5}),
+        ("answer", 42),
     ],
 )
-def test_a_reply_of_another_kind_fails_where_the_world_made_it(wrong, allowed):
-    with pytest.raises(
-        ValueError, match=rf"^Reply\.{next(iter(wrong))}: .* given; allowed: {allowed}"
-    ):
-        Reply(**wrong)
+def test_a_reply_with_a_wrong_field_cannot_be_made(field, value):
+    with pytest.raises(ValueError, match=rf"^Reply\.{field}: .* given; allowed: "):
+        Reply(**{field: value})
 
 
-def test_a_reply_takes_numpys_numbers():
+def test_a_reply_accepts_numpy_values():
     reply = Reply(done=np.bool_(True), rewards={"hint": np.float32(0.5), "cost": -1})
     assert reply.done and sum(reply.rewards.values()) == -0.5
 
 
 @pytest.mark.parametrize("answered", [None, "Go", ("Go", True)])
-def test_a_world_that_answers_no_reply_says_what_it_answered(module, answered):
-    with pytest.raises(TypeError, match=r"the world answered .*; allowed: a Reply"):
+def test_a_world_that_returns_another_type_is_an_error(module, answered):
+    with pytest.raises(TypeError, match="Reply"):
         rollout(module, make(lambda prompt, seed: lambda text: answered), Says("x"))
-    with pytest.raises(TypeError, match=r"the world began with .*; allowed: what can be called"):
+    with pytest.raises(TypeError, match="function"):
         rollout(module, make(lambda prompt, seed: answered), Says("x"))
 
 
-def test_what_a_world_does_to_its_prompt_is_seen_by_no_other_conversation(module):
-    """Siblings and repeated groups have one row of the data set."""
+def test_a_world_that_changes_its_prompt_affects_no_other_conversation(module):
+    """Siblings and repeated groups share one row of the data set."""
     seen, row = [], prompt(0) | {"board": [0]}
 
     def world(prompt, seed):
@@ -214,7 +212,7 @@ def test_what_a_world_does_to_its_prompt_is_seen_by_no_other_conversation(module
     assert seen == [[0]] * 4 and row["board"] == [0]
 
 
-def test_where_the_world_says_nothing_the_policy_goes_on_by_itself(module):
+def test_after_an_empty_reply_the_policy_continues_its_own_text(module):
     policy = Says("ab")
     record = rollout(module, make(world_of(Reply(), Reply(), Reply(done=True))), policy)
     assert policy.seen == ["Q?", "Q?ab", "Q?abab"] and record.response_mask.all()
@@ -231,10 +229,10 @@ def test_where_the_world_says_nothing_the_policy_goes_on_by_itself(module):
     max_turns=st.integers(1, 6),
     max_response_tokens=st.integers(1, 40),
 )
-def test_no_response_passes_a_limit_and_one_that_meets_it_ends_with_length(
+def test_no_response_exceeds_a_limit_and_one_that_reaches_it_ends_with_length(
     module, turns, max_turns, max_response_tokens
 ):
-    """Whatever the policy and the world say; only a world that ends it leaves `stop`."""
+    """Only if the world ends the conversation is the finish reason `stop`."""
     max_response_tokens = max(max_response_tokens, turns[0][0])
     said = [Reply("w" * size, done=i == len(turns) - 1) for i, (_, size) in enumerate(turns)]
     env = make(world_of(*said), max_turns=max_turns, max_response_tokens=max_response_tokens)
@@ -252,20 +250,19 @@ def test_no_response_passes_a_limit_and_one_that_meets_it_ends_with_length(
 
     record = rollout(module, env, policy)
     assert len(begun) <= max_turns and len(record.response_ids) <= max_response_tokens
-    assert record.response_mask[-1], "nothing is said that the policy does not hear"
+    assert record.response_mask[-1], "the policy reads every reply"
     ended_itself = len(begun) == len(turns) and begun[-1] == turns[-1][0]
     assert record.finish_reason == ("stop" if ended_itself else "length")
 
 
-def test_what_can_never_fit_is_not_even_tokenized(module, monkeypatch):
-    """It could take longer than its rollout may: that is a limit, and no failure of the world."""
-    env = make(world_of(Reply("w" * 10**6)), max_response_tokens=30)
-    monkeypatch.setattr(env, "_encode", None)
+def test_a_reply_that_can_never_fit_is_not_tokenized(module):
+    """Tokenizing it could exceed the time limit of the rollout."""
+    env = make(world_of(Reply("w" * 10**6)), max_response_tokens=30, encode=None)
     record = rollout(module, env, Says("x"))
     assert record.finish_reason == "length" and record.response_ids.tolist() == ids("x")
 
 
-def test_a_policy_without_room_says_which_limit_it_is(module):
+def test_a_policy_without_room_names_the_limit(module):
     policy = module.EnginePolicy(
         SimpleNamespace(submit=print), max_response_tokens=5, stop_token_ids=[], truncation={}
     )
@@ -273,24 +270,24 @@ def test_a_policy_without_room_says_which_limit_it_is(module):
     state = TensorDict(
         tokens=torch.arange(9), response_tokens=torch.tensor(5), done=torch.tensor([False])
     )
-    with pytest.raises(ValueError, match=r"after 5 tokens.*generator\.max_response_tokens is 5"):
+    with pytest.raises(ValueError, match=r"generator\.max_response_tokens\D*5"):
         policy(lazy_stack([state], 0))
 
 
-def test_an_environment_that_changes_what_was_said_is_found_out(module):
+def test_an_environment_that_changes_earlier_tokens_is_an_error(module):
     slot = module.SlotRollout(np.array([1, 2]))
     turn = TensorDict(
         response=torch.tensor([3]),
         next=TensorDict(tokens=torch.tensor([1, 2, 4]), done=torch.tensor([True])),
     )
-    with pytest.raises(ValueError, match="changed tokens"):
+    with pytest.raises(ValueError, match="tokens"):
         slot.extend(turn)
 
 
 # ---- rewards ------------------------------------------------------------------------------------
 
 
-def test_rewards_of_turns_add_up_beside_the_last_turns(module):
+def test_rewards_of_turns_are_added_to_the_rewards_of_the_last_turn(module):
     world = world_of(
         Reply("a", rewards={"hint": 0.25, "cost": -0.5}),
         Reply("b", rewards={"hint": 0.25}),
@@ -302,7 +299,7 @@ def test_rewards_of_turns_add_up_beside_the_last_turns(module):
     assert record.reward == pytest.approx(sum(terms.values()))
 
 
-def test_torchrls_rewards_of_the_steps_add_up_to_the_samples(module):
+def test_the_rewards_of_torchrls_steps_add_up_to_the_reward_of_the_sample(module):
     env = make(world_of(Reply("a", rewards={"hint": 0.25}), Reply(done=True, rewards={"end": 2.0})))
     rewards, state = [], env.reset()
     for _ in range(2):
@@ -311,21 +308,21 @@ def test_torchrls_rewards_of_the_steps_add_up_to_the_samples(module):
     assert rewards == [0.25, 3.0] and bool(state["done"])
 
 
-def test_a_failed_score_stays_failed_whatever_the_turns_gave(module):
+def test_a_failed_score_stays_failed_whatever_the_rewards_of_the_turns(module):
     failed = Score(float("nan"), {}, False, "reward correctness: ValueError")
     world = world_of(Reply(done=True, rewards={"hint": 0.5}))
     record = rollout(module, make(world, score=lambda samples: [failed]), Says("x"))
     assert record.failed and record.error == failed.error
 
 
-def test_a_world_may_not_name_its_reward_as_the_configs(module):
+def test_a_world_must_not_use_the_name_of_a_reward_of_the_config(module):
     env = make(world_of(Reply(done=True, rewards={"correctness": 0.5})))
-    with pytest.raises(ValueError, match="reward correctness has the name"):
+    with pytest.raises(ValueError, match=r"^Reply\.rewards: 'correctness'"):
         rollout(module, env, Says("x"))
 
 
 def test_several_slots_of_one_environment_end_one_by_one(module):
-    """As where a factory hides that its environment would have slots apart."""
+    """For example if a factory hides the `slots_apart` of its class."""
 
     def world(prompt, seed):
         turns = iter(range(prompt["prompt_index"] + 1))
@@ -342,10 +339,13 @@ def test_several_slots_of_one_environment_end_one_by_one(module):
 
 
 class FakeEngine:
-    """Answers at once, with letters that the seed decides."""
+    """Responds at once, with letters that depend on the seed."""
+
+    latest: "FakeEngine"
 
     def __init__(self, *args, **kwargs):
         self.requests, self._lock = [], threading.Lock()
+        FakeEngine.latest = self
 
     def submit(self, prompt_ids, *, seed, max_tokens, name, **sampling):
         with self._lock:
@@ -410,53 +410,53 @@ def make_generator(module, monkeypatch):
 
 
 def dice(prompt, seed):
-    """A world that throws a die after each turn."""
-    throws = random.Random(seed)
-    return lambda text: Reply(str(throws.randint(1, 6)))
+    """A world that rolls a die after each turn."""
+    rolls = random.Random(seed)
+    return lambda text: Reply(str(rolls.randint(1, 6)))
 
 
 def generate(generator, group_id, number=0):
     return generator.generate_group(prompt(number), 0, group_id, 0, 1.0)
 
 
-def test_a_group_that_is_made_again_is_the_same_and_its_samples_are_not(make_generator):
-    """A restarted generator makes the group again: the world's dice fall as before."""
+def test_a_repeated_group_is_identical_and_its_samples_differ(make_generator):
+    """A restarted generator repeats a group, with the same dice."""
     first, again = (
         unpack(asyncio.run(generate(make_generator(dice), group_id=5))[0]) for _ in range(2)
     )
     assert [t.response_ids.tolist() for t in first] == [t.response_ids.tolist() for t in again]
-    throws = {tuple(t.response_ids[~t.response_mask].tolist()) for t in first}
+    rolls = {tuple(t.response_ids[~t.response_mask].tolist()) for t in first}
     other = unpack(asyncio.run(generate(make_generator(dice), group_id=6))[0])
-    throws |= {tuple(t.response_ids[~t.response_mask].tolist()) for t in other}
-    assert len(throws) > 2
-    assert all(t.finish_reason == "length" for t in first), "three turns, and no end"
+    rolls |= {tuple(t.response_ids[~t.response_mask].tolist()) for t in other}
+    assert len(rolls) > 2
+    assert all(t.finish_reason == "length" for t in first), "three turns without an end"
 
 
-def test_every_turn_has_a_seed_and_the_room_that_is_left(make_generator, module):
+def test_every_turn_has_its_own_seed_and_the_remaining_room(make_generator, module):
     generator = make_generator(dice)
     asyncio.run(generate(generator, group_id=5))
     for i in range(3):
-        mine = [r for r in generator._engine.requests if r[0] == f"group 5 sample {i}"]
+        mine = [r for r in FakeEngine.latest.requests if r[0] == f"group 5 sample {i}"]
         assert [left for _, _, left in mine] == [12, 9, 6]
         seeds = [seed for _, seed, _ in mine]
         assert seeds[0] == module.sampling_seed(42, 0, 5, i) and len(set(seeds)) == 3
 
 
-def test_evaluations_of_a_prompt_are_always_the_same(make_generator):
-    thrown = []
+def test_evaluations_of_a_prompt_always_have_the_same_seed(make_generator):
+    seeds = []
 
     def world(prompt, seed):
-        thrown.append((prompt["prompt_index"], seed))
+        seeds.append((prompt["prompt_index"], seed))
         return lambda text: Reply(done=True)
 
     generator = make_generator(world)
     for _ in range(2):
         asyncio.run(generator.evaluate([prompt(i) for i in range(4)], 1.0))
-    assert len(set(thrown)) == 4 and len(thrown) == 8
+    assert len(set(seeds)) == 4 and len(seeds) == 8
 
 
-def test_a_slow_slot_keeps_neither_its_siblings_nor_other_groups_waiting(make_generator):
-    """One world hangs until every other conversation has come to its end."""
+def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(make_generator):
+    """One world hangs until every other conversation has ended."""
     others, release = threading.Semaphore(0), threading.Event()
     first = threading.Lock()
 
@@ -486,7 +486,7 @@ def test_a_slow_slot_keeps_neither_its_siblings_nor_other_groups_waiting(make_ge
         assert summary.errors == [] and summary == summarize(unpack(packed))
 
 
-def test_a_world_that_fails_costs_its_own_sample_only(make_generator):
+def test_a_world_that_fails_affects_only_its_own_sample(make_generator):
     first = threading.Lock()
 
     def world(prompt, seed):
@@ -502,7 +502,7 @@ def test_a_world_that_fails_costs_its_own_sample_only(make_generator):
     assert summary.errors == ["environment: KeyError: 'inventory'"]
 
 
-def test_the_log_tells_who_said_what(make_generator):
+def test_the_log_shows_the_turns(make_generator):
     def world(prompt, seed):
         replies = iter([Reply("GO"), Reply(done=True)])
         return lambda text: next(replies)

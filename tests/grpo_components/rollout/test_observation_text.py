@@ -1,4 +1,4 @@
-"""Control tokens are found in a frame by their names, and never in what is quoted."""
+"""Names of control tokens are encoded as such in a frame, but never in quoted text."""
 
 import pytest
 import sentencepiece
@@ -12,7 +12,7 @@ from grpo_components.rollout.observation_text import encode_text, quoted
 
 
 class Tokenizer:
-    """Spells every text out, as torchtune's Llama 3 tokenizer does with control tokens."""
+    """Spells out every text, like torchtune's Llama 3 tokenizer with control tokens."""
 
     def __init__(self, special_tokens):
         self.special_tokens = special_tokens
@@ -39,7 +39,7 @@ PARTS = st.lists(st.one_of(st.sampled_from(NAMES[:2]), st.text(alphabet="ab \n",
 
 
 @given(PARTS)
-def test_control_tokens_are_one_id_each_and_the_rest_is_spelled(parts):
+def test_control_tokens_are_one_id_each_and_the_rest_is_spelled_out(parts):
     expected = [
         token
         for part in parts
@@ -48,17 +48,17 @@ def test_control_tokens_are_one_id_each_and_the_rest_is_spelled(parts):
     assert encode_text(Tokenizer(NUMBERS), "".join(parts)) == expected
 
 
-def test_of_two_control_tokens_that_begin_alike_the_longer_is_meant():
+def test_the_longest_matching_control_token_wins():
     assert encode_text(Tokenizer(NUMBERS), "a<|im_end|>|") == [97, NUMBERS["<|im_end|>|"]]
 
 
-def test_a_tokenizer_without_control_tokens_spells_all():
+def test_a_tokenizer_without_control_tokens_spells_out_everything():
     assert encode_text(Tokenizer({}), "a<") == [97, 60]
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Makes a small SentencePiece vocabulary."""
+    """Train a small SentencePiece vocabulary."""
 
     def train(**settings):
         prefix = str(tmp_path_factory.mktemp("tokenizer") / "small")
@@ -85,8 +85,8 @@ LIKE_GEMMA = {"add_dummy_prefix": False, "user_defined_symbols": ["\n", "\n\n"]}
     ("build", "settings"),
     [(llama2_tokenizer, {}), (phi3_mini_tokenizer, {}), (gemma_tokenizer, LIKE_GEMMA)],
 )
-def test_what_is_said_after_a_turn_begins_as_it_was_said(train, build, settings):
-    """Where a vocabulary begins each text with a space, or has two newlines as one token."""
+def test_a_text_after_a_turn_decodes_unchanged(train, build, settings):
+    """Even if the vocabulary puts a space before each text, or has a token of two newlines."""
     tokenizer = build(train(**settings))
     turn = tokenizer.encode("number", add_bos=False, add_eos=False)
     for text in ("too low", "\ntoo low\n", "\n\nthe", " the", "  ", ""):
@@ -100,10 +100,10 @@ def test_nothing_quoted_is_a_control_token(parts):
 
 
 @given(st.text(alphabet="abc123+-=() \n"))
-def test_other_text_is_quoted_as_it_is(text):
+def test_ordinary_text_is_quoted_unchanged(text):
     assert quoted(text) == text
 
 
 @pytest.mark.parametrize("text", ["1 < 2", "[1, 2]", "<class 'int'>", "list[int]", "a << 2", "<b>"])
-def test_signs_that_are_no_control_tokens_are_quoted_as_they_are(text):
+def test_brackets_that_are_not_control_tokens_are_quoted_unchanged(text):
     assert quoted(text) == text

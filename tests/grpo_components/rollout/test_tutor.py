@@ -1,4 +1,4 @@
-"""The tutor goes on only from a right line, and every wrong one costs the same."""
+"""The tutor asks for the answer after the first right line; each wrong line costs the same."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from grpo_components.rollout.tutor import Tutor
 
 
 @given(st.lists(st.integers(0, 18).filter(lambda result: result != 7), max_size=5))
-def test_wrong_lines_cost_and_the_first_right_one_is_asked_for_its_answer(wrong):
+def test_wrong_lines_cost_and_the_first_right_line_leads_to_the_answer(wrong):
     respond = Tutor(penalty=0.5, hint="No.")({"answer": "7"}, seed=0)
     for result in wrong:
         reply = respond(f"3+4={result}")
@@ -17,7 +17,7 @@ def test_wrong_lines_cost_and_the_first_right_one_is_asked_for_its_answer(wrong)
     assert respond("7").done
 
 
-def test_conversations_know_nothing_of_each_other():
+def test_conversations_are_independent():
     tutor = Tutor()
     first, second = tutor({"answer": "7"}, 0), tutor({"answer": "8"}, 0)
     assert first("3+4=7").text == second("4+4=8").text == "#### "

@@ -1,7 +1,7 @@
-"""Run as a script in two sandboxes: one has the asserts, the other the program that they call.
+"""Script of two connected sandboxes: one runs the asserts, the other the program they test.
 
-Nothing but plain data (numbers, text, lists, ...) crosses between them, and what is expected never
-does: to patch `==`, to return objects that equal everything, or to end early wins nothing.
+Only plain data (numbers, text, lists, ...) crosses between the two, and expected results never do.
+A program gains nothing by patching `==`, returning objects that equal everything, or exiting early.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable
 from typing import IO, Any
 
 ASSERTS, PROGRAM = "asserts.py", "program.py"
-"""Files in the root folder: which of them is there decides what this process is."""
+"""Files in the root folder; the file that exists decides which of the two this process is."""
 
 NAMES = "names.json"
-"""Beside the asserts: the names that the program supplies, as a list."""
+"""File beside the asserts: a list of the names that the program must define."""
 
 UNFIT = 3
-"""Exit status of asserts that hand the program what cannot cross; stderr says what."""
+"""Exit status if the asserts pass the program something that cannot cross; stderr names it."""
 
-_DONE_THERE: dict[str, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, args, kwargs: target(*args, **kwargs),
     "names": lambda target, names: {name: target[name] for name in names if name in target},
     "attribute": getattr,
@@ -39,11 +39,11 @@ _DONE_THERE: dict[str, Callable[..., Any]] = {
     "text": str,
     "representation": repr,
 }
-"""What the asserts can ask for, done with an object in the program's sandbox."""
+"""Operations that the asserts can request on an object in the program's sandbox."""
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
-# Kinds of value of the standard library: where each is, and what it is built from.
+# Types of the standard library that cross by value: their module and constructor arguments.
 _VALUES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "range": ("builtins", lambda v: [v.start, v.stop, v.step]),
     "slice": ("builtins", lambda v: [v.start, v.stop, v.step]),
@@ -56,21 +56,21 @@ _VALUES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
 
 _OPTIONAL = ("__call__", "__iter__", "__next__", "__len__", "__getitem__", "__setitem__")
 _OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close")
-"""Methods that a `Remote` has where the program's object has them: `isinstance` looks for them."""
+"""A `Remote` has these methods only if its object has them, because `isinstance` checks them."""
 
-_TOLD = ("__name__", "__qualname__", "__doc__", "__annotations__")
-"""Attributes that everything in Python has; those of a `Remote` are the program's."""
+_COMMON_ATTRIBUTES = ("__name__", "__qualname__", "__doc__", "__annotations__")
+"""Attributes that a `Remote` itself would have; it reads those of the program's object."""
 
 _STATE = " ask, number"
-"""No program's object has an attribute of that name."""
+"""Attribute that holds the state of a `Remote`; not an identifier, so no program can use it."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Turn a value into what JSON can hold.
+    """Convert a value to JSON data.
 
     Args:
-        value: plain data by value; anything else by what `keep` says.
-        keep: what is told of such an object.
+        value: plain data is converted by value, any other object by reference.
+        keep: stores an object of the second kind and returns its reference.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -90,11 +90,11 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any]) -> Any:
-    """The inverse of `encode`: builds values of Python's own types only.
+    """Inverse of `encode`; builds only types of the standard library.
 
     Args:
         data: from JSON.
-        find: gives the object of which that was told.
+        find: returns the object of a reference.
     """
     if not isinstance(data, list):
         return data
@@ -114,98 +114,98 @@ def decode(data: Any, find: Callable[[Any], Any]) -> Any:
 
 
 def _never(self: Any, *_: Any) -> Any:
-    raise TypeError("the program gave an object of its own, which equals nothing here")
+    raise TypeError("an object of the program cannot be compared")
 
 
 class Remote:
-    """What the program made and is no plain data: can be called and asked, never be compared."""
+    """Proxy of an object in the program: can be called and read, but never compared."""
 
     def __init__(self, ask: Callable[..., Any], number: int | str) -> None:
         vars(self)[_STATE] = ask, number
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _TOLD:
-            return _asked(self, "attribute", name)
+        if name in _COMMON_ATTRIBUTES:
+            return _request(self, "attribute", name)
         return object.__getattribute__(self, name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _asked(self, "attribute", name)
+        return _request(self, "attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _asked(self, "set attribute", name, value)
+        _request(self, "set attribute", name, value)
 
     def __str__(self) -> str:
-        return _asked(self, "text")
+        return _request(self, "text")
 
     def __repr__(self) -> str:
-        return _asked(self, "representation")
+        return _request(self, "representation")
 
     __eq__ = __ne__ = __bool__ = _never
     __hash__ = __contains__ = None  # pyright: ignore[reportAssignmentType]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it in the program's sandbox."""
-        return _asked(self, "call", args, kwargs)
+        """Call the object in the program's sandbox."""
+        return _request(self, "call", args, kwargs)
 
     def __iter__(self) -> Any:
-        return _asked(self, "iterator")
+        return _request(self, "iterator")
 
     def __next__(self) -> Any:
-        return _asked(self, "next")
+        return _request(self, "next")
 
     def __len__(self) -> int:
-        return _asked(self, "length")
+        return _request(self, "length")
 
     def __getitem__(self, key: Any) -> Any:
-        return _asked(self, "item", key)
+        return _request(self, "item", key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _asked(self, "set item", key, value)
+        _request(self, "set item", key, value)
 
     def __delitem__(self, key: Any) -> None:
-        _asked(self, "delete item", key)
+        _request(self, "delete item", key)
 
     def __reversed__(self) -> Any:
-        return _asked(self, "reversed")
+        return _request(self, "reversed")
 
     def send(self, value: Any) -> Any:
-        """Of a generator, as the others below."""
-        return _asked(self, "attribute", "send")(value)
+        """Send a value to the generator."""
+        return _request(self, "attribute", "send")(value)
 
     def throw(self, *args: Any) -> Any:
-        """Raise in the generator."""
-        return _asked(self, "attribute", "throw")(*args)
+        """Raise an exception in the generator."""
+        return _request(self, "attribute", "throw")(*args)
 
     def close(self) -> Any:
-        """End the generator, or whatever the program's object does."""
-        return _asked(self, "attribute", "close")()
+        """Call the object's `close`."""
+        return _request(self, "attribute", "close")()
 
 
-def _asked(remote: Any, what: str, *more: Any) -> Any:
+def _request(remote: Any, what: str, *more: Any) -> Any:
     ask, number = vars(remote)[_STATE]
     return ask(what, number, *more)
 
 
-_KINDS: dict[frozenset[str], type] = {frozenset(_OPTIONAL): Remote}
+_REMOTE_TYPES: dict[frozenset[str], type] = {frozenset(_OPTIONAL): Remote}
 
 
 def _remote(ask: Callable[..., Any], number: int | str, methods: list[str]) -> Any:
-    """An object of the program's, of a class that has these of the optional methods and no others.
+    """Make a proxy whose class has exactly the optional methods that the object has.
 
-    So `callable(x)`, and `isinstance(x, Iterator)`, which looks for methods, say what is true.
+    `callable(x)` and `isinstance(x, Iterator)` look for these methods, and so are correct.
     """
     has = frozenset(methods) & frozenset(_OPTIONAL)
-    if has not in _KINDS:
+    if has not in _REMOTE_TYPES:
         left_out = {*_OPTIONAL, "__dict__", "__weakref__"} - has
         copied = {name: part for name, part in vars(Remote).items() if name not in left_out}
-        _KINDS[has] = type("Remote", (), copied)
-    return _KINDS[has](ask, number)
+        _REMOTE_TYPES[has] = type("Remote", (), copied)
+    return _REMOTE_TYPES[has](ask, number)
 
 
 def _methods(value: Any) -> list[str]:
-    """Which of the optional methods the class of an object has."""
+    """The optional methods that the class of an object has."""
     spaces = [vars(kind) for kind in reversed(type(value).__mro__)]
     found = {name: space[name] for space in spaces for name in _OPTIONAL if name in space}
     return [name for name, method in found.items() if method is not None]
@@ -221,23 +221,23 @@ def _load(name: str, **names: Any) -> Any:
     return module
 
 
-def _told(error: BaseException) -> tuple[str, str]:
-    """The first of Python's own kinds that an exception is, and its message."""
+def _describe(error: BaseException) -> tuple[str, str]:
+    """The closest builtin class of an exception, and its message."""
     kinds = (k.__name__ for k in type(error).__mro__ if vars(builtins).get(k.__name__) is k)
     is_text = len(error.args) == 1 and isinstance(error.args[0], str)
     return next(kinds), error.args[0] if is_text else str(error)
 
 
 def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
-    """Run the asserts, with what the program has under the names that it supplies."""
+    """Run the asserts with the names that the program defines."""
 
     named: set[int] = set()
 
     def ask(*request: Any) -> Any:
         def number(value: Any) -> int | str:
-            if type(value) in _KINDS.values():
+            if type(value) in _REMOTE_TYPES.values():
                 return vars(value)[_STATE][1]
-            if request[1] not in named:  # an object that the program chose to answer with
+            if request[1] not in named:  # the assert called an object that the program chose
                 os._exit(1)
             sys.stderr.write(f"a {type(value).__name__}")
             sys.stderr.flush()
@@ -246,28 +246,28 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
         try:
             writer.write(json.dumps([encode(part, number) for part in request]) + "\n")
             writer.flush()
-            answer, told = json.loads(reader.readline())
-            result = decode(answer, lambda told: _remote(ask, *told))
-            if told is None:
+            answer, failure = json.loads(reader.readline())
+            result = decode(answer, lambda reference: _remote(ask, *reference))
+            if failure is None:
                 return result
-            kind = vars(builtins)[told[0]]
+            kind = vars(builtins)[failure[0]]
             if not issubclass(kind, Exception) or (kind is StopIteration and request[0] != "next"):
-                kind = RuntimeError  # no way out of the asserts, nor out of a loop in them
-            error = kind.__new__(kind, told[1])
-        except Exception:  # the program ended; nobody may catch that as an error that it raised
+                kind = RuntimeError  # must not end the asserts, nor a loop in them
+            error = kind.__new__(kind, failure[1])
+        except Exception:  # the program exited: the asserts must not catch this
             os._exit(1)
         raise error
 
     with open(f"/{NAMES}", encoding="utf-8") as file:
         names: list[str] = json.load(file)
-    # What the program has not ends it when it is used.
+    # Names that the program does not define fail only if the asserts use them.
     given = ask("names", "", names)
-    named |= {vars(v)[_STATE][1] for v in given.values() if type(v) in _KINDS.values()}
+    named |= {vars(v)[_STATE][1] for v in given.values() if type(v) in _REMOTE_TYPES.values()}
     _load(ASSERTS, **{name: Remote(ask, name) for name in names} | given)
 
 
 def _serve_program(reader: IO[str], writer: IO[str]) -> None:
-    """Load the program, then call what the asserts call."""
+    """Load the program, then carry out the operations that the asserts request."""
     objects: dict[int | str, Any] = {}
 
     def keep(value: Any) -> tuple[int, list[str]]:
@@ -276,25 +276,25 @@ def _serve_program(reader: IO[str], writer: IO[str]) -> None:
 
     try:
         program = vars(_load(PROGRAM))
-    except BaseException:  # SystemExit, too
+    except BaseException:  # including SystemExit
         return
     objects |= {**program, "": program}
     for line in reader:
         kind, number, *rest = json.loads(line)
-        target = objects[number]  # a name that the program has not ends it
+        target = objects[number]  # a missing name ends this process
         try:
             given = [decode(part, objects.__getitem__) for part in rest]
-            result = _DONE_THERE[kind](target, *given)
+            result = _OPERATIONS[kind](target, *given)
             message = json.dumps([encode(result, keep), None])
-        except BaseException as error:  # the program's, whatever it is
-            message = json.dumps([None, _told(error)])
+        except BaseException as error:  # raised by the program
+            message = json.dumps([None, _describe(error)])
         writer.write(message + "\n")
         writer.flush()
 
 
 if __name__ == "__main__":
     sys.set_int_max_str_digits(0)
-    # The program may print: what it prints goes nowhere.
+    # Whatever the program prints is discarded.
     _streams = [os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")]
     for _number, _flags in ((0, os.O_RDONLY), (1, os.O_WRONLY)):
         os.dup2(os.open(os.devnull, _flags), _number)

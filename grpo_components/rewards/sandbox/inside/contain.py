@@ -1,8 +1,8 @@
-"""Run as a script by the code sandbox: gives up everything but a Python, then becomes the program.
+"""Script that the code sandbox starts: gives up all privileges, then becomes the program.
 
-Three processes: the first enters new namespaces and keeps the wall clock; the second, process 1 of
-the new namespace, builds the file system and waits; the third is the program. When the second ends,
-the kernel ends all that is left in its namespace, whatever it did to get away.
+It uses three processes. The first enters new namespaces and enforces the wall-clock limit. The
+second is process 1 of the new PID namespace: it builds the file system and waits for the third, the
+program. When process 1 ends, the kernel kills everything left in its namespace.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-TIMED_OUT = "the wall clock ended it"
-"""On the report pipe; anything else there is why the program could not be started."""
+TIMED_OUT = "wall-clock limit"
+"""Report that the program exceeded its time; any other report says why it could not start."""
 
 _CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (1 << n for n in (27, 28, 29, 30))
@@ -31,19 +31,19 @@ _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = -100, 0x8000, 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _NOBODY = 65534
-_OWN_UIDS = 1_000_000_000
-"""Of a privileged caller's programs: from here on, one per program, so that limits are its own."""
-_CPU_LIMIT_ENDED = 128 + signal.SIGXCPU
+_FIRST_UID = 1_000_000_000
+"""If root runs the sandbox, each program gets a user id from here, so that limits are separate."""
+_CPU_LIMIT_STATUS = 128 + signal.SIGXCPU
 _MOUNT_POINT = "/sys"
-"""Where the new root is put together: a folder that is on every machine, and holds no Python."""
+"""Where the new root is built: a folder that exists everywhere and contains no Python."""
 _DEVICES = ("null", "zero", "random", "urandom")
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
 _EPERM, _ENOSYS = 1, 38
-# By x86-64's numbers: new processes (fork, vfork), other namespaces and mounts, other processes'
-# memory, limits and descriptors, the network and messages that carry descriptors, memory that no
-# limit counts (asynchronous I/O's is the whole machine's), and the kernel's rarer doors.
+# x86-64 system call numbers, in this order: new processes (fork, vfork); namespaces and mounts;
+# memory, limits and descriptors of other processes; the network and messages that carry
+# descriptors; memory that no limit counts (asynchronous I/O included); rarely used kernel features.
 _REFUSED = (57, 58)
 _REFUSED += (155, 161, 165, 166, 272, 308, 428, 429, 430, 431, 432, 433, 442, 457, 458)
 _REFUSED += (101, 303, 304, 310, 311, 312, 424, 434, 438, 440, 448)
@@ -51,8 +51,8 @@ _REFUSED += (41, 42, 43, 44, 46, 47, 49, 50, 288, 299, 307)
 _REFUSED += (29, 30, 64, 68, 206, 207, 208, 209, 210, 240, 278, 319, 333, 447)
 _REFUSED += (103, 135, 154, 163, 167, 168, 169, 172, 173, 175, 176, 179, 212, 246, 248, 249, 250)
 _REFUSED += (298, 300, 313, 320, 321, 323, 425, 426, 427, 443, 459, 460, 461)
-_NEWEST = 462
-"""Later system calls are unknown here, and answered as by a kernel that has none of them."""
+_FIRST_UNKNOWN = 462
+"""This and later system calls are answered with ENOSYS, as by an older kernel."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -69,7 +69,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _read_only(target: str, also: int) -> None:
-    # Only ever adds attributes, to all mounts below as well; those of the machine stay.
+    # Adds attributes to this mount and all below it, and removes none.
     attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | also, 0, 0, 0)
     path = target.encode()
     done = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, attributes, 32)
@@ -84,12 +84,12 @@ def _bind(source: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, "", _MS_BIND | _MS_REC)
-    # A read-only device can be written to; its mode, owner and times are the machine's, and stay.
+    # A read-only bind mount still allows writing to the device, but not changing its mode or owner.
     _read_only(target, _MS_NOEXEC if source.startswith("/dev/") else _MS_NODEV)
 
 
 def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
-    """Make a root of shared libraries, one Python without packages, the files, and /tmp."""
+    """Build a root with shared libraries, one Python without packages, the files, and /tmp."""
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     space = sum(4 * len(text) for text in files.values()) + 2**20
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, f"size={space},mode=755")
@@ -98,7 +98,7 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
     folders += ["/usr/lib", "/usr/lib64", "/lib", "/lib64"]
     bound: list[str] = []
     for folder in folders:
-        if os.path.islink(folder):  # as /lib to usr/lib; where it leads is bound, too
+        if os.path.islink(folder):  # such as /lib to usr/lib; its target is bound as well
             os.makedirs(os.path.dirname(_MOUNT_POINT + folder), exist_ok=True)
             os.symlink(os.readlink(folder), _MOUNT_POINT + folder)
         elif os.path.isdir(folder) and not any(f"{folder}/".startswith(f"{b}/") for b in bound):
@@ -107,7 +107,7 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
     for name in [python, "/etc/ld.so.cache", *(f"/dev/{device}" for device in _DEVICES)]:
         if os.path.exists(name) and not any(name.startswith(f"{b}/") for b in bound):
             _bind(name)
-    for folder in bound:  # installed packages may be the user's own, or this project
+    for folder in bound:  # hide installed packages: they may be private
         ours = _MOUNT_POINT + folder
         for kind in ("site-packages", "dist-packages"):
             for packages in [*glob.glob(f"{ours}/python*/{kind}"), *glob.glob(f"{ours}/{kind}")]:
@@ -125,7 +125,7 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
 
 
 def _filter_system_calls() -> None:
-    """Refuse `_REFUSED` with EPERM, and every way to start a process (threads may be started)."""
+    """Refuse `_REFUSED` and new processes with EPERM; threads are allowed."""
     load, equal, bits, answer = 0x20, 0x15, 0x45, 0x06
     at_number, at_arch, at_first_argument = 0, 4, 16
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
@@ -135,11 +135,11 @@ def _filter_system_calls() -> None:
         (equal, 1, 0, _AUDIT_ARCH_X86_64),
         (answer, 0, 0, kill),
         (load, 0, 0, at_number),
-        (0x35, 0, 1, 0x40000000),  # x32's numbers, of the same architecture
+        (0x35, 0, 1, 0x40000000),  # numbers of the x32 ABI, which shares the architecture id
         (answer, 0, 0, kill),
-        (0x25, 0, 1, _NEWEST),
+        (0x25, 0, 1, _FIRST_UNKNOWN),
         (answer, 0, 0, refuse | _ENOSYS),
-        (equal, 0, 1, _CLONE3),  # its flags are in memory; the C library falls back to clone
+        (equal, 0, 1, _CLONE3),  # its flags cannot be filtered; the C library then uses clone
         (answer, 0, 0, refuse | _ENOSYS),
     ]
     for number in _REFUSED:
@@ -162,7 +162,7 @@ def _limit(limits: dict[str, Any]) -> None:
     resources = {
         resource.RLIMIT_AS: limits["memory_bytes"],
         resource.RLIMIT_FSIZE: limits["file_bytes"],
-        resource.RLIMIT_NPROC: limits["threads"] + 1,  # process 1 is one of them
+        resource.RLIMIT_NPROC: limits["threads"] + 1,  # process 1 counts too
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
@@ -172,7 +172,7 @@ def _limit(limits: dict[str, Any]) -> None:
     }
     for name, limit in resources.items():
         resource.setrlimit(name, (limit, limit))
-    # A signal that tells what happened, and a second later one that nobody can ignore.
+    # SIGXCPU at the limit, which shows the reason; SIGKILL a second later if it is ignored.
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
 
 
@@ -181,19 +181,19 @@ def _die_with_parent() -> None:
 
 
 def _enter_namespaces() -> int | None:
-    """Leave the machine's namespaces.
+    """Enter new namespaces.
 
     Returns:
-        The user that a privileged caller's program gets; None where it has one by its namespace.
+        The user id for the program if root runs the sandbox; None if a user namespace sets it.
     """
     kinds = _CLONE_NEWNS | _CLONE_NEWCGROUP | _CLONE_NEWUTS
     kinds |= _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     uid, gid = os.geteuid(), os.getegid()
     with open("/proc/self/uid_map") as file:
         is_root = uid == 0 and file.read().split() == ["0", "0", str(2**32 - 1)]
-    if is_root:  # limits on processes do not hold for root, so that the program gets another user
+    if is_root:  # process limits do not apply to root: use another user
         _must(_libc.unshare(kinds), "unshare")
-        return _OWN_UIDS + os.getpid()
+        return _FIRST_UID + os.getpid()
     _must(_libc.unshare(kinds | _CLONE_NEWUSER), "unshare (user namespaces)")
     for name, text in (
         ("setgroups", "deny"),
@@ -215,7 +215,7 @@ def _become_program(job: dict[str, Any], python: str) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    # Without packages, byte code or the current folder, and with the same set order every time.
+    # No packages, byte code or current folder; PYTHONHASHSEED fixes the order of sets.
     options = ["-s", "-S", "-P", "-B", "-X", "utf8"]
     os.chdir("/tmp")
     _filter_system_calls()
@@ -223,30 +223,30 @@ def _become_program(job: dict[str, Any], python: str) -> NoReturn:
 
 
 def _init(job: dict[str, Any], python: str, uid: int | None, parent_lives: int) -> int:
-    """Be process 1: build the root, start the program, wait for it."""
+    """Run as process 1: build the root, start the program and wait for it."""
     _die_with_parent()
-    os.setsid()  # `kill(0, ...)` reaches the whole group, also the process outside with the clock
+    os.setsid()  # else the program's `kill(0, ...)` would reach the process with the clock
     _build_root(python, job["files"], job["file_bytes"])
     _must(_libc.sethostname(b"sandbox", 7), "sethostname")
     if uid is not None:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(uid, uid, uid)
-        _die_with_parent()  # a change of user forgets it
+        _die_with_parent()  # a change of user resets it
     _must(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
-    if not os.read(parent_lives, 1):  # it ended before it could end this one
+    if not os.read(parent_lives, 1):  # the parent is already dead
         return 1
     os.close(parent_lives)
     program = os.fork()
     if program == 0:
         _become_program(job, python)
-    while True:  # orphans end up here, too
+    while True:  # also reaps orphans
         ended, wait_status, used = os.wait4(-1, 0)
         if ended == program:
             status = _status(wait_status)
             spent = used.ru_utime + used.ru_stime > job["cpu_s"]
-            # The kernel kills whoever ignores the signal that tells of the limit.
-            return _CPU_LIMIT_ENDED if spent and status == 128 + signal.SIGKILL else status
+            # A program that ignores SIGXCPU is killed by SIGKILL instead.
+            return _CPU_LIMIT_STATUS if spent and status == 128 + signal.SIGKILL else status
 
 
 def _main(job: dict[str, Any], report: int, parent: int) -> int:
@@ -255,7 +255,7 @@ def _main(job: dict[str, Any], report: int, parent: int) -> int:
     if os.getppid() != parent:
         return 1
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # before anybody else
+        file.write("1000")  # first choice of the out-of-memory killer
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     uid = _enter_namespaces()
     theirs, ours = os.pipe()
@@ -263,7 +263,7 @@ def _main(job: dict[str, Any], report: int, parent: int) -> int:
     if init == 0:
         os.close(ours)
         code = _reported(report, lambda: _init(job, python, uid, theirs))
-        os._exit(code)  # Python's own end would write what is left in buffers a second time
+        os._exit(code)  # a normal exit would flush inherited buffers a second time
     os.close(theirs)
     os.write(ours, b"x")
     ended = select.poll()
@@ -277,7 +277,7 @@ def _main(job: dict[str, Any], report: int, parent: int) -> int:
 def _reported(report: int, step: Callable[[], int]) -> int:
     try:
         return step()
-    except Exception as error:  # whatever this machine refuses: told to the caller, who raises it
+    except Exception as error:  # whatever this machine refuses; the caller raises it
         os.write(report, f"{type(error).__name__}: {error}".encode())
         return 1
 
@@ -285,7 +285,7 @@ def _reported(report: int, step: Callable[[], int]) -> int:
 def _script(job_fd: int, report: int, parent: int) -> int:
     with open(job_fd, encoding="utf-8") as file:
         job = json.load(file)
-    os.set_inheritable(report, False)  # closed when the program starts
+    os.set_inheritable(report, False)  # so that exec closes it
     return _reported(report, lambda: _main(job, report, parent))
 
 

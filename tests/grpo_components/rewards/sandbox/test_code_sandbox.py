@@ -1,4 +1,4 @@
-"""Programs that a model might write: what they may do, and that they can do nothing else."""
+"""What programs in the sandbox can do, and that they can do nothing else."""
 
 import contextlib
 import os
@@ -50,16 +50,16 @@ def test_a_program_reads_writes_and_has_the_standard_library(sandbox):
         thread = threading.Thread(target=print, args=(input()[::-1],))
         thread.start()
         thread.join()
-        print("told", file=sys.stderr)
+        print("done", file=sys.stderr)
         sys.exit(3)
         """,
         stdin="olleh\n",
     )
-    assert (outcome.status, outcome.stdout, outcome.stderr) == (3, "hello\n", "told\n")
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (3, "hello\n", "done\n")
     assert not outcome.timed_out
 
 
-def test_runs_are_alike_and_keep_nothing_of_each_other(sandbox):
+def test_runs_are_identical_and_leave_nothing_to_each_other(sandbox):
     program = """
         import os
         print(os.listdir("/tmp"), {"some", "words", "in", "a", "set"})
@@ -71,9 +71,9 @@ def test_runs_are_alike_and_keep_nothing_of_each_other(sandbox):
 
 
 def test_nothing_of_the_user_the_project_or_the_machine_is_there(sandbox, tmp_path, monkeypatch):
-    monkeypatch.setenv("A_SECRET", "told")
+    monkeypatch.setenv("A_SECRET", "known")
     secret = tmp_path / "secret"
-    secret.write_text("told")
+    secret.write_text("known")
     places = [secret, Path.home() / ".bashrc", REPOSITORY, __file__, os.getcwd(), "/etc/passwd"]
     places += ["/proc/self/environ", "/proc/1/environ", "/proc", "/sys", "/var", "/run", "/home"]
     places += ["/bin/sh", "/usr/bin", "/dev/shm", "/dev/tty", "/dev/sda", "/main.py/.."]
@@ -99,7 +99,7 @@ def test_nothing_of_the_user_the_project_or_the_machine_is_there(sandbox, tmp_pa
     assert outcome.stdout.split() == ["[]"]
 
 
-ESCAPES = {
+REFUSED = {
     "fork": "while True: os.fork()",
     "processes": "__import__('subprocess').run(['/usr/bin/true'])",
     "spawn": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
@@ -129,13 +129,17 @@ ESCAPES = {
     "asynchronous I/O": "raw(206, 1, ctypes.byref(ctypes.c_long()))",
     "give pages to a pipe": "raw(278, os.pipe()[1], None, 0, 0)",
     "system call of tomorrow": "raw(500)",
-    # To what it is already: where this gets through, the machine is none the worse.
+    # Sets the mode that the device already has: harmless if it gets through.
     "mode of a device": "os.chmod('/dev/null', 0o666)",
     "remove a device": "os.remove('/dev/urandom')",
     "kernel keys": "raw(248, b'user', b'x', b'y', 1, -3)",
     "write its source": "open('/main.py', 'w')",
     "write beside it": "open('/new', 'w')",
     "write the library": "open(os.__file__, 'w')",
+}
+"""Attempts that fail at once with an OSError and change nothing, so that one program makes all."""
+
+EXHAUSTING = {
     "full disk": "[open(f'/tmp/{i}', 'wb').write(bytes(2**18)) for i in range(8)]",
     "big file": "open('/tmp/x', 'wb').write(bytes(2**21))",
     "many files": "[open(f'/tmp/{i}', 'w').close() for i in range(5000)]",
@@ -152,10 +156,7 @@ ESCAPES = {
     "kill itself": "os.kill(os.getpid(), 9)",
 }
 
-
-@pytest.mark.parametrize("name", ESCAPES)
-def test_what_is_forbidden_fails(sandbox, nothing_left, name):
-    attempt = f"""
+HELPERS = """
 import ctypes, os, resource, sys, threading
 def checked(result):
     if result < 0:
@@ -166,42 +167,53 @@ def raw(*args):
     checked(ctypes.CDLL(None, use_errno=True).syscall(*args))
 def pair():
     return __import__('socket').socketpair()
-{ESCAPES[name]}
 """
-    outcome = sandbox.run(attempt)
+
+
+def test_system_calls_and_writes_that_leave_the_sandbox_are_refused(sandbox, nothing_left):
+    attempts = f"""{HELPERS}
+for name, attempt in {REFUSED!r}.items():
+    try:
+        exec(attempt, dict(globals()))
+    except OSError as error:
+        print(name, "refused" if error.errno else error, sep=": ")
+    else:
+        print(name, "got through", sep=": ")
+"""
+    outcome = sandbox.run(attempts)
+    assert outcome.stdout.splitlines() == [f"{name}: refused" for name in REFUSED], outcome.stderr
+
+
+@pytest.mark.parametrize("name", EXHAUSTING)
+def test_a_program_that_exhausts_a_limit_fails(sandbox, nothing_left, name):
+    outcome = sandbox.run(HELPERS + EXHAUSTING[name])
     assert outcome.status != 0
     reasons = ("[Errno ", "MemoryError", "start new thread", "maximum limit")
     assert outcome.status >= 120 or any(reason in outcome.stderr for reason in reasons), outcome
     assert len(outcome.stdout) <= 2**20 and len(outcome.stderr) <= 2**20
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import threading\nfor _ in range(2): threading.Thread(target=lambda: sum(iter(int, 1)))"
-        ".start()",
+def test_the_cpu_limit_counts_all_threads_and_cannot_be_ignored(sandbox, nothing_left):
+    threads = (
+        "import threading\n"
+        "for _ in range(2): threading.Thread(target=lambda: sum(iter(int, 1))).start()"
+    )
+    deaf = (
         "import os, signal\nfor n in range(1, 65):\n  try: signal.signal(n, signal.SIG_IGN)\n"
         "  except (OSError, ValueError): pass\nos.close(0); os.close(1); os.close(2)\n"
-        "while True: pass",
-    ],
-)
-def test_endless_work_ends(sandbox, nothing_left, program):
-    assert sandbox.run(program).status >= 128
-
-
-def test_a_program_that_ignores_its_cpu_limit_has_timed_out(sandbox, nothing_left):
-    outcome = sandbox.run(
-        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+        "while True: pass"
     )
-    assert outcome.timed_out
+    for program in (threads, deaf):
+        outcome = sandbox.run(program)
+        assert outcome.status >= 128 and outcome.timed_out
     assert not sandbox.run("import os\nos.kill(os.getpid(), 9)").timed_out
 
 
-def test_endless_waiting_ends(nothing_left):
-    patient = CodeSandbox(Limits(wall_s=1))
-    outcome = patient.run("import os, time\nos.setsid()\nwhile True: time.sleep(1)")
+def test_endless_waiting_ends(sandbox, nothing_left):
+    sleep = "import os, time\nos.setsid()\nwhile True: time.sleep(1)"
+    outcome = sandbox.run(sleep, wall_s=1)
     assert outcome.timed_out and outcome.status == 128 + 9
-    assert patient.run("print(1)").stdout == "1\n"
+    assert sandbox.run("print(1)").stdout == "1\n"
 
 
 def test_no_signal_leaves_the_sandbox(sandbox, nothing_left):
@@ -218,7 +230,7 @@ def test_no_signal_leaves_the_sandbox(sandbox, nothing_left):
         print("still here")
         """,
     )
-    # Process 1 of its own namespace takes no signal, and beyond that there is nobody.
+    # Process 1 of the namespace ignores signals, and no other process is visible.
     assert (outcome.status, outcome.stdout) == (0, "still here\n")
 
 
@@ -241,7 +253,7 @@ def is_sandbox(process):
     return False
 
 
-def test_many_threads_run_at_most_as_many_programs_as_they_may():
+def test_many_threads_run_at_most_max_programs_at_a_time():
     pair = CodeSandbox(Limits(wall_s=30), max_programs=2)
 
     def most_at_once(number):
@@ -256,7 +268,7 @@ def test_many_threads_run_at_most_as_many_programs_as_they_may():
 
 
 def in_new_user_namespace(script: str, first: str = "true") -> subprocess.CompletedProcess:
-    """Run Python as a user without privileges on the machine, whoever runs the tests."""
+    """Run Python as an ordinary user, whoever runs the tests."""
     command = f"{first} && exec {sys.executable} -c {shlex.quote(script)}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
@@ -274,7 +286,7 @@ USE = (
 )
 
 
-def test_an_ordinary_user_can_contain_programs():
+def test_an_ordinary_user_can_sandbox_programs():
     done = in_new_user_namespace(USE)
     assert done.stdout.startswith("65534 ["), done.stderr
 
@@ -292,14 +304,14 @@ for send, target in targets:
 RUN = """
 import sys
 from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
-outcome = CodeSandbox(Limits(wall_s=2)).run(sys.stdin.read())
+outcome = CodeSandbox(Limits(wall_s=60)).run(sys.stdin.read(), wall_s=float(sys.argv[1]))
 print(outcome.status, outcome.timed_out)
 """
 
 
-def run_as(user: str, script: str, program: str) -> str:
-    """What a script prints that reads a program, in one of the sandbox's two modes."""
-    start = [sys.executable, "-c", script]
+def run_as(user: str, script: str, program: str, wall_s: float = 60) -> str:
+    """Output of a script that runs a program in one of the sandbox's two modes."""
+    start = [sys.executable, "-c", script, str(wall_s)]
     done = subprocess.run(
         start if user == "root" else ["unshare", "--user", "--map-root-user", *start],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -315,15 +327,15 @@ def run_as(user: str, script: str, program: str) -> str:
 @pytest.mark.parametrize("user", ["root", "ordinary"])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_program_stops_or_ends_nobody_but_itself(user, number):
-    """Its supervisor, stopped, would not end it at its time: a score that never comes."""
-    told = run_as(user, RUN, SIGNALS.replace("NUMBER", str(int(number))))
-    # Stopped, it waits until its time is over; killed, it ends at once.
-    assert told == f"137 {number == signal.SIGSTOP}\n"
+    """If it could stop its supervisor, its wall-clock limit would not work."""
+    stops = number == signal.SIGSTOP  # a stopped program ends at its limit, a killed one at once
+    program = SIGNALS.replace("NUMBER", str(int(number)))
+    assert run_as(user, RUN, program, wall_s=1 if stops else 60) == f"137 {stops}\n"
 
 
 @pytest.mark.parametrize("user", ["root", "ordinary"])
-def test_a_device_stays_as_the_machine_has_it(user):
-    # All changes are to what it is already: where one gets through, the machine is none the worse.
+def test_a_program_cannot_change_a_device(user):
+    # Each change sets the present value: harmless if it gets through.
     program = """
 import os
 for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
@@ -343,15 +355,15 @@ with open("/dev/zero", "rb") as zero:
     assert zero.read(2) == bytes(2)
 assert len(os.urandom(8)) == 8
 """
-    told = run_as(user, RUN.replace("outcome.timed_out", "outcome.stdout, outcome.stderr"), program)
-    assert told.split() == ["0"]
+    script = RUN.replace("outcome.timed_out", "outcome.stdout, outcome.stderr")
+    assert run_as(user, script, program).split() == ["0"]
 
 
-def test_a_machine_that_cannot_contain_programs_is_refused_and_runs_none():
+def test_a_machine_without_namespaces_is_refused_and_runs_no_program():
     done = in_new_user_namespace(USE, first="echo 0 > /proc/sys/user/max_user_namespaces")
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ValueError: code sandbox: this machine cannot contain programs, ")
+    assert last.startswith("ValueError: code sandbox: ")
     assert "unshare" in last and "docs/rewards.md" in last
 
 
@@ -369,6 +381,8 @@ def test_a_sandbox_dies_with_the_process_that_asked_for_it():
     assert owner.stdout and owner.stdout.readline() == "ready\n"
     below = []
     while len(below) < 3:  # the sandbox's two processes and the program
+        with pytest.raises(subprocess.TimeoutExpired):
+            owner.wait(0.05)
         below = psutil.Process(owner.pid).children(recursive=True)
     owner.kill()
     owner.wait()
@@ -392,12 +406,12 @@ def test_a_sandbox_dies_with_the_process_that_asked_for_it():
         ({"threads": 0}, "threads"),
     ],
 )
-def test_a_limit_that_limits_nothing_is_refused(limits, key):
-    with pytest.raises(ValueError, match=rf"{key}: .* given; allowed"):
+def test_a_limit_out_of_range_is_refused(limits, key):
+    with pytest.raises(ValueError, match=rf"^{key}: "):
         Limits(**limits)
 
 
 @pytest.mark.parametrize("max_programs", [0, -1, 1.5, "2"])
-def test_a_sandbox_that_could_run_nothing_is_refused(max_programs):
-    with pytest.raises(ValueError, match=r"max_programs: .* given; allowed: a whole number >= 1"):
+def test_max_programs_below_one_is_refused(max_programs):
+    with pytest.raises(ValueError, match=r"^max_programs: "):
         CodeSandbox(max_programs=max_programs)

@@ -1,4 +1,4 @@
-"""Places for programs that run at a time; a greedy caller's queue does not hold up the others."""
+"""A queue for a few slots in which a heavy user cannot hold up the others."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import time
 from collections.abc import Iterator
 
 
-class FairPlaces:
-    """Hands each free place to the caller that came first, its time counted later by what it used.
+class FairQueue:
+    """Limits how many callers run at a time; the next slot goes to the earliest ticket.
 
-    So a caller that has used 8 s waits for all that come in the 8 s after it, and nobody waits for
-    ever.
+    A ticket is the caller's arrival time plus the seconds it has used before. A caller that has
+    used 8 s therefore waits for all who arrive within the next 8 s, and nobody waits forever.
 
     Args:
-        count: places.
+        num_slots: callers that may run at a time.
     """
 
-    def __init__(self, count: int) -> None:
-        self._free = count
+    def __init__(self, num_slots: int) -> None:
+        self._free = num_slots
         self._waiting: list[tuple[float, int]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
 
     @property
-    def waiting(self) -> int:
-        """Callers without a place."""
+    def num_waiting(self) -> int:
+        """Number of callers that wait for a slot."""
         return len(self._waiting)
 
     @contextlib.contextmanager
-    def place(self, used_s: float, timeout_s: float) -> Iterator[None]:
-        """Have a place for the time of a `with` block.
+    def slot(self, used_s: float, timeout_s: float) -> Iterator[None]:
+        """Wait for a slot and hold it during the `with` block.
 
         Args:
-            used_s: seconds that the caller has had places before.
-            timeout_s: longest wait.
+            used_s: seconds for which the caller has held slots before.
+            timeout_s: longest wait in seconds.
 
         Raises:
-            TimeoutError: if no place was free in time.
+            TimeoutError: no slot was free in time.
         """
         ticket = time.monotonic() + used_s, next(self._numbers)
         with self._changed:

@@ -1,0 +1,54 @@
+"""The fair queue: no caller waits behind all requests of a heavy user."""
+
+import threading
+
+import pytest
+
+from grpo_components.rewards.sandbox.fair_queue import FairQueue
+
+WAIT_S = 60
+
+
+def line_up(queue, callers):
+    """Let callers wait, one after the other, and return the order in which they got a slot."""
+    order, threads = [], []
+
+    def call(name, used_s):
+        with queue.slot(used_s, WAIT_S):
+            order.append(name)
+
+    with queue.slot(0.0, WAIT_S):
+        for name, used_s in callers:
+            thread = threading.Thread(target=call, args=(name, used_s))
+            thread.start()
+            threads.append(thread)
+            while queue.num_waiting < len(threads):
+                assert thread.is_alive()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return order
+
+
+def test_callers_with_equal_use_are_served_in_order():
+    assert line_up(FairQueue(1), [(n, 5.0) for n in range(6)]) == list(range(6))
+
+
+def test_a_caller_that_used_less_is_served_first():
+    callers = [("greedy", 500.0), ("greedier", 900.0), ("new", 0.0), ("modest", 100.0)]
+    assert line_up(FairQueue(1), callers) == ["new", "modest", "greedy", "greedier"]
+
+
+def test_a_caller_whose_wait_timed_out_leaves_the_queue():
+    queue = FairQueue(1)
+    with queue.slot(0.0, WAIT_S), pytest.raises(TimeoutError), queue.slot(0.0, 0.01):
+        pass
+    assert queue.num_waiting == 0
+    with queue.slot(0.0, WAIT_S):
+        pass
+
+
+def test_a_slot_is_free_again_after_an_error():
+    queue = FairQueue(1)
+    for _ in range(3):
+        with pytest.raises(KeyError), queue.slot(0.0, WAIT_S):
+            raise KeyError
