@@ -52,6 +52,14 @@ from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.quiet import without_prints
 from grpo_components.training.trainer import Trainer
+from grpo_components.training.trainer_options import (
+    BatchOptions,
+    DiagnosticsOptions,
+    ModelOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    RankOptions,
+)
 from grpo_components.trajectory import Trajectory, pack
 
 VOCABULARIES = (4096, 32768, 151936)
@@ -215,36 +223,48 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
     """The project's trainer, alone in its group of ranks."""
     return Trainer(
         rank=0,
-        num_ranks=1,
-        rendezvous=_rendezvous(folder),
         device=setting.device,
-        dtype=setting.dtype,
-        sharding=Sharding(),
         seed=0,
-        build_model=setting.build_model,
-        build_checkpointer=_checkpointer(folder),
-        build_optimizer=_build_optimizer,
-        build_lr_scheduler=None,
-        loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP, kl_coeff=KL_COEFF),
-        aggregation=TokenMean(),
-        off_policy=NoCorrection(),
-        learning_rate=None,
-        max_staleness=NEVER_STALE,
-        mask_overlong=False,
-        model_type="QWEN2",
-        base_model_path=str(folder / "base"),
-        ppo_epochs=1,
-        updates_per_batch=1,
-        tokens_per_micro_batch=setting.tokens_per_micro_batch,
-        packing=setting.packing,
-        logprob_chunk_tokens=setting.logprob_chunk_tokens,
-        clip_grad_norm=None,
-        enable_activation_checkpointing=setting.activation_checkpointing,
-        compile_model=setting.compile,
-        log_peak_memory_stats=True,
-        build_profiler=None,
-        skipped_folder=str(folder / "skipped"),
-        collective_timeout_s=TIMEOUT_S,
+        ranks=RankOptions(
+            num_ranks=1,
+            rendezvous=_rendezvous(folder),
+            sharding=Sharding(),
+            collective_timeout_s=TIMEOUT_S,
+        ),
+        model=ModelOptions(
+            build_model=setting.build_model,
+            build_checkpointer=_checkpointer(folder),
+            base_model_path=str(folder / "base"),
+            model_type="QWEN2",
+            dtype=setting.dtype,
+            enable_activation_checkpointing=setting.activation_checkpointing,
+            compile_model=setting.compile,
+            logprob_chunk_tokens=setting.logprob_chunk_tokens,
+        ),
+        batch=BatchOptions(
+            ppo_epochs=1,
+            updates_per_batch=1,
+            tokens_per_micro_batch=setting.tokens_per_micro_batch,
+            packing=setting.packing,
+            max_staleness=NEVER_STALE,
+            mask_overlong=False,
+        ),
+        optimizer=OptimizerOptions(
+            build_optimizer=_build_optimizer,
+            build_lr_scheduler=None,
+            learning_rate=None,
+            clip_grad_norm=None,
+        ),
+        objective=ObjectiveOptions(
+            loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP, kl_coeff=KL_COEFF),
+            aggregation=TokenMean(),
+            off_policy=NoCorrection(),
+        ),
+        diagnostics=DiagnosticsOptions(
+            log_peak_memory_stats=True,
+            build_profiler=None,
+            skipped_folder=str(folder / "skipped"),
+        ),
     )
 
 

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields, is_dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,8 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
+from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths, as the recipe has them: each class is imported in its own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -183,25 +186,41 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
     dataset = config.instantiate(cfg.dataset, tokenizer)
     held_out = config.instantiate(cfg.eval_dataset, tokenizer)
     prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
-    objective = ("loss", "aggregation", "off_policy")
+    parts = ("loss", "aggregation", "off_policy")
     arguments = role_arguments(
         cfg,
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
-        objective={key: config.instantiate(cfg[key]) for key in objective},
+        objective=ObjectiveOptions(**{key: config.instantiate(cfg[key]) for key in parts}),
         num_references=0,
         stop_tokens=tokenizer.stop_tokens,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
         rendezvous=str(rendezvous),
     )
     for own in (arguments.trainer, arguments.generator):
-        for key in (
-            "num_gpus",
-            "min_living",
-            "schedule_folder",
-            "numbered_lives",
-        ):
+        for key in ("num_gpus", "min_living", "replay", "numbered_lives"):
             own.pop(key, None)
     return arguments, prompts
+
+
+def change_options(arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Role arguments with some fields of their option records changed.
+
+    Args:
+        arguments: of a role; their option records are dataclasses.
+        changes: by the name of an argument, or of a field of one of the records.
+    """
+    changed = dict(arguments)
+    for name, value in changes.items():
+        if name in changed:
+            changed[name] = value
+            continue
+        (owner,) = (key for key, record in changed.items() if name in _field_names(record))
+        changed[owner] = replace(changed[owner], **{name: value})
+    return changed
+
+
+def _field_names(record: Any) -> set[str]:
+    return {field.name for field in fields(record)} if is_dataclass(record) else set()
 
 
 # ---- what runs in the processes -----------------------------------------------------------------
@@ -272,8 +291,8 @@ class Engines:
             return new, _results(running)
 
     def _engine(self, model_path: str, schedule: Any = None) -> Any:
-        return _find(_ENGINE)(
-            model_path,
+        options = EngineOptions(
+            model_path=model_path,
             device="cpu",
             dtype="fp32",
             max_model_len=256,
@@ -281,9 +300,8 @@ class Engines:
             gpu_memory_utilization=0.5,
             enforce_eager=True,
             recompute_kv_after_pull=False,
-            seed=0,
-            schedule=schedule,
         )
+        return _find(_ENGINE)(options, seed=0, schedule=schedule)
 
 
 def _ask(

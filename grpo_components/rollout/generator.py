@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torchrl.envs import EnvBase
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.replay.schedule import open_schedule
-from grpo_components.rewards.pool import RewardPool, RewardPoolError, RewardSpec
+from grpo_components.rewards.pool import RewardPool, RewardPoolError
 from grpo_components.rollout.collector import (
     EnginePolicy,
     GroupCollector,
@@ -26,6 +25,13 @@ from grpo_components.rollout.collector import (
     sampling_seed,
 )
 from grpo_components.rollout.environment_thread import EnvironmentThread
+from grpo_components.rollout.generator_options import (
+    EngineOptions,
+    EnvironmentOptions,
+    ReplayOptions,
+    RewardOptions,
+    SamplingOptions,
+)
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.token_texts import token_texts
 from grpo_components.rollout.vllm_engine import BASE_VERSION, EngineStoppedError, VLLMEngine
@@ -35,6 +41,7 @@ _REPLAY_THREADS = 1000
 """A replay's calls may come in another order, and none may keep another from its engine."""
 _CLOSING_S = 5.0
 """What environments get to close; one that hangs ends with the process."""
+_NO_REPLAY = ReplayOptions()
 _log = logging.getLogger(__name__)
 _SHOWN = 1000
 """Characters of a failure's message that are kept."""
@@ -54,102 +61,48 @@ class Generator:
     """One engine, its collectors and its reward processes.
 
     Args:
-        model_path: folder of the base model, loaded as version 0.
-        device: cpu or cuda.
-        dtype: compute dtype, fp32 or bf16.
-        build_tokenizer: makes the torchtune tokenizer.
-        build_environment: makes an environment from num_slots, decode, encode, score and
-            max_response_tokens.
-        slots_apart: each response has an environment and a thread of its own, and not its group.
-        rewards: by the name in the config.
-        reward_workers: processes that score.
-        reward_timeout_s: deadline of one sample's rewards.
-        environment_timeout_s: deadline of a rollout's calls into its environment together, rewards
-            included.
-        group_size: responses per prompt.
+        build_tokenizer: builds the torchtune tokenizer.
+        engine: the vLLM engine.
+        sampling: how responses are sampled.
+        environment: where prompts are answered.
+        rewards: what scores the responses.
         rollouts_in_flight: groups generated at once, one collector thread each.
-        seed: sampling seeds derive from it.
-        max_response_tokens: longest response, what the environment says included.
-        stop_token_ids: a response ends with the first of these.
-        truncation: what else than the temperature bends the sampled distribution, by vLLM's names;
-            the trainer cannot account for it.
-        max_model_len: longest prompt plus response, in tokens.
-        max_num_seqs: requests that one engine step may batch.
-        gpu_memory_utilization: share of the GPU's memory for vLLM.
-        enforce_eager: no CUDA graphs.
-        recompute_kv_after_pull: recompute the KV of running requests under new weights.
-        log_token_texts: a group as a person would read it has the text of each token, too.
-        number: which of the generators.
-        schedule_folder: gets the engine's schedule; None writes none.
-        replayed_folder: has the schedule to keep; None for a new run.
-        replay_timeout_s: longest wait for what the schedule to keep has next.
-        life: of this process, from 0.
+        log_token_texts: add each token's text to the readable form of a group.
+        replay: where the engine's schedule is written and read.
+        number: of this generator, from 0.
+        life: restarts of this process so far.
     """
 
     def __init__(
         self,
         *,
-        model_path: str,
-        device: str,
-        dtype: str,
         build_tokenizer: Callable[[], Any],
-        build_environment: Callable[..., EnvBase],
-        slots_apart: bool = False,
-        rewards: dict[str, RewardSpec],
-        reward_workers: int,
-        reward_timeout_s: float,
-        environment_timeout_s: float,
-        group_size: int,
+        engine: EngineOptions,
+        sampling: SamplingOptions,
+        environment: EnvironmentOptions,
+        rewards: RewardOptions,
         rollouts_in_flight: int,
-        seed: int,
-        max_response_tokens: int,
-        stop_token_ids: Sequence[int],
-        truncation: Mapping[str, float],
-        max_model_len: int,
-        max_num_seqs: int,
-        gpu_memory_utilization: float,
-        enforce_eager: bool,
-        recompute_kv_after_pull: bool,
         log_token_texts: bool = False,
+        replay: ReplayOptions = _NO_REPLAY,
         number: int = 0,
-        schedule_folder: str | None = None,
-        replayed_folder: str | None = None,
-        replay_timeout_s: float = 0.0,
         life: int = 0,
     ) -> None:
-        self._rewards = RewardPool(rewards, num_workers=reward_workers, timeout_s=reward_timeout_s)
+        self._rewards = RewardPool(
+            rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
+        )
         self._tokenizer = build_tokenizer()
-        self._stop_token_ids = set(stop_token_ids)
-        self._engine = VLLMEngine(
-            model_path,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            recompute_kv_after_pull=recompute_kv_after_pull,
-            seed=seed,
-            schedule=open_schedule(
-                number, schedule_folder, replayed_folder, replay_timeout_s, life
-            ),
+        self._sampling, self._environment = sampling, environment
+        self._stop_token_ids = set(sampling.stop_token_ids)
+        schedule = open_schedule(
+            number, replay.schedule_folder, replay.replayed_folder, replay.timeout_s, life
         )
-        self._build_environment = build_environment
-        self._build_policy = partial(
-            EnginePolicy,
-            self._engine,
-            max_response_tokens=max_response_tokens,
-            stop_token_ids=stop_token_ids,
-            truncation=truncation,
-        )
-        self._environment_timeout_s = environment_timeout_s
-        self._max_response_tokens, self._log_token_texts = max_response_tokens, log_token_texts
-        self._group_size, self._seed, self._slots_apart = group_size, seed, slots_apart
-        threads = rollouts_in_flight if replayed_folder is None else _REPLAY_THREADS
-        threads *= group_size if slots_apart else 1
+        self._engine = VLLMEngine(engine, seed=sampling.seed, schedule=schedule)
+        self._log_token_texts = log_token_texts
+        threads = rollouts_in_flight if replay.replayed_folder is None else _REPLAY_THREADS
+        threads *= sampling.group_size if environment.slots_apart else 1
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
-        """By the number of their slots; as many exist as were ever needed at once."""
+        """By number of slots; as many exist as were ever needed at once."""
         self.version = self._loading = BASE_VERSION
 
     async def generate_group(
@@ -167,12 +120,12 @@ class Generator:
         Returns:
             The packed group, its summary, and the group as a person would read it.
         """
+        seed, group_size = self._sampling.seed, self._sampling.group_size
         prompts = [
-            {**prompt, "seed": sampling_seed(self._seed, 2, group_id, i)}
-            for i in range(self._group_size)
+            {**prompt, "seed": sampling_seed(seed, 2, group_id, i)} for i in range(group_size)
         ]
-        seeds = [sampling_seed(self._seed, 0, group_id, i) for i in range(self._group_size)]
-        names = [f"group {group_id} sample {i}" for i in range(self._group_size)]
+        seeds = [sampling_seed(seed, 0, group_id, i) for i in range(group_size)]
+        names = [f"group {group_id} sample {i}" for i in range(group_size)]
         slots = await self._collect(prompts, names, seeds, temperature)
         identity = {"epoch": epoch, "group_id": group_id, "attempt": attempt}
         group = [slot.trajectory(prompt, **identity, temperature=temperature) for slot in slots]
@@ -199,13 +152,14 @@ class Generator:
             For each response, those to one prompt side by side: prompt_index, prompt_text, reward,
             success, oldest and newest version, error.
         """
+        seed, size = self._sampling.seed, self._sampling.group_size
         # The same world for all samples of a prompt.
         asked = [
-            ({**prompt, "seed": sampling_seed(self._seed, 3, prompt["prompt_index"])}, sample)
+            ({**prompt, "seed": sampling_seed(seed, 3, prompt["prompt_index"])}, sample)
             for prompt in prompts
             for sample in range(samples)
         ]
-        chunks = [asked[i : i + self._group_size] for i in range(0, len(asked), self._group_size)]
+        chunks = [asked[i : i + size] for i in range(0, len(asked), size)]
 
         def name(prompt: Prompt, sample: int) -> str:  # the first as in runs with one sample
             which = f" sample {sample}" if sample else ""
@@ -216,7 +170,7 @@ class Generator:
                 self._collect(
                     [prompt for prompt, _ in chunk],
                     [name(prompt, i) for prompt, i in chunk],
-                    [sampling_seed(self._seed, 1, p["prompt_index"], i) for p, i in chunk],
+                    [sampling_seed(seed, 1, p["prompt_index"], i) for p, i in chunk],
                     temperature,
                 )
                 for chunk in chunks
@@ -281,7 +235,7 @@ class Generator:
     async def _collect(
         self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
     ) -> list[SlotRollout]:
-        size = 1 if self._slots_apart else len(prompts)
+        size = 1 if self._environment.slots_apart else len(prompts)
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         rollouts = await asyncio.gather(
@@ -307,8 +261,8 @@ class Generator:
             seat.environment.call(seat.env.ask, prompts)
             slots = seat.collector.rollout(seat.environment.call)
             longest = max(len(slot.response_ids) for slot in slots)
-            if longest > self._max_response_tokens:
-                limit = f"generator.max_response_tokens is {self._max_response_tokens}"
+            if longest > self._sampling.max_response_tokens:
+                limit = f"generator.max_response_tokens is {self._sampling.max_response_tokens}"
                 raise ValueError(f"the response got {longest} tokens, and {limit}")
         except (EngineStoppedError, RewardPoolError):
             raise
@@ -322,17 +276,22 @@ class Generator:
         return slots
 
     def _seat(self, num_slots: int) -> _Seat:
-        environment = EnvironmentThread(self._environment_timeout_s)
+        environment = EnvironmentThread(self._environment.timeout_s)
         build = partial(
-            self._build_environment,
+            self._environment.build_environment,
             num_slots=num_slots,
             decode=self._decode,
             encode=partial(encode_text, self._tokenizer),
             score=self._rewards.score,
-            max_response_tokens=self._max_response_tokens,
+            max_response_tokens=self._sampling.max_response_tokens,
         )
         env = environment.call(build)
-        policy = self._build_policy()
+        policy = EnginePolicy(
+            self._engine,
+            max_response_tokens=self._sampling.max_response_tokens,
+            stop_token_ids=self._sampling.stop_token_ids,
+            truncation=self._sampling.truncation,
+        )
         return _Seat(environment, env, policy, GroupCollector(env, policy))
 
     def _readable(self, trajectory: Trajectory) -> dict[str, Any]:

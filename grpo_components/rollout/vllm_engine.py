@@ -25,6 +25,7 @@ from vllm.v1.engine.core_client import InprocClient
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.replay.schedule import STOP, Schedule
+from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
 
 BASE_VERSION = 0
@@ -55,16 +56,7 @@ class VLLMEngine:
     steps, so that running requests go on over the swap and every token has an exact version.
 
     Args:
-        model_path: folder of the Hugging Face checkpoint to load as version 0.
-        device: cpu or cuda.
-        dtype: compute dtype, fp32 or bf16.
-        max_model_len: longest prompt plus response, in tokens.
-        max_num_seqs: requests that one step may batch.
-        gpu_memory_utilization: share of the GPU's memory for vLLM; not used on a CPU.
-        enforce_eager: no CUDA graphs.
-        recompute_kv_after_pull: running requests recompute their KV under new weights; otherwise
-            they keep the KV of the old ones. Requests that have computed nothing yet never read
-            KV of old weights.
+        options: model, limits and weight swaps.
         seed: seed of the engine (requests bring their own).
         schedule: decides which request or weights enter before which step; None takes them as they
             come.
@@ -75,40 +67,33 @@ class VLLMEngine:
 
     def __init__(
         self,
-        model_path: str,
+        options: EngineOptions,
         *,
-        device: str,
-        dtype: str,
-        max_model_len: int,
-        max_num_seqs: int,
-        gpu_memory_utilization: float,
-        enforce_eager: bool,
-        recompute_kv_after_pull: bool,
         seed: int,
         schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
     ) -> None:
-        # A prompt read in two steps would end the engine on a CPU: what the first one samples is
-        # discarded by setting its random generator back, and a CPU's has no offset to set.
-        options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
-        if device == "cuda":
-            options = {
-                "enforce_eager": enforce_eager,
-                "gpu_memory_utilization": gpu_memory_utilization,
+        # On a CPU a prompt read in two steps would end the engine: vLLM discards the first step's
+        # sample by rewinding the random generator, and a CPU generator cannot be rewound.
+        more: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
+        if options.device == "cuda":
+            more = {
+                "enforce_eager": options.enforce_eager,
+                "gpu_memory_utilization": options.gpu_memory_utilization,
             }
         self._engine = LLM(
-            model_path,
+            options.model_path,
             skip_tokenizer_init=True,
-            dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[dtype]),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
+            dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]),
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             seed=seed,
-            **options,
+            **more,
         ).llm_engine
         self._engine.set_weight_version(str(BASE_VERSION))
-        self._recompute_kv = recompute_kv_after_pull
-        self._expected_shapes = checkpoint_shapes(Path(model_path))
+        self._recompute_kv = options.recompute_kv_after_pull
+        self._expected_shapes = checkpoint_shapes(Path(options.model_path))
         self._schedule = Schedule() if schedule is None else schedule
         self._step = 0
         self._running: dict[str, Future[Completion]] = {}

@@ -16,7 +16,7 @@ from grpo_components.trajectory import Trajectory
 
 
 @dataclass
-class Sample:
+class TrainSample:
     """One response of the batch, and what the step adds to its record."""
 
     trajectory: Trajectory
@@ -51,7 +51,7 @@ def make_samples(
     advantages: NDArray[Any],
     trained_tokens: Callable[[Trajectory], NDArray[np.bool_]],
     num_logged: int,
-) -> list[Sample]:
+) -> list[TrainSample]:
     """The samples of a batch.
 
     Args:
@@ -66,18 +66,18 @@ def make_samples(
     if np.shape(advantages) != (len(trajectories),):
         problem = f"shape {np.shape(advantages)} given for {len(trajectories)} responses"
         raise ComponentError(f"advantages: {problem}; allowed: one number for each")
-    samples: list[Sample] = []
+    samples: list[TrainSample] = []
     in_group: Counter[int] = Counter()
     for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
         trajectory.advantage = advantage
         number, logged = in_group[trajectory.group_id], len(samples) < num_logged
-        samples.append(Sample(trajectory, trained_tokens(trajectory), number, logged))
+        samples.append(TrainSample(trajectory, trained_tokens(trajectory), number, logged))
         in_group[trajectory.group_id] += 1
     return samples
 
 
 def spread_advantages(
-    samples: Sequence[Sample], token_advantages: TokenAdvantages | None, step: int
+    samples: Sequence[TrainSample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
     """Set the advantage of each trained token.
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.losses import LossInputs
-from grpo_components.training.sample import Sample
+from grpo_components.training.sample import TrainSample
 from grpo_components.trajectory import Trajectory
 
 _INPUTS = {
@@ -35,10 +35,10 @@ class UpdateWatch:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[list[Sample], LossInputs, Tensor | None, Tensor]] = []
+        self._seen: list[tuple[list[TrainSample], LossInputs, Tensor | None, Tensor]] = []
 
     def saw(
-        self, members: list[Sample], inputs: LossInputs, weights: Tensor | None, losses: Tensor
+        self, members: list[TrainSample], inputs: LossInputs, weights: Tensor | None, losses: Tensor
     ) -> None:
         """Keep one micro-batch, without its graph.
 

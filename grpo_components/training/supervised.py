@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from grpo_components.training.sample import Sample
+from grpo_components.training.sample import TrainSample
 from grpo_components.training.token_metrics import TokenMetrics
 from grpo_components.trajectory import Trajectory
 
@@ -35,7 +35,7 @@ class SupervisedExamples:
         self.coeff, self._per_update, self._seed = coeff, examples_per_update, seed
         self._examples = examples
 
-    def batch(self, update: int) -> list[Sample]:
+    def batch(self, update: int) -> list[TrainSample]:
         """The examples of one optimizer update.
 
         Args:
@@ -44,7 +44,7 @@ class SupervisedExamples:
         first = update * self._per_update
         return [self._sample(place) for place in range(first, first + self._per_update)]
 
-    def _sample(self, place: int) -> Sample:
+    def _sample(self, place: int) -> TrainSample:
         epoch, place = divmod(place, len(self._examples))
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._examples))
         prompt_ids, response_ids = self._examples[order[place]]
@@ -61,7 +61,7 @@ class SupervisedExamples:
             attempt=0,
             finish_reason="stop",
         )
-        return Sample(trajectory, trajectory.response_mask)
+        return TrainSample(trajectory, trajectory.response_mask)
 
 
 class SupervisedLoss:
@@ -79,8 +79,8 @@ class SupervisedLoss:
     def __init__(
         self,
         examples: SupervisedExamples,
-        forward: Callable[[list[Sample]], tuple[Tensor, Tensor]],
-        plan: Callable[[list[Sample]], Sequence[Sequence[int]]],
+        forward: Callable[[list[TrainSample]], tuple[Tensor, Tensor]],
+        plan: Callable[[list[TrainSample]], Sequence[Sequence[int]]],
         num_data_ranks: int,
     ) -> None:
         self._examples, self._forward, self._plan = examples, forward, plan

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_components.training.sample import Sample
+from grpo_components.training.sample import TrainSample
 from grpo_components.trajectory import Trajectory
 
 _DIGITS = 6
@@ -17,7 +17,7 @@ Logprobs = list[float | None]
 """[R] of one response, in nats; None where a token was not sampled, or not measured."""
 
 
-def keep_logprobs(members: Sequence[Sample], logprobs: Tensor) -> None:
+def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
     """Keep what the step's first pass has found, of those responses that are logged.
 
     Args:
@@ -30,7 +30,7 @@ def keep_logprobs(members: Sequence[Sample], logprobs: Tensor) -> None:
             sample.start_logprobs = part.numpy() if sample.logged else None
 
 
-def gather_logprobs(samples: Sequence[Sample]) -> dict[int, list[dict[str, Logprobs | None]]]:
+def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, Logprobs | None]]]:
     """Bring the kept logprobs of all ranks together; every rank calls it.
 
     Args:
