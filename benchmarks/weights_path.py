@@ -86,6 +86,7 @@ class TrainerSide:
         from torchtune.models.qwen2 import qwen2
         from torchtune.training import FullModelHFCheckpointer
 
+        from grpo_components.exchange.staleness import StalenessContract
         from grpo_components.models.meshes import Sharding
         from grpo_components.objective.aggregation import TokenMean
         from grpo_components.objective.losses import GRPOLoss
@@ -142,7 +143,7 @@ class TrainerSide:
                 updates_per_batch=1,
                 tokens_per_micro_batch=512,
                 packing=False,
-                max_staleness=0,
+                contract=StalenessContract(0, 1),
                 mask_overlong=False,
             ),
             optimizer=OptimizerOptions(

@@ -74,7 +74,7 @@ def role_arguments(
     cpu_threads = max(1, available_cpus(cfg.replay_events) // num_roles)
     trainer, generator = stand_in_arguments(
         cfg,
-        _trainer(cfg, cpu_threads, objective, rendezvous),
+        _trainer(cfg, cpu_threads, contract, objective, rendezvous),
         _generator(cfg, cpu_threads, stop_tokens, longest_prompt, Path(rendezvous).parent),
     )
     return RoleArguments(
@@ -100,7 +100,11 @@ def _replay_buffer(cfg: DictConfig, contract: StalenessContract) -> dict[str, An
 
 
 def _trainer(
-    cfg: DictConfig, cpu_threads: int, objective: ObjectiveOptions, rendezvous: str
+    cfg: DictConfig,
+    cpu_threads: int,
+    contract: StalenessContract,
+    objective: ObjectiveOptions,
+    rendezvous: str,
 ) -> dict[str, Any]:
     return {
         "cpu_threads": cpu_threads,
@@ -123,7 +127,7 @@ def _trainer(
             updates_per_batch=cfg.updates_per_batch,
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             packing=cfg.packing,
-            max_staleness=cfg.max_staleness,
+            contract=contract,
             mask_overlong=cfg.mask_overlong,
         ),
         "optimizer": _optimizer_options(cfg),

@@ -126,7 +126,7 @@ class Run:
         await self._log(step, batch, advantages, result, metrics)
         self._agreement.check(step, metrics)
         why = result.skipped_because
-        self._skipped_steps.stepped(step, trained=not why, why=why)
+        self._skipped_steps.record(step, trained=not why, why=why)
         if step % self._save_every_n_steps == 0 or ledger.finished:
             await self._checkpoints.save(step, self._roles.trainers, self._roles.buffer)
 
@@ -152,7 +152,7 @@ class Run:
             SkippedStepsError: if no step of the run trained anything.
         """
         outcome = self._ledger.turns.outcome()
-        self.log.summary(self._ledger.dropped_groups, outcome, self._skipped_steps.told())
+        self.log.summary(self._ledger.dropped_groups, outcome, self._skipped_steps.summary())
         self._skipped_steps.check_trained()
 
     def close(self) -> None:

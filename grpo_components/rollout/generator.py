@@ -38,18 +38,18 @@ from grpo_components.rollout.vllm_engine import BASE_VERSION, EngineStoppedError
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
 
 _REPLAY_THREADS = 1000
-"""A replay's calls may come in another order, and none may keep another from its engine."""
+"""Many, because calls of a replay may come in any order, and none may block another."""
 _CLOSING_S = 5.0
-"""What environments get to close; one that hangs ends with the process."""
+"""Time for environments to close; one that hangs ends with the process."""
 _NO_REPLAY = ReplayOptions()
 _log = logging.getLogger(__name__)
-_SHOWN = 1000
-"""Characters of a failure's message that are kept."""
+MAX_ERROR_CHARS = 1000
+"""Characters kept of an environment's error message."""
 
 
 @dataclass(frozen=True)
 class _Seat:
-    """What one rollout at a time samples a group of one size with."""
+    """An environment with its thread, policy and collector, for one rollout at a time."""
 
     environment: EnvironmentThread
     env: Any
@@ -102,7 +102,7 @@ class Generator:
         threads *= sampling.group_size if environment.slots_apart else 1
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
-        """By number of slots; as many exist as were ever needed at once."""
+        """By number of slots; as many as were ever needed at once."""
         self.version = self._loading = BASE_VERSION
 
     async def generate_group(
@@ -111,14 +111,14 @@ class Generator:
         """Sample and score `group_size` responses to one prompt.
 
         Args:
-            prompt: a row of the prompt data set.
+            prompt: row of the prompt data set.
             epoch: pass over the data set.
-            group_id: decides the sampling seeds, with the seed and the sample's number.
-            attempt: life of the run.
+            group_id: determines the sampling seeds, with the run's seed and the sample's number.
+            attempt: number of times that the run was started or resumed.
             temperature: of sampling.
 
         Returns:
-            The packed group, its summary, and the group as a person would read it.
+            The packed group, its summary, and the group as text for the rollout log.
         """
         seed, group_size = self._sampling.seed, self._sampling.group_size
         prompts = [
@@ -149,11 +149,11 @@ class Generator:
             samples: responses to each prompt.
 
         Returns:
-            For each response, those to one prompt side by side: prompt_index, prompt_text, reward,
-            success, oldest and newest version, error.
+            For each response, in the order of the prompts: prompt_index, prompt_text, reward,
+            success, error, oldest_version, newest_version.
         """
         seed, size = self._sampling.seed, self._sampling.group_size
-        # The same world for all samples of a prompt.
+        # All samples of a prompt get the same environment seed.
         asked = [
             ({**prompt, "seed": sampling_seed(seed, 3, prompt["prompt_index"])}, sample)
             for prompt in prompts
@@ -161,7 +161,8 @@ class Generator:
         ]
         chunks = [asked[i : i + size] for i in range(0, len(asked), size)]
 
-        def name(prompt: Prompt, sample: int) -> str:  # the first as in runs with one sample
+        def name(prompt: Prompt, sample: int) -> str:
+            # The first sample's name does not depend on `samples`.
             which = f" sample {sample}" if sample else ""
             return f"evaluation of prompt {prompt['prompt_index']}{which}"
 
@@ -197,21 +198,21 @@ class Generator:
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]
     ) -> tuple[int, str]:
-        """Check new weights and swap them in between two engine steps.
+        """Check new weights, then swap them in between two engine steps.
 
         Args:
             version: policy version of the weights.
-            buckets: each trainer rank's part.
+            buckets: one from each trainer rank.
 
         Returns:
-            The acknowledgement: the version, and the checksum of all that was checked and loaded.
+            The version, and the checksum of everything that was loaded, as an acknowledgement.
 
         Raises:
-            ValueError: naming the tensor that is damaged, missing, twice there, unknown or of
-                another shape, or a version older than what is loaded; the weights stay as they are.
+            ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape (the
+                message names it), or the version is older than the loaded one. The weights stay.
         """
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
-        # Without an await in between: others may have come while this one was checked.
+        # No await from here to the update: newer weights may have arrived during the check.
         if version < self._loading:
             raise ValueError(f"weights of version {version} came after those of {self._loading}")
         loading = self._engine.load_weights(version, tensors)
@@ -221,11 +222,11 @@ class Generator:
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
 
     def begin_attempt(self) -> None:
-        """Accept weights of an older version than these: the run goes back to a checkpoint."""
+        """Accept older weights than the loaded ones, because the run returns to a checkpoint."""
         self._loading = BASE_VERSION
 
     def close(self) -> None:
-        """Stop the engine, the reward processes, and the environments' own."""
+        """Stop the engine, the reward processes and the environments."""
         self._engine.close()
         self._rewards.close()
         self._threads.shutdown(cancel_futures=True)
@@ -263,14 +264,14 @@ class Generator:
             longest = max(len(slot.response_ids) for slot in slots)
             if longest > self._sampling.max_response_tokens:
                 limit = f"generator.max_response_tokens is {self._sampling.max_response_tokens}"
-                raise ValueError(f"the response got {longest} tokens, and {limit}")
+                raise ValueError(f"the response has {longest} tokens, but {limit}")
         except (EngineStoppedError, RewardPoolError):
             raise
-        except Exception as error:  # a user's environment: its failure is these samples', and told
-            # Its state is anyone's guess: the next group gets another.
+        except Exception as error:  # of a user's environment: these samples fail
+            # The environment's state is unknown: the next group gets a new one.
             seat.environment.leave(seat.env.close)
             _log.warning("an environment failed", exc_info=True)
-            problem = f"environment: {type(error).__name__}: {error}"[:_SHOWN]
+            problem = f"environment: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
             return [SlotRollout.failed(np.asarray(p["prompt_ids"]), problem) for p in prompts]
         free.append(seat)
         return slots
@@ -300,13 +301,13 @@ class Generator:
         texts = {"tokens": token_texts(token_ids, self._decode)} if self._log_token_texts else {}
         edges = np.flatnonzero(np.diff(mask)) + 1
         turns = zip(np.split(trajectory.response_ids, edges), np.split(mask, edges), strict=True)
-        said = [
+        parts = [
             {"by": "policy" if own.all() else "environment", "text": self._decode(ids.tolist())}
             for ids, own in turns
         ]
         return {
             "response": self._decode(token_ids),
-            **({"turns": said} if not mask.all() else {}),
+            **({"turns": parts} if not mask.all() else {}),
             "finish_reason": trajectory.finish_reason,
             "response_tokens": len(versions),
             "versions": [min(versions), max(versions)] if versions else None,
@@ -323,7 +324,7 @@ class Generator:
         try:
             return self._tokenizer.decode(token_ids)
         except (KeyError, TypeError):
-            # The output layer is often larger than the vocabulary: such an id has no text.
+            # The output layer is often larger than the vocabulary; the extra ids have no text.
             return "".join(self._decode_one(token_id) for token_id in token_ids)
 
     def _decode_one(self, token_id: int) -> str:

@@ -1,4 +1,4 @@
-"""One trainer rank: full finetune of the policy with FSDP2, and its weights for the generators."""
+"""One trainer rank: trains the policy with FSDP2 and exports its weights for the generators."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Trainer:
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> StepResult:
-        """Train on one global batch; each rank works on its part.
+        """Train on one global batch; each rank computes its part.
 
         Args:
             batch: the S = B * G trajectories of the step, in the order of group ids.
@@ -149,8 +149,8 @@ class Trainer:
             step: training steps done before this one, for the schedules.
 
         Returns:
-            The outcome over the global batch, the same on every rank. The policy version stays
-            where no update had a finite loss and gradient: a skipped step, whose
+            The outcome over the global batch, the same on every rank. If no update had a finite
+            loss and gradient, the step is skipped: the policy version stays, and
             `skipped_because` says why.
         """
         started = time.perf_counter()
@@ -172,7 +172,7 @@ class Trainer:
             **over_updates(updates),
             **self._use.metrics(sequences, self._batch.ppo_epochs, start_known, seconds),
             "policy_version": self.policy_version,
-            "skipped_steps": step + 1 - self.policy_version,  # each of the others made a version
+            "skipped_steps": step + 1 - self.policy_version,  # every other step made one version
             "time/train": seconds,
         }
         why = "" if trained else self._skipped_because or nothing_to_train(trajectories)
@@ -216,9 +216,10 @@ class Trainer:
         return updates, start_known
 
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """[R] which response tokens are trained: sampled by the policy, and none of the masked."""
+        """[R] which response tokens are trained: sampled by the policy and not masked."""
         cut_off = self._batch.mask_overlong and trajectory.finish_reason == "length"
-        fresh = trajectory.token_versions >= self.policy_version - self._batch.max_staleness
+        oldest = self.policy_version - self._batch.contract.max_staleness
+        fresh = trajectory.token_versions >= oldest
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
     def _plan(self, samples: list[TrainSample]) -> list[list[int]]:
@@ -242,15 +243,22 @@ class Trainer:
 
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:
-        """Logprobs of the policy that the step starts from, where later updates need them."""
+        """Compute logprobs of the policy that the step starts from, for the later updates."""
         for indices in self._plan(samples) if samples else []:
-            members = [samples[i] for i in indices] or samples[:1]  # in step with other ranks
+            # Without a micro-batch of its own, a rank still joins the others' collectives.
+            members = [samples[i] for i in indices] or samples[:1]
             logprobs = self._forward(members)[0].cpu().split([s.num_tokens for s in members])
             for sample, values in zip(members, logprobs, strict=True):
                 sample.proximal_logprobs = values.numpy()
 
     def _update(self, part: list[TrainSample], index: int, with_mismatch: bool) -> dict[str, float]:
-        """The index-th optimizer update, on the aggregated loss of a global part of the batch."""
+        """Make one optimizer update from the aggregated loss of a part of the global batch.
+
+        Args:
+            part: the same on every rank.
+            index: number of the update since the run's start.
+            with_mismatch: measure the mismatch between trainer and generator.
+        """
         samples = [sample for sample in part if sample.num_tokens]
         if not samples:  # the same on every rank
             return {}
@@ -263,20 +271,20 @@ class Trainer:
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
         for indices in self._plan(samples):
-            if not indices:  # another rank has one more: take part in its collectives
+            if not indices:  # another rank has one more micro-batch: join its collectives
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
                 continue
             members = [samples[i] for i in indices]
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
             measured.add({"loss/total": losses * total_tokens})
-            # FSDP averages over ranks; the weights are those of all tokens of all ranks.
+            # FSDP averages gradients over ranks, but the weights already count all ranks' tokens.
             (losses.sum() * self._num_data_ranks).backward()
         if self._supervised is not None:
             self._supervised.backward(index, measured, total_tokens)
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
         metrics = measured.over_ranks(total_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)
-        if is_usable(metrics):  # the same numbers on every rank
+        if is_usable(metrics):  # the same on every rank
             self._optimizer.step()
         elif not self._skipped_because:
             first_of = self._policy_loss.name if self._is_first_update else ""
@@ -287,7 +295,7 @@ class Trainer:
     def _weighted_losses(
         self, members: list[TrainSample], measured: TokenMetrics, watch: UpdateWatch, first: bool
     ) -> Tensor:
-        """Token losses [N] of one micro-batch, each times its response's weight."""
+        """Token losses [N] of one micro-batch, each multiplied by its response's weight."""
         trainer_logprobs, entropy = self._forward(members)
         counts = torch.tensor([sample.num_tokens for sample in members])
 
@@ -299,7 +307,7 @@ class Trainer:
 
         generator_logprobs = recorded("generator_logprobs")
         sequence_ids = torch.arange(len(members)).repeat_interleave(counts).to(self._device)
-        start = trainer_logprobs.detach()  # of the step, where this is its only update
+        start = trainer_logprobs.detach()  # the step's start, if this is its only update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
         has_reference = members[0].trajectory.reference_logprobs is not None
@@ -315,10 +323,10 @@ class Trainer:
             entropy=entropy,
         )
         losses, token_metrics, correction = self._policy_loss(inputs, start)
-        watch.saw(members, inputs, correction, losses)
+        watch.record(members, inputs, correction, losses)
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
-        if first:  # of the step, or of these members in it
+        if first:  # update of the step, or first update with these members
             new = [sample.trajectory.oldest_version == self.policy_version for sample in members]
             fresh = torch.tensor(new).repeat_interleave(counts).to(self._device)
             measured.add_mismatch(start - generator_logprobs, correction, fresh)
@@ -329,8 +337,7 @@ class Trainer:
     def gather_weights(self) -> int:
         """Gather the current weights layer by layer; each rank keeps the layers assigned to it.
 
-        In line with the step: a gather from another thread would interleave with FSDP's
-        collectives.
+        Call it between steps: a gather in another thread would interleave with FSDP's collectives.
 
         Returns:
             The policy version of the gathered weights.
@@ -343,13 +350,13 @@ class Trainer:
         return self.policy_version
 
     def export_weights(self, version: int) -> tuple[tuple[Manifest, NDArray[np.uint8]], Manifest]:
-        """Convert and pack what `gather_weights` kept; safe beside the next train step.
+        """Convert and pack what `gather_weights` kept; may run during the next training step.
 
         Args:
             version: what `gather_weights` returned.
 
         Returns:
-            This rank's bucket (manifest and bytes), and its manifest alone, for the account.
+            This rank's bucket (manifest and bytes), and its manifest alone.
         """
         bucket = pack_bucket(self._gathered.pop(version))
         return bucket, bucket[0]
@@ -361,23 +368,23 @@ class Trainer:
             for name in names:
                 value = state_dict[name]
                 assert isinstance(value, DTensor)
-                value = value.to(self._device, self._weights_dtype)  # may be offloaded
+                value = value.to(self._device, self._weights_dtype)  # it may be offloaded
                 full[name] = cast(DTensor, value).full_tensor()
             yield self._to_hf(full)
 
     def hold_state(self, copy: bool) -> None:
-        """Keep the state of this moment for a checkpoint; see `TrainerState.hold`."""
+        """Keep the current state for a checkpoint; see `TrainerState.hold`."""
         self._state.hold(self.policy_version, self._gather_layers(), copy=copy)
 
     def write_state(self, folder: str) -> str | None:
-        """Write what is held, beside the next steps if need be; see `TrainerState.write`."""
+        """Write the held state; may run during the next steps; see `TrainerState.write`."""
         return self._state.write(Path(folder))
 
     def load_state(self, folder: str) -> None:
-        """Go on from a checkpoint, of any number of ranks; see `TrainerState.load`."""
+        """Restore a checkpoint written by any number of ranks; see `TrainerState.load`."""
         self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:
-        """Write the traces of an unfinished profile, and leave the process group."""
+        """Write the traces of an unfinished profile and leave the process group."""
         self._profiler.close()
         dist.destroy_process_group()

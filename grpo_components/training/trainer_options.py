@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.correction import Loss
 from grpo_components.objective.schedules import Schedule
@@ -67,8 +68,8 @@ class BatchOptions:
     """Tokens in one forward pass, padding included."""
     packing: bool
     """Put the sequences of a micro-batch into one row, for flex attention."""
-    max_staleness: int
-    """Tokens older than this many policy versions are masked."""
+    contract: StalenessContract
+    """Tokens older than it allows are masked."""
     mask_overlong: bool
     """Mask responses that were cut off at the length limit."""
 
