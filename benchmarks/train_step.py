@@ -44,6 +44,7 @@ from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2_5 import qwen2_5_0_5b, qwen2_5_1_5b_base, qwen2_5_3b
 from torchtune.training import FullModelHFCheckpointer
 
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
@@ -53,6 +54,14 @@ from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
 from grpo_components.training.trainer import Trainer
+from grpo_components.training.trainer_options import (
+    BatchOptions,
+    DiagnosticsOptions,
+    ModelOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    RankOptions,
+)
 from grpo_components.trajectory import Trajectory, pack
 
 VOCABULARIES = (4096, 32768, 151936)
@@ -60,7 +69,7 @@ GROUP_SIZE = 8
 PROMPT_LENGTHS = (32, 64)
 SHORTEST_RESPONSE = 8
 CLIP, KL_COEFF, LEARNING_RATE = 0.2, 0.001, 1e-6
-NEVER_STALE = 10**6
+NEVER_STALE = StalenessContract(10**6, 1)
 """The same tokens are trained in every repeat, while the trainer's version counts up."""
 TIMEOUT_S = 600.0
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -216,37 +225,49 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
     """The project's trainer, alone in its group of ranks."""
     return Trainer(
         rank=0,
-        num_ranks=1,
-        rendezvous=_rendezvous(folder),
         device=setting.device,
-        dtype=setting.dtype,
-        sharding=Sharding(),
         seed=0,
-        build_model=setting.build_model,
-        build_checkpointer=_checkpointer(folder),
-        build_optimizer=_build_optimizer,
-        build_lr_scheduler=None,
-        loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP),
-        penalties=Penalties(kl_coeff=KL_COEFF),
-        aggregation=TokenMean(),
-        off_policy=NoCorrection(),
-        learning_rate=None,
-        max_staleness=NEVER_STALE,
-        mask_overlong=False,
-        model_type="QWEN2",
-        base_model_path=str(folder / "base"),
-        ppo_epochs=1,
-        updates_per_batch=1,
-        tokens_per_micro_batch=setting.tokens_per_micro_batch,
-        packing=setting.packing,
-        logprob_chunk_tokens=setting.logprob_chunk_tokens,
-        clip_grad_norm=None,
-        enable_activation_checkpointing=setting.activation_checkpointing,
-        compile_model=setting.compile,
-        log_peak_memory_stats=True,
-        build_profiler=None,
-        skipped_folder=str(folder / "skipped"),
-        collective_timeout_s=TIMEOUT_S,
+        ranks=RankOptions(
+            num_ranks=1,
+            rendezvous=_rendezvous(folder),
+            sharding=Sharding(),
+            collective_timeout_s=TIMEOUT_S,
+        ),
+        model=ModelOptions(
+            build_model=setting.build_model,
+            build_checkpointer=_checkpointer(folder),
+            base_model_path=str(folder / "base"),
+            model_type="QWEN2",
+            dtype=setting.dtype,
+            enable_activation_checkpointing=setting.activation_checkpointing,
+            compile_model=setting.compile,
+            logprob_chunk_tokens=setting.logprob_chunk_tokens,
+        ),
+        batch=BatchOptions(
+            ppo_epochs=1,
+            updates_per_batch=1,
+            tokens_per_micro_batch=setting.tokens_per_micro_batch,
+            packing=setting.packing,
+            contract=NEVER_STALE,
+            mask_overlong=False,
+        ),
+        optimizer=OptimizerOptions(
+            build_optimizer=_build_optimizer,
+            build_lr_scheduler=None,
+            learning_rate=None,
+            clip_grad_norm=None,
+        ),
+        objective=ObjectiveOptions(
+            loss=GRPOLoss(clip_low=CLIP, clip_high=CLIP),
+            penalties=Penalties(kl_coeff=KL_COEFF),
+            aggregation=TokenMean(),
+            off_policy=NoCorrection(),
+        ),
+        diagnostics=DiagnosticsOptions(
+            log_peak_memory_stats=True,
+            build_profiler=None,
+            skipped_folder=str(folder / "skipped"),
+        ),
     )
 
 

@@ -86,63 +86,84 @@ class TrainerSide:
         from torchtune.models.qwen2 import qwen2
         from torchtune.training import FullModelHFCheckpointer
 
+        from grpo_components.exchange.staleness import StalenessContract
         from grpo_components.models.meshes import Sharding
         from grpo_components.objective.aggregation import TokenMean
         from grpo_components.objective.losses import GRPOLoss
         from grpo_components.objective.off_policy import NoCorrection
         from grpo_components.objective.penalties import Penalties
         from grpo_components.training.trainer import Trainer
+        from grpo_components.training.trainer_options import (
+            BatchOptions,
+            DiagnosticsOptions,
+            ModelOptions,
+            ObjectiveOptions,
+            OptimizerOptions,
+            RankOptions,
+        )
 
         scratch = tempfile.mkdtemp(dir=Path(folder).parent)
         self._trainer = Trainer(
             rank=0,
-            num_ranks=1,
-            rendezvous=f"{scratch}/rendezvous",
             device=device,
-            dtype="fp32",
-            sharding=Sharding(),
             seed=0,
-            build_model=partial(
-                qwen2,
-                vocab_size=shape["vocab_size"],
-                num_layers=shape["num_hidden_layers"],
-                num_heads=shape["num_attention_heads"],
-                num_kv_heads=shape["num_key_value_heads"],
-                embed_dim=shape["hidden_size"],
-                intermediate_dim=shape["intermediate_size"],
-                max_seq_len=shape["max_position_embeddings"],
-                tie_word_embeddings=True,
+            ranks=RankOptions(
+                num_ranks=1,
+                rendezvous=f"{scratch}/rendezvous",
+                sharding=Sharding(),
+                collective_timeout_s=TIMEOUT_S,
             ),
-            build_checkpointer=partial(
-                FullModelHFCheckpointer,
-                checkpoint_dir=folder,
-                checkpoint_files=["model.safetensors"],
+            model=ModelOptions(
+                build_model=partial(
+                    qwen2,
+                    vocab_size=shape["vocab_size"],
+                    num_layers=shape["num_hidden_layers"],
+                    num_heads=shape["num_attention_heads"],
+                    num_kv_heads=shape["num_key_value_heads"],
+                    embed_dim=shape["hidden_size"],
+                    intermediate_dim=shape["intermediate_size"],
+                    max_seq_len=shape["max_position_embeddings"],
+                    tie_word_embeddings=True,
+                ),
+                build_checkpointer=partial(
+                    FullModelHFCheckpointer,
+                    checkpoint_dir=folder,
+                    checkpoint_files=["model.safetensors"],
+                    model_type="QWEN2",
+                    output_dir=scratch,
+                ),
+                base_model_path=folder,
                 model_type="QWEN2",
-                output_dir=scratch,
+                dtype="fp32",
+                enable_activation_checkpointing=False,
+                compile_model=False,
+                logprob_chunk_tokens=512,
             ),
-            build_optimizer=partial(torch.optim.SGD, lr=0.0),
-            build_lr_scheduler=None,
-            loss=GRPOLoss(),
-            penalties=Penalties(),
-            aggregation=TokenMean(),
-            off_policy=NoCorrection(),
-            learning_rate=None,
-            max_staleness=0,
-            mask_overlong=False,
-            model_type="QWEN2",
-            base_model_path=folder,
-            ppo_epochs=1,
-            updates_per_batch=1,
-            tokens_per_micro_batch=512,
-            packing=False,
-            logprob_chunk_tokens=512,
-            clip_grad_norm=None,
-            enable_activation_checkpointing=False,
-            compile_model=False,
-            log_peak_memory_stats=False,
-            build_profiler=None,
-            skipped_folder=f"{scratch}/skipped",
-            collective_timeout_s=TIMEOUT_S,
+            batch=BatchOptions(
+                ppo_epochs=1,
+                updates_per_batch=1,
+                tokens_per_micro_batch=512,
+                packing=False,
+                contract=StalenessContract(0, 1),
+                mask_overlong=False,
+            ),
+            optimizer=OptimizerOptions(
+                build_optimizer=partial(torch.optim.SGD, lr=0.0),
+                build_lr_scheduler=None,
+                learning_rate=None,
+                clip_grad_norm=None,
+            ),
+            objective=ObjectiveOptions(
+                loss=GRPOLoss(),
+                penalties=Penalties(),
+                aggregation=TokenMean(),
+                off_policy=NoCorrection(),
+            ),
+            diagnostics=DiagnosticsOptions(
+                log_peak_memory_stats=False,
+                build_profiler=None,
+                skipped_folder=f"{scratch}/skipped",
+            ),
         )
         self._export_s = 0.0
         self._before: dict[str, int] = {}
@@ -240,26 +261,26 @@ class GeneratorSide:
         from grpo_components.rollout import generator
 
         self._generator = generator.Generator(
-            model_path=folder,
-            device="cpu",
-            dtype="fp32",
             build_tokenizer=lambda: None,  # nothing is decoded here
-            build_environment=lambda **_: None,  # pyright: ignore[reportArgumentType]
-            rewards={},
-            reward_workers=1,
-            reward_timeout_s=1.0,
-            group_size=1,
+            engine=generator.EngineOptions(
+                model_path=folder,
+                device="cpu",
+                dtype="fp32",
+                max_model_len=128,
+                max_num_seqs=8,
+                gpu_memory_utilization=0.5,
+                enforce_eager=True,
+                recompute_kv_after_pull=False,
+            ),
+            sampling=generator.SamplingOptions(
+                group_size=1, seed=0, max_response_tokens=64, stop_token_ids=[], truncation={}
+            ),
+            environment=generator.EnvironmentOptions(
+                build_environment=lambda **_: None,  # pyright: ignore[reportArgumentType]
+                timeout_s=60.0,
+            ),
+            rewards=generator.RewardOptions(rewards={}, num_workers=1, timeout_s=1.0),
             rollouts_in_flight=1,
-            environment_timeout_s=60.0,
-            seed=0,
-            max_response_tokens=64,
-            stop_token_ids=[],
-            truncation={},
-            max_model_len=128,
-            max_num_seqs=8,
-            gpu_memory_utilization=0.5,
-            enforce_eager=True,
-            recompute_kv_after_pull=False,
         )
         self._unpack = generator.unpack_buckets
         generator.unpack_buckets = self._timed_unpack

@@ -37,7 +37,7 @@ from grpo_components.objective.off_policy import NoCorrection, correction_weight
 from grpo_components.objective.penalties import Penalties
 from grpo_components.rewards.pool import RewardInput, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
-from grpo_components.training.sample import Sample as TrainedSample
+from grpo_components.training.sample import TrainSample
 
 LENGTHS = (3, 1, 4, 2)
 """Tokens of the made responses."""
@@ -218,7 +218,7 @@ def _try_ptx(ptx: Any) -> None:
     name, allowed = name_of(ptx), "what supervised_dataset makes: coeff, and batch(update)"
     with named_failure("ptx", name, _RAISES, allowed):
         batch, coeff = ptx.batch(0), float(ptx.coeff)
-        right = bool(batch) and all(isinstance(sample, TrainedSample) for sample in batch)
+        right = bool(batch) and all(isinstance(sample, TrainSample) for sample in batch)
         if not (right and coeff >= 0 and sum(sample.num_tokens for sample in batch)):
             raise ComponentError(f"ptx: {name} gives no examples with tokens; allowed: {allowed}")
 

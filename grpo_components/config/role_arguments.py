@@ -1,4 +1,4 @@
-"""What every role is built from: the config's values as the typed arguments of the role classes."""
+"""The arguments of every role: config values as option records and keyword arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,22 @@ from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import available_cpus, run_folder, stall_limit_s
 from grpo_components.rewards.pool import reward_specs
+from grpo_components.rollout.generator_options import (
+    EngineOptions,
+    EnvironmentOptions,
+    ReplayOptions,
+    RewardOptions,
+    SamplingOptions,
+)
 from grpo_components.training.skipped_steps import skipped_folder
+from grpo_components.training.trainer_options import (
+    BatchOptions,
+    DiagnosticsOptions,
+    ModelOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    RankOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ def role_arguments(
     cfg: DictConfig,
     *,
     contract: StalenessContract,
-    objective: dict[str, Any],
+    objective: ObjectiveOptions,
     num_references: int,
     stop_tokens: Sequence[int],
     longest_prompt: int,
@@ -48,112 +63,206 @@ def role_arguments(
     Args:
         cfg: checked by preflight.
         contract: which groups may still be trained.
-        objective: the trainer's loss, aggregation and off_policy, already built.
-        num_references: that will be started.
+        objective: what the trainers optimize, already built.
+        num_references: references that will be started.
         stop_tokens: of the tokenizer.
         longest_prompt: of all data sets, in tokens.
         rendezvous: file through which the trainer ranks find each other.
     """
     num_reward_models = int(cfg.reward_model.path is not None)
     num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
-    shared: dict[str, Any] = {
-        "cpu_threads": max(1, available_cpus(cfg.replay_events) // num_roles),
-        "device": cfg.device,
-        "dtype": cfg.dtype,
-    }
-    policy = {
-        **shared,
-        "build_model": partial(config.instantiate, cfg.model),
-        "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
-        "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
-        "packing": cfg.packing,
-        "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
-    }
+    cpu_threads = max(1, available_cpus(cfg.replay_events) // num_roles)
+    trainer, generator = stand_in_arguments(
+        cfg,
+        _trainer(cfg, cpu_threads, contract, objective, rendezvous),
+        _generator(cfg, cpu_threads, stop_tokens, longest_prompt, Path(rendezvous).parent),
+    )
+    return RoleArguments(
+        replay_buffer=_replay_buffer(cfg, contract),
+        trainer=trainer,
+        reference=_reference(cfg, cpu_threads),
+        reward_model=_reward_model(cfg, cpu_threads),
+        generator=generator,
+    )
 
-    def gpus(role: str) -> float:
-        return cfg[f"gpus_per_{role}"] if cfg.device == "cuda" else 0
 
-    replay_buffer = {
+def _gpus(cfg: DictConfig, per_role: float) -> float:
+    return per_role if cfg.device == "cuda" else 0
+
+
+def _replay_buffer(cfg: DictConfig, contract: StalenessContract) -> dict[str, Any]:
+    return {
         "capacity": (cfg.max_staleness + 1) * cfg.groups_per_step,
         "contract": contract,
         "stale_tokens": cfg.stale_tokens,
         "timeout_s": cfg.timeouts.batch_s,
     }
-    optimizer, learning_rate = split_learning_rate(cfg.optimizer)
-    trainer = {
-        **policy,
-        **objective,
-        "num_ranks": cfg.num_trainers,
-        "rendezvous": rendezvous,
-        "sharding": Sharding(
-            replicate=cfg.data_parallel_replicate_dim,
-            tensor=cfg.tensor_parallel_dim,
-            reduce_dtype=cfg.reduce_dtype,
-            cpu_offload=cfg.fsdp_cpu_offload,
-            offload_activations=cfg.enable_activation_offloading,
+
+
+def _trainer(
+    cfg: DictConfig,
+    cpu_threads: int,
+    contract: StalenessContract,
+    objective: ObjectiveOptions,
+    rendezvous: str,
+) -> dict[str, Any]:
+    return {
+        "cpu_threads": cpu_threads,
+        "num_gpus": _gpus(cfg, cfg.gpus_per_trainer),
+        "device": cfg.device,
+        "seed": cfg.seed,
+        "ranks": _rank_options(cfg, rendezvous),
+        "model": ModelOptions(
+            build_model=partial(config.instantiate, cfg.model),
+            build_checkpointer=partial(config.instantiate, cfg.checkpointer),
+            base_model_path=cfg.base_model_path,
+            model_type=cfg.checkpointer.model_type,
+            dtype=cfg.dtype,
+            enable_activation_checkpointing=cfg.enable_activation_checkpointing,
+            compile_model=cfg.compile,
+            logprob_chunk_tokens=cfg.logprob_chunk_tokens,
         ),
-        "seed": cfg.seed,
-        "build_optimizer": partial(config.instantiate, optimizer),
-        "build_lr_scheduler": cfg.lr_scheduler
-        and partial(config.instantiate, cfg.lr_scheduler, num_training_steps=cfg.num_steps),
-        "learning_rate": learning_rate,
-        "max_staleness": cfg.max_staleness,
-        "mask_overlong": cfg.mask_overlong,
-        "model_type": cfg.checkpointer.model_type,
-        "base_model_path": cfg.base_model_path,
-        "ppo_epochs": cfg.ppo_epochs,
-        "updates_per_batch": cfg.updates_per_batch,
-        "clip_grad_norm": cfg.clip_grad_norm,
-        "enable_activation_checkpointing": cfg.enable_activation_checkpointing,
-        "compile_model": cfg.compile,
-        "log_peak_memory_stats": cfg.log_peak_memory_stats,
-        "build_profiler": partial(config.instantiate, cfg.profiler)
-        if cfg.profiler.enabled
-        else None,
-        "skipped_folder": str(skipped_folder(cfg.output_dir)),
-        "collective_timeout_s": cfg.timeouts.collective_s,
-        "logged_responses": cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
-        "num_gpus": gpus("trainer"),
+        "batch": BatchOptions(
+            ppo_epochs=cfg.ppo_epochs,
+            updates_per_batch=cfg.updates_per_batch,
+            tokens_per_micro_batch=cfg.tokens_per_micro_batch,
+            packing=cfg.packing,
+            contract=contract,
+            mask_overlong=cfg.mask_overlong,
+        ),
+        "optimizer": _optimizer_options(cfg),
+        "objective": objective,
+        "diagnostics": _diagnostics_options(cfg),
     }
-    reference = {
-        **policy,
+
+
+def _rank_options(cfg: DictConfig, rendezvous: str) -> RankOptions:
+    sharding = Sharding(
+        replicate=cfg.data_parallel_replicate_dim,
+        tensor=cfg.tensor_parallel_dim,
+        reduce_dtype=cfg.reduce_dtype,
+        cpu_offload=cfg.fsdp_cpu_offload,
+        offload_activations=cfg.enable_activation_offloading,
+    )
+    return RankOptions(
+        num_ranks=cfg.num_trainers,
+        rendezvous=rendezvous,
+        sharding=sharding,
+        collective_timeout_s=cfg.timeouts.collective_s,
+    )
+
+
+def _optimizer_options(cfg: DictConfig) -> OptimizerOptions:
+    optimizer, learning_rate = split_learning_rate(cfg.optimizer)
+    steps, build_lr_scheduler = cfg.num_steps, None
+    if cfg.lr_scheduler:
+        build_lr_scheduler = partial(config.instantiate, cfg.lr_scheduler, num_training_steps=steps)
+    return OptimizerOptions(
+        build_optimizer=partial(config.instantiate, optimizer),
+        build_lr_scheduler=build_lr_scheduler,
+        learning_rate=learning_rate,
+        clip_grad_norm=cfg.clip_grad_norm,
+    )
+
+
+def _diagnostics_options(cfg: DictConfig) -> DiagnosticsOptions:
+    profiles = cfg.profiler.enabled
+    return DiagnosticsOptions(
+        log_peak_memory_stats=cfg.log_peak_memory_stats,
+        build_profiler=partial(config.instantiate, cfg.profiler) if profiles else None,
+        skipped_folder=str(skipped_folder(cfg.output_dir)),
+        logged_responses=cfg.log_token_logprobs * cfg.rollouts_logged_per_step * cfg.group_size,
+    )
+
+
+def _reference(cfg: DictConfig, cpu_threads: int) -> dict[str, Any]:
+    return {
+        "cpu_threads": cpu_threads,
+        "num_gpus": _gpus(cfg, cfg.gpus_per_reference),
+        "device": cfg.device,
+        "dtype": cfg.dtype,
+        "build_model": partial(config.instantiate, cfg.model),
+        "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
+        "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
+        "packing": cfg.packing,
+        "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
         "kl_estimator": cfg.reward_shaping.kl_estimator,
-        "num_gpus": gpus("reference"),
     }
-    reward_model = {**shared, **cfg.reward_model, "num_gpus": gpus("reward_model")}
-    engine = cfg.generator
-    generator = {
-        **shared,
-        "model_path": cfg.base_model_path,
-        "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
-        "build_environment": partial(build_environment, cfg.environment),
-        "slots_apart": has_slots_apart(cfg.environment),
-        "rewards": reward_specs(cfg.rewards),
-        "reward_workers": cfg.reward_workers,
-        "reward_timeout_s": cfg.timeouts.reward_s,
-        # Before the driver gives the generator up: then only this group is lost.
-        "environment_timeout_s": cfg.timeouts.rollout_s / 2,
-        "group_size": cfg.group_size,
-        "rollouts_in_flight": cfg.rollouts_in_flight,
-        "seed": cfg.seed,
-        "log_token_texts": cfg.log_token_logprobs,
-        "max_response_tokens": engine.max_response_tokens,
-        "stop_token_ids": list(engine.stop_token_ids or stop_tokens),
-        "truncation": {name: engine[name] for name in TRUNCATION},
-        "max_model_len": engine.max_model_len or longest_prompt + engine.max_response_tokens,
-        "max_num_seqs": engine.max_num_seqs,
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "enforce_eager": engine.enforce_eager,
-        "recompute_kv_after_pull": cfg.recompute_kv_after_pull,
-        "schedule_folder": str(Path(cfg.output_dir) / "logs"),
-        "replayed_folder": cfg.replay_events and str(run_folder(cfg.replay_events) / "logs"),
-        "replay_timeout_s": stall_limit_s(cfg.timeouts),
+
+
+def _reward_model(cfg: DictConfig, cpu_threads: int) -> dict[str, Any]:
+    return {
+        "cpu_threads": cpu_threads,
+        "num_gpus": _gpus(cfg, cfg.gpus_per_reward_model),
+        "device": cfg.device,
+        "dtype": cfg.dtype,
+        "path": cfg.reward_model.path,
+        "weight": cfg.reward_model.weight,
+        "chat_template": cfg.reward_model.chat_template,
+        "tokens_per_micro_batch": cfg.reward_model.tokens_per_micro_batch,
+    }
+
+
+def _generator(
+    cfg: DictConfig,
+    cpu_threads: int,
+    stop_tokens: Sequence[int],
+    longest_prompt: int,
+    scratch: Path,
+) -> dict[str, Any]:
+    options = cfg.generator
+    environment = engine_environment(cfg.device, cfg.log_level, options.kv_cache_gib)
+    return {
+        "cpu_threads": cpu_threads,
+        "num_gpus": _gpus(cfg, cfg.gpus_per_generator),
         "numbered_lives": True,
-        "num_gpus": gpus("generator"),
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
-        # A file of vLLM's would stay behind where a generator is killed: this folder is removed.
-        "env": engine_environment(cfg.device, cfg.log_level, engine.kv_cache_gib)
-        | {"TMPDIR": str(Path(rendezvous).parent)},
+        # vLLM leaves a file behind where a generator is killed; the run removes this folder.
+        "env": environment | {"TMPDIR": str(scratch)},
+        "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
+        "engine": _engine_options(cfg, longest_prompt),
+        "sampling": SamplingOptions(
+            group_size=cfg.group_size,
+            seed=cfg.seed,
+            max_response_tokens=options.max_response_tokens,
+            stop_token_ids=list(options.stop_token_ids or stop_tokens),
+            truncation={name: getattr(options, name) for name in TRUNCATION},
+        ),
+        "environment": EnvironmentOptions(
+            build_environment=partial(build_environment, cfg.environment),
+            # Ends before the driver gives the generator up: then only this group is lost.
+            timeout_s=cfg.timeouts.rollout_s / 2,
+            slots_apart=has_slots_apart(cfg.environment),
+        ),
+        "rewards": RewardOptions(
+            rewards=reward_specs(cfg.rewards),
+            num_workers=cfg.reward_workers,
+            timeout_s=cfg.timeouts.reward_s,
+        ),
+        "rollouts_in_flight": cfg.rollouts_in_flight,
+        "log_token_texts": cfg.log_token_logprobs,
+        "replay": _replay_options(cfg),
     }
-    trainer, generator = stand_in_arguments(cfg, trainer, generator)
-    return RoleArguments(replay_buffer, trainer, reference, reward_model, generator)
+
+
+def _engine_options(cfg: DictConfig, longest_prompt: int) -> EngineOptions:
+    options = cfg.generator
+    return EngineOptions(
+        model_path=cfg.base_model_path,
+        device=cfg.device,
+        dtype=cfg.dtype,
+        max_model_len=options.max_model_len or longest_prompt + options.max_response_tokens,
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
+        recompute_kv_after_pull=cfg.recompute_kv_after_pull,
+    )
+
+
+def _replay_options(cfg: DictConfig) -> ReplayOptions:
+    replayed = cfg.replay_events
+    return ReplayOptions(
+        schedule_folder=str(Path(cfg.output_dir) / "logs"),
+        replayed_folder=str(run_folder(replayed) / "logs") if replayed else None,
+        timeout_s=stall_limit_s(cfg.timeouts),
+    )

@@ -1,4 +1,4 @@
-"""Starts a process for every role that a config asks for, and returns their handles."""
+"""Starts a process for every role of a run, and returns their handles."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.offline.partial_runs import roles_of
+from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths: each role's module is imported in the role's own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -40,14 +41,14 @@ def start_roles(
     stop_tokens: Sequence[int],
     longest_prompt: int,
 ) -> Roles:
-    """Start the processes side by side; `Cluster.ready` waits for them.
+    """Start all processes without waiting; `Cluster.ready` waits for them.
 
     Args:
         cfg: checked by preflight.
-        cluster: of the run; Ray runs.
+        cluster: of the run; Ray is started.
         ledger: of the run.
         contract: which groups may still be trained.
-        objective: built; the trainers' parts go to them by value.
+        objective: built; the trainers get their parts of it by value.
         stop_tokens: of the tokenizer.
         longest_prompt: of all data sets, in tokens.
     """
@@ -55,14 +56,14 @@ def start_roles(
     arguments = role_arguments(
         cfg,
         contract=contract,
-        objective=objective.for_trainers,
+        objective=ObjectiveOptions(**objective.for_trainers),
         num_references=num_references,
         stop_tokens=stop_tokens,
         longest_prompt=longest_prompt,
         rendezvous=str(cluster.rendezvous),
     )
     spawn, timeouts = cluster.spawn, cfg.timeouts
-    trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or what stands in for them
+    trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
     trainers = [
@@ -80,17 +81,11 @@ def start_roles(
         spawn(f"generator_{number}", generator, number=number, **arguments.generator)
         for number in range(cfg.num_generators)
     ]
+    limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
     return Roles(
-        generators=[
-            GeneratorHandle(role, ledger, timeouts.rollout_s, timeouts.weights_s)
-            for role in generators
-        ],
+        generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
         buffer=ReplayBufferHandle(
-            buffer,
-            ledger,
-            timeouts.batch_s,
-            timeouts.weights_s,
-            wait_for_stale=cfg.stale_groups == "wait",
+            buffer, ledger, timeouts.batch_s, timeouts.weights_s, wait_for_stale=waits
         ),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, timeouts.weights_s),
         server=ParameterServerHandle(server, timeouts.weights_s),

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields, is_dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,8 @@ from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
+from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths, so that each class is imported only in its own process.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -185,28 +188,50 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
     dataset = config.instantiate(cfg.dataset, tokenizer)
     held_out = config.instantiate(cfg.eval_dataset, tokenizer)
     prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
-    parts = ("aggregation", "off_policy")
-    objective = {key: config.instantiate(cfg[key]) for key in parts}
     # Written apart from the recipe's grpo_loss, which must make the same bits.
-    objective["loss"] = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high)
-    objective["penalties"] = build_penalties(cfg)
+    loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high)
     arguments = role_arguments(
         cfg,
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
-        objective=objective,
+        objective=ObjectiveOptions(
+            loss=loss,
+            penalties=build_penalties(cfg),
+            aggregation=config.instantiate(cfg.aggregation),
+            off_policy=config.instantiate(cfg.off_policy),
+        ),
         num_references=0,
         stop_tokens=tokenizer.stop_tokens,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
         rendezvous=str(rendezvous),
     )
-    for role in (arguments.trainer, arguments.generator):
-        # Options of the cluster, which does not run here.
-        for key in ("num_gpus", "min_living", "schedule_folder", "numbered_lives"):
-            role.pop(key, None)
+    for own in (arguments.trainer, arguments.generator):
+        for key in ("num_gpus", "min_living", "replay", "numbered_lives"):
+            own.pop(key, None)
     return arguments, prompts
 
 
-# ---- classes that run in the processes ----------------------------------------------------------
+def change_options(arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Role arguments with some fields of their option records changed.
+
+    Args:
+        arguments: of a role; their option records are dataclasses.
+        changes: by the name of an argument, or of a field of one of the records.
+    """
+    changed = dict(arguments)
+    for name, value in changes.items():
+        if name in changed:
+            changed[name] = value
+            continue
+        (owner,) = (key for key, record in changed.items() if name in _field_names(record))
+        changed[owner] = replace(changed[owner], **{name: value})
+    return changed
+
+
+def _field_names(record: Any) -> set[str]:
+    return {field.name for field in fields(record)} if is_dataclass(record) else set()
+
+
+# ---- what runs in the processes -----------------------------------------------------------------
 
 
 class FreshTrainers:
@@ -276,8 +301,8 @@ class Engines:
             return new, _results(running)
 
     def _engine(self, model_path: str, schedule: Any = None) -> Any:
-        return _import_object(_ENGINE)(
-            model_path,
+        options = EngineOptions(
+            model_path=model_path,
             device="cpu",
             dtype="fp32",
             max_model_len=256,
@@ -285,9 +310,8 @@ class Engines:
             gpu_memory_utilization=0.5,
             enforce_eager=True,
             recompute_kv_after_pull=False,
-            seed=0,
-            schedule=schedule,
         )
+        return _import_object(_ENGINE)(options, seed=0, schedule=schedule)
 
 
 def _submit_all(

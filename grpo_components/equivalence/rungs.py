@@ -25,6 +25,7 @@ from grpo_components.equivalence.roles import (
     GENERATOR,
     TRAINER,
     RoleProcess,
+    change_options,
     merged_export,
     tiny_arguments,
     tiny_config,
@@ -100,8 +101,8 @@ class Bench:
         arguments = tiny_arguments(self.cfg, self.folder() / "ranks")[0].trainer
         arguments.pop("cpu_threads")
         for rank, process in enumerate(self._ranks[:num_ranks]):
-            own = {"rank": rank, "num_ranks": num_ranks, "collective_timeout_s": 60.0}
-            process.submit("run", arguments | own | changes, calls)
+            own = {"num_ranks": num_ranks, "collective_timeout_s": 60.0, **changes}
+            process.submit("run", change_options(arguments | {"rank": rank}, **own), calls)
         return [process.result() for process in self._ranks[:num_ranks]]
 
     def synchronous_run(self, number: int) -> Path:
@@ -290,9 +291,9 @@ def _ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
 
 def whole_model(bench: Bench) -> nn.Module:
     """The tiny policy, unsharded."""
-    arguments = tiny_arguments(bench.cfg, bench.scratch / "unused")[0].trainer
+    model = tiny_arguments(bench.cfg, bench.scratch / "unused")[0].trainer["model"]
     return load_whole_model(
-        arguments["build_model"], arguments["build_checkpointer"], torch.device("cpu"), "fp32"
+        model.build_model, model.build_checkpointer, torch.device("cpu"), "fp32"
     )
 
 
@@ -346,11 +347,12 @@ class LogprobGap:
 def generator_is_trainer(bench: Bench) -> float:
     """Logprobs of generator and trainer, with the base weights and after a step."""
     arguments, prompts = tiny_arguments(bench.cfg, bench.folder() / "ranks")
-    changes = {"loss": LogprobGap(), "build_optimizer": partial(torch.optim.AdamW, lr=1e-3)}
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    trained = change_options(arguments.trainer, loss=LogprobGap(), build_optimizer=optimizer)
     worst = 0.0
     with (
         closing(RoleProcess(GENERATOR, **arguments.generator)) as generator,
-        closing(RoleProcess(TRAINER, rank=0, **arguments.trainer | changes)) as trainer,
+        closing(RoleProcess(TRAINER, rank=0, **trained)) as trainer,
     ):
         for step, temperature in enumerate((1.0, 0.7)):
             groups = [

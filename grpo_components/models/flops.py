@@ -1,4 +1,4 @@
-"""How many floating-point operations training takes, and how many a GPU can do at most."""
+"""Floating-point operations that training takes, and peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _PEAK_TFLOPS = (
     (r"RTX 4090$", 165.2, 82.6),
     (r"RTX 3090$", 71.0, 35.6),
 )
-"""Pattern in the GPU's name, then 10^12 operations per second in bf16 (tensor cores, accumulated in
-float32, without sparsity) and in float32 (without TF32), from NVIDIA's data sheets."""
+"""Pattern in the GPU's name, then peak TFLOP/s in bf16 (tensor cores, float32 accumulation, no
+sparsity) and in float32 (no TF32), from NVIDIA's data sheets."""
 
 
 def peak_flops(gpu_name: str, dtype: str) -> float | None:
-    """Floating-point operations per second that a GPU can do at most; None for an unknown one.
+    """Peak floating-point operations per second of a GPU; None for an unknown one.
 
     Args:
-        gpu_name: what `torch.cuda.get_device_name` says.
+        gpu_name: as `torch.cuda.get_device_name` returns it.
         dtype: compute dtype, fp32 or bf16.
     """
     for pattern, bf16, fp32 in _PEAK_TFLOPS:
@@ -44,23 +44,22 @@ def peak_flops(gpu_name: str, dtype: str) -> float | None:
 class ModelFlops:
     """Floating-point operations of one forward pass; a multiply-add counts as two.
 
-    Counted are the matrix products, as in the appendix of PaLM (arXiv 2204.02311), but with what is
-    computed here and no more: a query meets its own and earlier keys only, and only wanted tokens
-    are projected to the vocabulary. Backward takes twice as many. What is computed a second time
-    (activation checkpointing, chunks of logprobs), padding, and what is no matrix product (norms,
-    softmax, the optimizer) count as nothing.
+    Counts matrix products, as in the appendix of PaLM (arXiv 2204.02311), but only what is computed
+    here: a query attends to its own and earlier keys, and only wanted tokens are projected to the
+    vocabulary. The backward pass takes twice as many. Not counted: recomputation (activation
+    checkpointing, chunks of logprobs), padding, and everything else (norms, softmax, optimizer).
     """
 
     per_token: float
     """2 x weights of all matrices in the layers."""
     per_pair: float
-    """Of a query and a key: 4 x heads x head dimension x layers, for the scores and the values."""
+    """Per query-key pair: 4 x heads x head dimension x layers, for scores and values."""
     per_logprob: float
     """2 x embedding dimension x vocabulary."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Read the sizes off a torchtune decoder, sharded or not."""
+        """Read the sizes from a torchtune decoder, sharded or not."""
         decoder = cast(Any, model)
         matrices = [m.weight for m in decoder.layers.modules() if isinstance(m, nn.Linear)]
         attention = [layer.attn for layer in decoder.layers]
@@ -72,17 +71,17 @@ class ModelFlops:
         )
 
     def forward(self, length: int, num_logprobs: int = 0) -> float:
-        """Of one sequence.
+        """Operations of one sequence's forward pass.
 
         Args:
-            length: its tokens T; T (T + 1) / 2 pairs of query and key.
-            num_logprobs: how many of its tokens have their logprob computed.
+            length: T tokens, which make T (T + 1) / 2 pairs of query and key.
+            num_logprobs: tokens whose logprob is computed.
         """
         pairs = length * (length + 1) / 2
         return self.per_token * length + self.per_pair * pairs + self.per_logprob * num_logprobs
 
     def train(self, sequences: Iterable[tuple[int, int]]) -> float:
-        """Forward and backward of sequences.
+        """Operations of the sequences' forward and backward passes.
 
         Args:
             sequences: length and number of logprobs of each.

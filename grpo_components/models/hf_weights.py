@@ -1,4 +1,4 @@
-"""torchtune's weights under Hugging Face names, one layer at a time."""
+"""Converts torchtune's weights to Hugging Face names, one layer at a time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ROTARY_FAMILIES = (
     ModelType.MISTRAL,
     ModelType.GEMMA,
 )
-"""Families whose query and key rows torchtune stores in another order than Hugging Face."""
+"""Families whose query and key rows torchtune stores in a different order."""
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Split parameter names into units that convert on their own: a layer, or any other tensor.
+    """Split parameter names into units that can be converted alone: a layer, or another tensor.
 
     Args:
         names: torchtune's names.
@@ -41,17 +41,17 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
-    """The function that renames (for some families also permutes) torchtune's weights.
+    """Build the function that renames, and for some families permutes, torchtune's weights.
 
     Args:
         model_type: torchtune's ModelType, e.g. QWEN2.
-        base_model_path: folder of the checkpoint, with its config.json.
+        base_model_path: folder of the base model, with its config.json.
 
     Returns:
-        A function of one unit of `layer_groups` (or the whole state dict).
+        Function of one unit of `layer_groups`, or of the whole state dict.
 
     Raises:
-        ValueError: for a family that torchtune 0.6.1 cannot convert back exactly.
+        ValueError: torchtune 0.6.1 cannot convert the family back exactly.
     """
     kind = ModelType[model_type]
     hf_config = json.loads((base_model_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""From a checkpoint on disk to torchtune decoders in memory, sharded over ranks or whole."""
+"""Loads checkpoints into torchtune decoders, sharded over ranks or whole."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def load_whole_model(
     """Load the base model on one device, frozen, in its compute dtype.
 
     Args:
-        build_model: makes the torchtune decoder.
-        build_checkpointer: makes the torchtune checkpointer.
-        device: where it lives.
+        build_model: builds the torchtune decoder.
+        build_checkpointer: builds the torchtune checkpointer.
+        device: of the model.
         dtype: fp32 or bf16.
     """
     with training.set_default_dtype(DTYPES[dtype]), device:
@@ -59,10 +59,10 @@ def load_sharded_model(
     """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint.
 
     Args:
-        build_model: makes the torchtune decoder.
-        build_checkpointer: makes the torchtune checkpointer; called on rank 0 only.
+        build_model: builds the torchtune decoder.
+        build_checkpointer: builds the torchtune checkpointer; called on rank 0 only.
         meshes: over the trainer ranks.
-        sharding: what is split, and where it is kept.
+        sharding: what is split, and where shards are kept.
         model_type: torchtune's name of the family, for its tensor-parallel plan.
         dtype: compute dtype, fp32 or bf16.
         enable_activation_checkpointing: recompute each layer in backward.
@@ -70,7 +70,7 @@ def load_sharded_model(
     """
     with training.set_default_dtype(torch.float32), torch.device("meta"):
         model = cast(TransformerDecoder, build_model())
-    if sharding.tensor > 1:  # before layers are wrapped: plans go by names
+    if sharding.tensor > 1:  # before layers are wrapped, because plans refer to names
         split_layers(model, meshes.tensor, model_type)
     if enable_activation_checkpointing:
         training.set_activation_checkpointing(
@@ -80,7 +80,7 @@ def load_sharded_model(
         param_dtype=DTYPES[dtype], reduce_dtype=DTYPES[sharding.reduce_dtype]
     )
     offload = CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy()
-    # torchtune's shard_model takes no mixed-precision policy: bf16 masters lose updates of 1e-6.
+    # Not torchtune's shard_model: without mixed precision, bf16 masters lose updates of 1e-6.
     for layer in model.layers:
         fully_shard(layer, mesh=meshes.layers, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=meshes.root, mp_policy=policy, offload_policy=offload)
@@ -89,7 +89,7 @@ def load_sharded_model(
         full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
     device = torch.device(meshes.layers.device_type)
     _scatter(model, full, device, sharding.cpu_offload)
-    for module in model.modules():  # buffers such as the rotary tables are in no checkpoint
+    for module in model.modules():  # checkpoints lack buffers such as the rotary tables
         if hasattr(module, "rope_init"):
             with device:
                 cast(Any, module).rope_init()
@@ -121,10 +121,10 @@ def _scatter(
                 f"{list(value.shape)}; is `model` its builder?"
             )
         if parameter.device_mesh.size() < dist.get_world_size():
-            # One of several such meshes, each with a first rank that has to have the tensor.
+            # There are several such meshes; the first rank of each needs the tensor.
             dist.broadcast(value, src=0)
         shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         sharded[name] = nn.Parameter(shard.cpu() if cpu_offload else shard)
     if full:
-        raise ValueError(f"model: the checkpoint's {sorted(full)[0]} is no tensor of `model`")
+        raise ValueError(f"model: the checkpoint's tensor {sorted(full)[0]} is not in `model`")
     model.load_state_dict(sharded, strict=True, assign=True)

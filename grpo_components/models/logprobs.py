@@ -1,4 +1,4 @@
-"""Logprobs of response tokens only, projected in recomputed chunks: `[B, T, V]` never exists."""
+"""Logprobs of response tokens, in recomputed chunks, so that `[B, T, V]` is never in memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from grpo_components.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences, right-padded or packed, and the flat positions whose next token is wanted."""
+    """Sequences, right-padded or packed, and the positions whose next token is wanted."""
 
     tokens: Tensor
-    """[B, T] int64; padding lies to the right, where causal attention cannot see it."""
+    """[B, T] int64; padding is on the right, where causal attention cannot see it."""
     positions: Tensor
     """[N] int64, indices into the flattened [B * T]: the hidden state that predicts the target."""
     targets: Tensor
     """[N] int64 token ids."""
     temperatures: Tensor
-    """[N] float32: what each token's logits are divided by, as the generator's were."""
+    """[N] float32: divisor of each token's logits, the same as in the generator."""
     input_pos: Tensor | None = None
-    """[1, T] int64 where B sequences are packed into one row: each token's place in its own."""
+    """[1, T] int64, if B sequences share one row: each token's position in its sequence."""
     sequence_numbers: Tensor | None = None
-    """[1, T] int64, there: which sequence each token belongs to."""
+    """[1, T] int64, if B sequences share one row: the sequence of each token."""
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on a device."""
@@ -55,12 +55,11 @@ def token_batch(
 
     Args:
         trajectories: B records.
-        masks: [R] bool for each: the response tokens wanted; None wants all of them.
-        packed_width: packs them into one row of this width, or of their own if that is more; None
-            gives each a row.
+        masks: [R] bool for each record, the wanted response tokens; None means all of them.
+        packed_width: pack all into one row of at least this width; None gives each a row.
 
     Returns:
-        The batch; positions run through the trajectories in order.
+        The batch; positions are in the order of the trajectories.
     """
     lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
     if packed_width is None:
@@ -92,13 +91,13 @@ def token_batch(
 def logprobs_and_entropies(
     logits: Tensor, targets: Tensor, temperatures: Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets, and entropies of what they were drawn from.
+    """Logprobs of the targets, and entropies of their distributions.
 
     Args:
         logits: [N, V] of any floating dtype, before the temperature.
         targets: [N] int64 token ids.
         temperatures: [N] float32.
-        entropy_gradient: the entropy carries a gradient.
+        entropy_gradient: compute the entropy with a gradient.
 
     Returns:
         Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
@@ -110,17 +109,17 @@ def logprobs_and_entropies(
 
 
 class ResponseLogprobs:
-    """A torchtune decoder that returns logprobs of wanted tokens in place of logits.
+    """A torchtune decoder that returns logprobs of wanted tokens instead of logits.
 
-    The decoder's `unembed` is replaced, so that the projection stays inside the module's forward
-    (under FSDP the weights are gathered only there). Each chunk is recomputed in backward; the peak
-    is chunk x V values.
+    It replaces the decoder's `unembed`: the projection must stay inside the module's forward, where
+    FSDP has gathered the weights. Each chunk is recomputed in the backward pass; the peak memory is
+    chunk x V values.
 
     Args:
         model: a torchtune TransformerDecoder, sharded or not.
         chunk_tokens: positions projected at a time.
-        entropy_gradient: the entropy carries a gradient, for a bonus in the loss.
-        compile_softmax: compile what follows the projection with torch.compile.
+        entropy_gradient: compute the entropy with a gradient, for an entropy bonus.
+        compile_softmax: compile the operations after the projection with torch.compile.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class ResponseLogprobs:
         self._model = model
         self._batch: TokenBatch | None = None
         self._chunk, self._entropy_gradient = chunk_tokens, entropy_gradient
-        # One graph for all sizes: with two, recomputation could meet another than forward did.
+        # One graph for all sizes, so that recomputation uses the same graph as the forward pass.
         self._softmax: Callable[..., tuple[Tensor, Tensor]] = (
             torch.compile(logprobs_and_entropies, dynamic=True)
             if compile_softmax
@@ -145,7 +144,7 @@ class ResponseLogprobs:
         )
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs of the batch's targets, and the entropy of what each was drawn from.
+        """Logprobs of the batch's targets, and the entropies of their distributions.
 
         Returns:
             Natural-log probabilities [N] float32, and entropies [N] float32 in nats.

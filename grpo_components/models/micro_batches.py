@@ -1,4 +1,4 @@
-"""Which trajectories share a forward pass: whole batches split by rank, length and token budget."""
+"""Plans which trajectories share a forward pass, by rank, length and token budget."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def plan_micro_batches(
 ) -> Plan:
     """Split a global batch into the same number of micro-batches on every rank.
 
-    Trajectories are dealt out from the longest to the shortest, one to each rank at a time, the
-    costliest of them to the rank that has the least so far. So the costs of two ranks never differ
-    by more than the costliest trajectory, their numbers of trajectories by at most one, and the
-    i-th micro-batches of all ranks, which meet in FSDP's collectives, hold like lengths. Every rank
-    computes the whole plan, so that the counts match without a word between ranks.
+    Trajectories are dealt from the longest to the shortest, one to each rank at a time, the
+    costliest to the rank with the least cost so far. So the costs of two ranks differ by at most
+    the costliest trajectory, and their numbers of trajectories by at most one. The i-th
+    micro-batches of all ranks have similar lengths, because FSDP's collectives wait for the
+    slowest. Every rank computes the whole plan, so they agree without communication.
 
     Args:
         lengths: prompt plus response of each trajectory, in tokens.
-        costs: of each trajectory, in any unit; not smaller for a longer one.
+        costs: of each trajectory, in any unit; must not fall with the length.
         num_ranks: trainer ranks.
-        tokens_per_micro_batch: budget for rows x longest row, or for the sum of lengths where
-            trajectories are packed. A longer trajectory goes alone.
-        packed: micro-batches are packed into one row.
+        tokens_per_micro_batch: budget for rows x longest row, or for the sum of lengths if packed.
+            A trajectory over the budget gets a micro-batch of its own.
+        packed: pack each micro-batch into one row.
 
     Returns:
-        The plan. Every index appears exactly once; where trajectories run out, some ranks' micro-
-        batch is empty.
+        The plan. Every index appears exactly once; the last micro-batch of some ranks may be
+        empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     loads = [0.0] * num_ranks
@@ -51,7 +51,7 @@ def plan_micro_batches(
         dealt = order[start : start + num_ranks]
         ranks = sorted(range(num_ranks), key=lambda rank: (loads[rank], rank))[: len(dealt)]
         pairs = list(zip(ranks, dealt, strict=True))
-        candidates = rounds if packed else rounds[-1:]  # padded, no earlier one has room
+        candidates = rounds if packed else rounds[-1:]  # if padded, no earlier one has room
         for micro_batches in candidates:
             if all(fits(micro_batches[rank], index) for rank, index in pairs):
                 break

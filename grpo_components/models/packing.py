@@ -1,4 +1,4 @@
-"""Trajectories one after the other in a single row, each of which sees only itself."""
+"""Packs sequences into one row; each attends only to itself."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 _BLOCK = 128
-"""Flex attention works on blocks of so many queries and keys."""
+"""Block size of flex attention, in queries and keys."""
 
 
 def row_width(tokens_per_micro_batch: int) -> int:
-    """Width of every packed row: the token budget in whole blocks.
+    """Width of every packed row: the token budget rounded up to whole blocks.
 
-    One width for all, because flex attention is compiled anew for each.
+    All rows have one width, because flex attention is recompiled for each new width.
 
     Args:
-        tokens_per_micro_batch: tokens in a row at most.
+        tokens_per_micro_batch: most tokens in a row.
     """
     return -(-tokens_per_micro_batch // _BLOCK) * _BLOCK
 
 
 def row_layout(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Who sits where in a packed row.
+    """Positions and sequence numbers of the tokens in a packed row.
 
     Args:
-        lengths: tokens of each sequence, in their order in the row; at most `width` together.
+        lengths: tokens of each sequence, in the order of the row; at most `width` in total.
         width: of the row.
 
     Returns:
-        Positions [1, width] int64 of each token in its own sequence, and numbers [1, width] int64
-        of the sequences. What is left at the end is padding.
+        Positions [1, width] int64 of each token in its own sequence, and sequence numbers
+        [1, width] int64. The rest of the row is padding.
     """
     padding = width - sum(lengths)
-    # Each padding token is alone: it costs one key, and no query is left without any (a NaN).
+    # Each padding token is a sequence: a query without any key would give NaN.
     parts = [*lengths, *([1] * padding)]
     positions = torch.cat([torch.arange(length) for length in parts])
     numbers = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
@@ -43,14 +43,14 @@ def row_layout(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
 
 
 def document_mask(numbers: Tensor) -> BlockMask | Tensor:
-    """Which keys a query sees: those of its own sequence that are not later.
+    """Causal attention mask within each sequence.
 
     Args:
-        numbers: [B, W] int64, of the sequences.
+        numbers: [B, W] int64, the sequence of each token.
 
     Returns:
-        A block mask on a GPU, for which torchtune calls flex attention (it skips the blocks that
-        nobody sees); elsewhere, where flex attention has no backward, a mask [B, W, W] bool.
+        On a GPU a block mask, with which torchtune calls flex attention (it skips empty blocks);
+        elsewhere, where flex attention has no backward pass, a mask [B, W, W] bool.
     """
     if numbers.is_cuda:
         return block_mask(numbers)
@@ -60,12 +60,12 @@ def document_mask(numbers: Tensor) -> BlockMask | Tensor:
 
 
 def block_mask(numbers: Tensor) -> BlockMask:
-    """The same as flex attention has it, on the device of the numbers.
+    """The same mask for flex attention, on the device of the numbers.
 
-    torchtune's `packed_block_causal_mask` puts it on "cuda", whichever GPU that is.
+    torchtune's `packed_block_causal_mask` always uses the default GPU.
 
     Args:
-        numbers: [B, W] int64, of the sequences.
+        numbers: [B, W] int64, the sequence of each token.
     """
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which matrices of a layer are split over the ranks of a tensor-parallel group, by family."""
+"""Tensor parallelism: which matrices of a layer are split over ranks, by model family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 from torchtune.training import prepare_mha_for_tp
 
 FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2")
-"""Those with a plan. torchtune 0.6.1 has one, for Llama 3; that of Qwen2 and 2.5 is ours."""
+"""Families with a plan: Llama 3 from torchtune 0.6.1, Qwen2 and Qwen2.5 from here."""
 
 Plan = dict[str, ParallelStyle]
 
@@ -21,9 +21,9 @@ Plan = dict[str, ParallelStyle]
 def qwen2_plan() -> Plan:
     """The plan of Qwen2 and Qwen2.5.
 
-    Whole heads, and columns of the feed-forward, go to each rank. The biases of q, k and v are
-    split with their rows. `output_proj` and `w2`, whose products are summed over the ranks, have
-    no bias that the sum could count more than once.
+    Each rank gets whole heads, and columns of the feed-forward network. The biases of q, k and v
+    are split with their rows. `output_proj` and `w2`, whose outputs are summed over the ranks, have
+    no bias, which the sum would count more than once.
     """
     by_columns = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
     plan: Plan = {f"layers.*.{name}": ColwiseParallel() for name in by_columns}
@@ -33,9 +33,9 @@ def qwen2_plan() -> Plan:
 def layer_plan(model_type: str) -> Plan:
     """The plan of a family, for its layers only.
 
-    torchtune's also splits the vocabulary. Here embedding and output projection stay whole in the
-    forward pass, and FSDP shards them over all ranks: they may be one tied tensor, and logprobs of
-    a split vocabulary would need a reduction for every chunk, in forward and in recomputation.
+    torchtune's plan also splits the vocabulary. Here embedding and output projection stay whole in
+    the forward pass, and FSDP shards them over all ranks: they may be one tied tensor, and a split
+    vocabulary would need a reduction for every chunk of logprobs, also in recomputation.
 
     Args:
         model_type: torchtune's name of the family, one of FAMILIES.
@@ -49,7 +49,7 @@ def layer_plan(model_type: str) -> Plan:
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str) -> None:
-    """Split a decoder's layers over a tensor-parallel group, before FSDP shards what is left.
+    """Split a decoder's layers over a tensor-parallel group; call it before FSDP shards the rest.
 
     Args:
         model: a torchtune TransformerDecoder, on the meta device.

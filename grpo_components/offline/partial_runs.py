@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,10 @@ def stand_in_arguments(
     """
     if cfg.eval_only or cfg.rollout_only:
         path = str(Path(cfg.output_dir) / TRAJECTORIES)
-        trainer = {"path": path, "logged_responses": trainer["logged_responses"]}
+        trainer = {"path": path, "logged_responses": trainer["diagnostics"].logged_responses}
     if isinstance(cfg.eval_only, str):
-        generator = {**generator, "model_path": cfg.eval_only}
+        engine = replace(generator["engine"], model_path=cfg.eval_only)
+        generator = {**generator, "engine": engine}
     if cfg.train_from:
         generator = {"path": cfg.train_from, "min_living": generator["min_living"]}
     return trainer, generator

@@ -1,4 +1,4 @@
-"""A torchrl collector whose rollout is one group, sampled by the shared engine."""
+"""A torchrl collector that rolls out one group at a time with the shared engine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0
 
 
 def sampling_seed(*identity: int) -> int:
-    """A seed from what a sample is, (seed, group, sample), not from when or where it is drawn."""
+    """Seed of a sample, from its identity (seed, purpose, group, sample) alone."""
     return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> 1)
 
 
 class EnginePolicy:
-    """The policy of a collector: submits every slot's tokens to the shared engine and waits.
+    """Policy of a collector: submits every slot's tokens to the shared engine and waits.
 
     Args:
         engine: shared by all collectors of the process.
-        max_response_tokens: longest response, what the environment says included.
+        max_response_tokens: longest response, tokens of the environment included.
         stop_token_ids: a response ends with the first of these.
         truncation: see `VLLMEngine.submit`.
     """
@@ -57,7 +57,7 @@ class EnginePolicy:
         self.seeds: list[int] = []
         """One per slot, for the next rollout."""
         self.names: list[str] = []
-        """Of the samples, one per slot, for the engine's schedule."""
+        """Names of the samples in the engine's schedule, one per slot."""
         self.temperature = 1.0
         """Of the next rollout."""
 
@@ -88,12 +88,12 @@ class EnginePolicy:
         left = self._max_response_tokens - used
         if left < 1:
             limit = f"generator.max_response_tokens is {self._max_response_tokens}"
-            raise ValueError(f"the response is not over after {used} tokens, and {limit}")
+            raise ValueError(f"the response has not ended after {used} tokens, but {limit}")
         return self._submit(
             slot["tokens"].tolist(),
             max_tokens=left,
             name=name,
-            # A later turn must not draw the numbers of the first again.
+            # A later turn must not repeat the random numbers of the first.
             seed=sampling_seed(seed, used) if used else seed,
             temperature=self.temperature,
         )
@@ -104,7 +104,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class GroupCollector(Collector):
-    """A torchrl collector whose rollout is one group, run to its end, as unpadded slots.
+    """A torchrl collector whose rollout is one whole group, as unpadded slots.
 
     Args:
         env: one slot per response.
@@ -123,7 +123,7 @@ class GroupCollector(Collector):
             track_traj_ids=False,
         )
 
-    # The parent resets the environment and calls the policy once while it is built.
+    # torchrl's own would reset the environment and call the policy during construction.
     def _make_carrier(self) -> None:
         self._carrier = TensorDict(batch_size=self.env.batch_size)
         self._carrier_has_no_device = True
@@ -135,7 +135,7 @@ class GroupCollector(Collector):
         """Reset the environment and step it until every slot is done.
 
         Args:
-            call: makes a call into the environment.
+            call: runs a call into the environment.
         """
         tensordict = call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
@@ -151,7 +151,7 @@ class GroupCollector(Collector):
 
 
 class SlotRollout:
-    """The turns of one slot, laid end to end.
+    """The concatenated turns of one slot.
 
     Args:
         prompt_ids: [P] tokens.
@@ -169,37 +169,38 @@ class SlotRollout:
 
     @classmethod
     def failed(cls, prompt_ids: NDArray[np.int64], error: str) -> SlotRollout:
-        """The slot of a rollout that did not come to its end: a failed sample without tokens."""
+        """Slot of a rollout that failed: a failed sample without tokens."""
         slot = cls(prompt_ids)
         slot.finish_reason, slot.done = "error", True
         slot.score = Score(math.nan, {}, False, error)
         return slot
 
     def extend(self, turn: Any) -> None:
-        """Append one policy turn and what the environment said after it.
+        """Append one turn of the policy and the environment's tokens after it.
 
         Raises:
-            ValueError: if the environment changed what had been said before.
+            ValueError: the environment changed earlier tokens.
+            TypeError: the environment ended the slot without a score.
         """
         after = turn["next"]
         response = turn["response"].numpy()
         known = np.concatenate([self.prompt_ids, self.response_ids, response])
         if not np.array_equal(after["tokens"].numpy()[: len(known)], known):
-            raise ValueError("the environment changed tokens that had been said before")
-        said = after["tokens"].numpy()[len(known) :]
-        self.response_ids = np.concatenate([self.response_ids, response, said])
+            raise ValueError("the environment changed tokens of earlier turns")
+        added = after["tokens"].numpy()[len(known) :]
+        self.response_ids = np.concatenate([self.response_ids, response, added])
         self.response_mask = np.concatenate(
-            [self.response_mask, np.ones(len(response), bool), np.zeros(len(said), bool)]
+            [self.response_mask, np.ones(len(response), bool), np.zeros(len(added), bool)]
         )
         self.logprobs = np.concatenate(
-            [self.logprobs, turn["logprobs"].numpy(), np.zeros(len(said), np.float32)]
+            [self.logprobs, turn["logprobs"].numpy(), np.zeros(len(added), np.float32)]
         )
         self.versions = np.concatenate(
-            [self.versions, turn["versions"].numpy(), np.full(len(said), -1, np.int32)]
+            [self.versions, turn["versions"].numpy(), np.full(len(added), -1, np.int32)]
         )
-        # The environment's word counts, where it has one: it knows limits that the policy does not.
-        has_word = "finish_reason" in after.keys()  # noqa: SIM118 -- of a TensorDict
-        self.finish_reason = (after if has_word else turn)["finish_reason"]
+        # The environment's reason goes first: it knows limits that the policy does not.
+        has_reason = "finish_reason" in after.keys()  # noqa: SIM118 -- of a TensorDict
+        self.finish_reason = (after if has_reason else turn)["finish_reason"]
         self.done = bool(after["done"])
         if self.done:
             self.score = after["score"]
@@ -212,7 +213,7 @@ class SlotRollout:
     def trajectory(
         self, prompt: Prompt, *, epoch: int, group_id: int, attempt: int, temperature: float
     ) -> Trajectory:
-        """The slot as a record; a sample whose reward failed has finish_reason error."""
+        """Convert the slot to a record; if its reward failed, finish_reason is error."""
         assert self.score is not None, "the slot is not done"
         trajectory = Trajectory(
             prompt_ids=self.prompt_ids,

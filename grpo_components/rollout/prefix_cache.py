@@ -1,4 +1,4 @@
-"""vLLM's prefix cache at a swap of the weights: no request reads KV that older weights computed."""
+"""Empties vLLM's prefix cache after a weight swap, so that no new request reads old KV."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 def empty_prefix_cache(scheduler: Any) -> None:
     """Make every cached block unreachable, also while requests are running.
 
-    Running requests go on with the blocks they hold. vLLM's own `reset_prefix_cache` does nothing
-    while any request holds a block, unless it preempts all of them.
+    Running requests keep the blocks they hold. vLLM's own `reset_prefix_cache` does nothing while
+    any request holds a block, unless it preempts all requests.
 
-    What a running request computes from now on attends to its old KV, and is for nobody else
-    either: its later blocks are cached under a salt of its own (`cache_salt` enters the hash of a
-    request's first block, and each hash enters the next). A request that has computed nothing yet
-    needs none: all its KV will be of the new weights.
+    New blocks of a running request attend to its old KV, so no other request may share them. They
+    are cached under a salt of their own: `cache_salt` enters the hash of a request's first block,
+    and each hash enters the next. A request that has computed nothing yet needs no salt, because
+    all its KV will come from the new weights.
 
     Args:
-        scheduler: of a vLLM engine (v1), without a batch in flight.
+        scheduler: of a vLLM v1 engine that has no batch in flight.
 
     Raises:
-        RuntimeError: if a block is still cached.
+        RuntimeError: a block is still cached.
     """
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool

@@ -1,4 +1,4 @@
-"""vLLM in this process: continuous batching, and weights swapped between two engine steps."""
+"""vLLM in this process: continuous batching, and weight swaps between two engine steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from vllm.v1.engine.core_client import InprocClient
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.replay.schedule import STOP, Schedule
+from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
 
 BASE_VERSION = 0
-"""Policy version of the weights that the engine is loaded with."""
+"""Policy version of the weights that the engine loads first."""
 
 
 @dataclass(frozen=True)
@@ -36,79 +37,63 @@ class Completion:
     """What the engine sampled for one request."""
 
     token_ids: NDArray[np.int64]
-    """[R] with the stop token, where one was sampled."""
+    """[R] including the stop token, if one was sampled."""
     logprobs: NDArray[np.float32]
-    """[R] of the distribution sampled from."""
+    """[R] in nats, of the distribution that was sampled from."""
     token_versions: NDArray[np.int32]
-    """[R] version of the weights that sampled each token."""
+    """[R] policy version that sampled each token."""
     finish_reason: Literal["stop", "length", "abort"]
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine thread has ended, so that nothing submitted to it will be answered."""
+    """The engine thread has ended; submitted requests get no answer."""
 
 
 class VLLMEngine:
     """One vLLM engine and the thread that steps it.
 
-    Requests of any number of threads share one batch. New weights are loaded between two engine
-    steps, so that running requests go on over the swap and every token has an exact version.
+    Requests of all threads share one batch. New weights are loaded between two engine steps:
+    running requests continue across the swap, and every token has an exact version.
 
     Args:
-        model_path: folder of the Hugging Face checkpoint to load as version 0.
-        device: cpu or cuda.
-        dtype: compute dtype, fp32 or bf16.
-        max_model_len: longest prompt plus response, in tokens.
-        max_num_seqs: requests that one step may batch.
-        gpu_memory_utilization: share of the GPU's memory for vLLM; not used on a CPU.
-        enforce_eager: no CUDA graphs.
-        recompute_kv_after_pull: running requests recompute their KV under new weights; otherwise
-            they keep the KV of the old ones. Requests that have computed nothing yet never read
-            KV of old weights.
+        options: model, limits and weight swaps.
         seed: seed of the engine (requests bring their own).
-        schedule: decides which request or weights enter before which step; None takes them as they
-            come.
+        schedule: decides before which step each request or weight swap enters; None takes them in
+            the order of arrival.
 
     Raises:
-        EngineStoppedError: from a future, when the engine thread died.
+        EngineStoppedError: from a future, if the engine thread died.
     """
 
     def __init__(
         self,
-        model_path: str,
+        options: EngineOptions,
         *,
-        device: str,
-        dtype: str,
-        max_model_len: int,
-        max_num_seqs: int,
-        gpu_memory_utilization: float,
-        enforce_eager: bool,
-        recompute_kv_after_pull: bool,
         seed: int,
         schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
     ) -> None:
-        # A prompt read in two steps would end the engine on a CPU: what the first one samples is
-        # discarded by setting its random generator back, and a CPU's has no offset to set.
-        options: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
-        if device == "cuda":
-            options = {
-                "enforce_eager": enforce_eager,
-                "gpu_memory_utilization": gpu_memory_utilization,
+        # On a CPU a prompt read in two steps would end the engine: vLLM discards the first step's
+        # sample by rewinding the random generator, and a CPU generator cannot be rewound.
+        more: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
+        if options.device == "cuda":
+            more = {
+                "enforce_eager": options.enforce_eager,
+                "gpu_memory_utilization": options.gpu_memory_utilization,
             }
         self._engine = LLM(
-            model_path,
+            options.model_path,
             skip_tokenizer_init=True,
-            dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[dtype]),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
+            dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]),
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             seed=seed,
-            **options,
+            **more,
         ).llm_engine
         self._engine.set_weight_version(str(BASE_VERSION))
-        self._recompute_kv = recompute_kv_after_pull
-        self._expected_shapes = checkpoint_shapes(Path(model_path))
+        self._recompute_kv = options.recompute_kv_after_pull
+        self._expected_shapes = checkpoint_shapes(Path(options.model_path))
         self._schedule = Schedule() if schedule is None else schedule
         self._step = 0
         self._running: dict[str, Future[Completion]] = {}
@@ -128,16 +113,16 @@ class VLLMEngine:
         truncation: Mapping[str, float] | None = None,
         name: str = "a request",
     ) -> Future[Completion]:
-        """Queue one request; from any thread.
+        """Queue one request; callable from any thread.
 
         Args:
             prompt_ids: [P] tokens.
             max_tokens: longest response, in tokens.
-            temperature: above 0, or 0 for the likeliest token.
-            seed: of this request's own sampler.
+            temperature: of sampling; 0 takes the likeliest token.
+            seed: of this request's sampler.
             stop_token_ids: a response ends with the first of these.
-            truncation: what else bends the distribution, by vLLM's names (top_p, ...).
-            name: what the schedule calls it.
+            truncation: other changes to the distribution, by vLLM's names (top_p, ...).
+            name: of the request in the schedule.
         """
         sampling = SamplingParams(
             n=1,
@@ -153,14 +138,14 @@ class VLLMEngine:
         return self._command(name, "request", (list(prompt_ids), sampling))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
-        """Swap the weights between two steps; from any thread.
+        """Swap the weights between two steps; callable from any thread.
 
         Args:
             version: policy version of the new weights.
             tensors: every parameter by its Hugging Face name, on the CPU.
 
         Raises:
-            ValueError: before anything is touched, where a name or shape is not the model's.
+            ValueError: a name or shape is not the model's; the engine keeps its weights.
         """
         check_names_and_shapes(
             {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected_shapes
@@ -168,7 +153,7 @@ class VLLMEngine:
         return self._command(f"weights {version}", "weights", (version, tensors))
 
     def close(self) -> None:
-        """Stop the thread and free the engine; what still runs gets an EngineStoppedError."""
+        """Stop the thread and free the engine; running requests get an EngineStoppedError."""
         if self._thread.is_alive():
             self._command(STOP, STOP, None).result()
             self._thread.join()
@@ -183,7 +168,7 @@ class VLLMEngine:
         return future
 
     def _run(self) -> None:
-        """The engine thread: take what the schedule has for it, then one engine step."""
+        """Engine thread: take the commands that are due, then make one engine step, and repeat."""
         waiting: Future[Any] | None = None
         try:
             while True:
@@ -203,7 +188,7 @@ class VLLMEngine:
                     waiting = None
                 self._step += 1
                 self._step_engine()
-        except BaseException as error:  # the thread's end: every waiter must hear of it
+        except BaseException as error:  # the thread ends: every waiter must be notified
             self._dead = error
             if waiting is not None:
                 waiting.set_exception(error)
@@ -258,13 +243,13 @@ class VLLMEngine:
     def _finish_batches_in_flight(self, core: EngineCore) -> None:
         """Take the outputs of batches that asynchronous scheduling has started ahead.
 
-        vLLM labels tokens with the weight version at the time their output is taken, and these
-        were sampled by the weights that are about to go.
+        vLLM labels tokens with the weight version at the time their output is taken, but the old
+        weights sampled these.
         """
         if not core.batch_queue:  # None without asynchronous scheduling
             return
         if core.pause_scheduler("keep", clear_cache=False) is not None:
-            raise RuntimeError("vLLM did not pause its scheduler at once")
+            raise RuntimeError("vLLM did not pause its scheduler immediately")
         while core.batch_queue:
             self._step_engine()
         core.resume_scheduler()
@@ -288,11 +273,11 @@ def _load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         finalize_layerwise_reload(model, runner.model_config)
         _repack_tied_head(model)
     if missing := sorted(parameters - loaded):
-        raise RuntimeError(f"vLLM did not load its parameters {', '.join(missing):.200}")
+        raise RuntimeError(f"vLLM did not load the parameters {', '.join(missing):.200}")
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
-    """Pack the CPU's copy of a tied head again: the reload skips it and the old head would stay."""
+    """Repack the CPU copy of a tied head; vLLM's reload skips it and would keep the old head."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         has_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.numel()

@@ -1,4 +1,4 @@
-"""A trainer's part of a checkpoint: Hugging Face weights, and re-shardable state through DCP."""
+"""The trainer's part of a checkpoint: Hugging Face weights, and state that DCP can reshard."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _METADATA_CLASSES = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""All that DCP's own description of a checkpoint is made of."""
+"""Allowlist of the classes in DCP's metadata."""
 
 
 class TrainerState:
-    """What one trainer rank has to save: master weights, optimizer, scheduler, random state.
+    """Saves and restores one trainer rank: master weights, optimizer, scheduler, random state.
 
     Args:
         model: sharded over the ranks.
-        optimizer: of its parameters.
+        optimizer: of the model's parameters.
         lr_scheduler: of the optimizer, or None.
         base_model_path: folder whose config and tokenizer files are copied.
         rank: of this process.
@@ -73,17 +73,18 @@ class TrainerState:
         self._model, self._optimizer, self._scheduler = model, optimizer, lr_scheduler
         self._base_model_path, self._rank, self._num_ranks = base_model_path, rank, num_ranks
         self._device = device
-        # Its own group: the ranks meet in it from another thread while the next step runs.
+        # A group of its own: `write` uses it in another thread while the next step runs.
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         self._held: tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]] | None = None
 
     def hold(self, policy_version: int, layers: Iterable[dict[str, Tensor]], *, copy: bool) -> None:
-        """Keep the state of this moment for `write`; every rank at once, in line with the step.
+        """Keep the current state for `write`; collective, between two steps.
 
         Args:
             policy_version: of the weights.
-            layers: their gathered parts under Hugging Face names; rank 0 keeps them.
-            copy: to memory of the CPU that no later step changes; else refer to what there is.
+            layers: gathered weights, layer by layer, by Hugging Face name; rank 0 keeps them.
+            copy: copy to CPU memory, so that later steps may run before `write`; otherwise keep
+                references.
         """
         weights: dict[str, Tensor] = {}
         for tensors in layers:
@@ -105,13 +106,13 @@ class TrainerState:
         self._held = tensors, plain, weights
 
     def write(self, folder: Path) -> str | None:
-        """Write what is held; every rank at once, in any one thread.
+        """Write the held state; collective, in one thread per rank.
 
         Args:
-            folder: of the checkpoint; Hugging Face files in it, the trainer's in its `state`.
+            folder: of the checkpoint; it gets the Hugging Face files, and its `state` the rest.
 
         Returns:
-            Why it could not be written; None where it was. Failures of other ranks may be told.
+            Why writing failed, on this or another rank; None if it succeeded.
         """
         assert self._held is not None, "nothing is held"
         (tensors, plain, weights), self._held = self._held, None
@@ -128,17 +129,17 @@ class TrainerState:
 
     def _write_tensors(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP's own, of torch's next version
+            warnings.simplefilter("ignore")  # deprecations inside DCP
             save(tensors, storage_writer=FileSystemWriter(folder), process_group=self._group)
 
     def load(self, folder: Path) -> int:
-        """Restore what any number of ranks wrote; every rank at once.
+        """Restore a checkpoint written by any number of ranks; collective.
 
-        Settings of the optimizer stay as they were built: where its learning rate is another than
-        the saved run's, what a scheduler had made of that one is scaled.
+        The optimizer keeps the settings it was built with. If its learning rate differs from the
+        saved run's, the saved state of the scheduler is scaled to it.
 
         Args:
-            folder: that `write` was given.
+            folder: as passed to `write`.
 
         Returns:
             The policy version.
@@ -170,7 +171,7 @@ class TrainerState:
     def _restore_learning_rates(self, plain: dict[str, Any]) -> None:
         ratios = []
         for group, saved in zip(self._optimizer.param_groups, plain["learning_rates"], strict=True):
-            before = saved["configured"]  # 0 at the edge of a schedule by step, which sets it anew
+            before = saved["configured"]  # may be 0 in a schedule by step, which sets it again
             ratios.append(_configured(group) / before if before else 1.0)
             lr = saved["lr"] * ratios[-1]
             if isinstance(group["lr"], Tensor):
@@ -183,7 +184,7 @@ class TrainerState:
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = _named("model", get_model_state_dict(self._model))
-        if self._optimizer.state:  # else DCP would make it step
+        if self._optimizer.state:  # otherwise DCP would make it step
             moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
             tensors |= _named("optimizer", moments)
         return tensors
@@ -196,16 +197,16 @@ class TrainerState:
 
 
 class MetadataReader(FileSystemReader):
-    """DCP's reader, but for its description of the checkpoint: that pickle may build nothing else.
+    """Reads DCP metadata with an allowlisted unpickler.
 
-    The tensors themselves torch reads with `weights_only=True`.
+    torch reads the tensors themselves with `weights_only=True`.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's description: names, shapes, and where each part lies.
+        """Read names, shapes, and the place of each part.
 
         Raises:
-            pickle.UnpicklingError: if it is made of anything else.
+            pickle.UnpicklingError: the file holds a class outside the allowlist.
         """
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -220,12 +221,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder: Path) -> None:
-    """Write what `transformers` and vLLM load as it is: sharded safetensors, config, tokenizer.
+    """Write a folder that `transformers` and vLLM load: sharded safetensors, config, tokenizer.
 
     Args:
         state_dict: Hugging Face names to CPU tensors.
         base_model_path: folder whose other files are copied: config, tokenizer, generation config.
-        folder: made where it is missing.
+        folder: created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(state_dict, folder, max_shard_size="5GB")
@@ -235,10 +236,10 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
 
 
 def _why_not_written(error: CheckpointException) -> str:
-    """The failure of the file system behind DCP's, on whichever rank.
+    """The file system error behind a DCP error, on any rank.
 
     Raises:
-        RuntimeError: if it is none.
+        RuntimeError: the cause is not the file system.
     """
     failures: list[BaseException] = [failure for failure, _ in error.failures.values()]
     for failure in failures:
@@ -248,18 +249,18 @@ def _why_not_written(error: CheckpointException) -> str:
                 return str(cause)
             cause = cause.__cause__ or cause.__context__
     if all(isinstance(failure, RuntimeError) for failure in failures):
-        # What torch.save makes of a full disk; from another rank it comes without its context.
+        # torch.save raises this on a full disk; another rank's error arrives without its cause.
         return f"is the disk full? {str(failures[0]).splitlines()[0]}"
     raise RuntimeError(f"DCP failed: {failures}") from error
 
 
 def _configured(group: dict[str, Any]) -> float:
-    """The learning rate of the config; schedulers keep it beside what they make of it."""
+    """The configured learning rate; schedulers keep it as `initial_lr`."""
     return float(group.get("initial_lr", group["lr"]))
 
 
 def _scaled(state: Any, ratios: list[float]) -> Any:
-    """A scheduler's state, at any depth, with its learning rates times the ratios."""
+    """A scheduler's state with its learning rates, at any depth, multiplied by the ratios."""
     if isinstance(state, list):
         return [_scaled(item, ratios) for item in state]
     if not isinstance(state, dict):
@@ -273,7 +274,7 @@ def _scaled(state: Any, ratios: list[float]) -> Any:
 
 
 def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors among the values: all else is config, and DCP would pickle it."""
+    """The tensors among the values, with prefix; the rest is config, which DCP would pickle."""
     return {f"{prefix}.{name}": v for name, v in values.items() if isinstance(v, Tensor)}
 
 

@@ -1,4 +1,4 @@
-"""The norm of a gradient whose tensors are sharded over several meshes."""
+"""Clips gradients whose tensors are sharded over several device meshes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients down to a largest total norm, in place; collective.
+    """Scale gradients in place so that their total norm is at most `max_norm`; collective.
 
-    `torch.nn.utils.clip_grad_norm_` refuses tensors of more than one mesh, which is what tensor
-    parallelism leaves: norms are taken mesh by mesh.
+    `torch.nn.utils.clip_grad_norm_` rejects tensors of more than one mesh, as tensor parallelism
+    produces them. So norms are computed mesh by mesh.
 
     Args:
-        parameters: with gradients or without.
+        parameters: those without a gradient are ignored.
         max_norm: of all gradients together; infinity only measures.
 
     Returns:
-        The norm before clipping, a scalar, the same on every rank. Where it is not finite, the
-        gradients stay as they are: scaling by it would hide which of them is at fault.
+        The norm before clipping, a scalar, the same on every rank. If it is not finite, the
+        gradients are not scaled: scaling would hide which of them is the cause.
     """
     by_mesh: dict[object, list[Tensor]] = defaultdict(list)
     for parameter in parameters:

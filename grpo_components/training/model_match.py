@@ -1,4 +1,4 @@
-"""Finds where a torchtune decoder computes another function than its base model's config.json."""
+"""Finds where a torchtune decoder differs from the model that config.json describes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HF_MODEL_TYPES = {
     **dict.fromkeys(("PHI3_MINI", "PHI4"), ("phi3",)),
     "QWEN2": ("qwen2",),
 }
-"""torchtune's family: `model_type` of the config.json files whose models have its layers."""
-_IN_HALVES = ("PHI3_MINI", "PHI4", "QWEN2")  # RoPE turns dimension i with i + dim / 2
+"""torchtune's family -> `model_type` values of config.json with the same layers."""
+_IN_HALVES = ("PHI3_MINI", "PHI4", "QWEN2")  # RoPE rotates dimension i with i + dim / 2
 _POSITIONS = 1024
 _ROPE_TOLERANCE = 5e-3  # float32 angles of up to 1024 radians
 _BY_LENGTH = ("dynamic", "longrope")  # frequencies that depend on the length of a sequence
@@ -28,20 +28,20 @@ _BY_LENGTH = ("dynamic", "longrope")  # frequencies that depend on the length of
 
 @dataclass(frozen=True)
 class Difference:
-    """One value of the built model that is not the base model's."""
+    """One value in which the built model differs from the base model."""
 
     argument: str
-    """What torchtune's builders call it."""
+    """Its name in torchtune's builders."""
     found: Any
     key: str
-    """What config.json calls it."""
+    """Its name in config.json."""
     expected: Any
     can_match: bool = True
-    """Whether torchtune has the expected value at all."""
+    """Whether torchtune supports the expected value."""
 
 
 def read_hf_config(base: Path) -> Any:
-    """The config of a Hugging Face folder, with the family's defaults where it lacks a key.
+    """Read the config of a Hugging Face folder; missing keys get the family's defaults.
 
     Args:
         base: folder with config.json.
@@ -49,11 +49,11 @@ def read_hf_config(base: Path) -> Any:
     Raises:
         ValueError: transformers cannot read it.
     """
-    from transformers import AutoConfig  # here, because the import takes seconds
+    from transformers import AutoConfig  # imported here: it takes seconds
 
     try:
         return AutoConfig.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the file's values lead to
+    except Exception as error:  # any error that the values of the file cause
         cause = " ".join(str(error).split())[:120]
         raise ValueError(
             f"base_model_path: transformers cannot read {base / 'config.json'}: {cause}; allowed: "
@@ -62,27 +62,27 @@ def read_hf_config(base: Path) -> Any:
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Tokens that generators attend to at most; None for all. torchtune's models have no window.
+    """Attention window of the base model in tokens; None without one. torchtune has no windows.
 
     Args:
-        raw: config.json as it is; where it lacks a key, transformers' default of the family holds.
+        raw: contents of config.json; missing keys get transformers' default of the family.
     """
     if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
         return None
     window = raw.get("sliding_window", 4096 if raw.get("model_type") == "mistral" else None)
-    return window or None  # vLLM reads 0 as none
+    return window or None  # vLLM reads 0 as no window
 
 
 def differences(model: nn.Module, model_type: str, hf_config: Any) -> Iterator[Difference]:
-    """Compare what a decoder computes with a base model's config, beyond the weights' shapes.
+    """Compare a decoder with a base model's config, beyond the shapes of the weights.
 
-    Values are read from the built modules, so that it makes no difference whether they come from
-    the config, a named builder or a default. RoPE, norms, activation and embedding are also tried
-    on random input, so that another module of the same shape is noticed.
+    Values are read from the built modules, whether they come from the config, a named builder or a
+    default. RoPE, norms, activation and embedding also run on random input, which detects a
+    different module of the same shape.
 
     Args:
-        model: torchtune's, on any device, the meta device included. Of another class than
-            torchtune's decoder, nothing is known and nothing found.
+        model: on any device, the meta device included. Only torchtune's TransformerDecoder is
+            checked.
         model_type: torchtune's name of the family.
         hf_config: what `read_hf_config` returns.
     """
@@ -157,7 +157,7 @@ def _norms(model: nn.Module, hf_config: Any, model_type: str) -> Iterator[Differ
 
 
 def _is_norm(module: nn.Module, eps: float, offset: float) -> bool:
-    """Whether a module is RMSNorm(x) * (weight + offset), on input as small as eps can be seen."""
+    """Whether a module computes RMSNorm(x) * (weight + offset), on input small enough for eps."""
     norm = copy.deepcopy(module).to_empty(device="cpu").float()
     (weight,) = norm.parameters()
     draw = torch.Generator().manual_seed(0)
@@ -184,10 +184,10 @@ def _positions(model: TransformerDecoder, hf_config: Any, model_type: str) -> It
             yield Difference("rope", name, "rope_scaling", kind, can_match=False)
             continue
         yield from _scaling(module, rope)
-        turned = _turned(module, head_dim)
+        rotated = _rotated(module, head_dim)
         halves = model_type in _IN_HALVES
-        if turned is not None and not torch.allclose(
-            turned, _expected_turned(hf_config, kind, head_dim, halves), atol=_ROPE_TOLERANCE
+        if rotated is not None and not torch.allclose(
+            rotated, _expected_rotated(hf_config, kind, head_dim, halves), atol=_ROPE_TOLERANCE
         ):
             scale = getattr(module, "scale_factor", None)
             argument, found = ("rope", type(module).__name__)
@@ -202,7 +202,7 @@ _SCALING = {
     "high_freq_factor": "high_freq_factor",
     "old_context_len": "original_max_position_embeddings",
 }
-"""torchtune's names of Llama 3.1's scaling, and config.json's."""
+"""Llama 3.1 RoPE scaling: torchtune's names -> names in config.json."""
 
 
 def _scaling(module: nn.Module, rope: Mapping[str, Any]) -> Iterator[Difference]:
@@ -212,8 +212,8 @@ def _scaling(module: nn.Module, rope: Mapping[str, Any]) -> Iterator[Difference]
             yield Difference(name, found, f"rope_scaling.{key}", expected)
 
 
-def _turned(module: nn.Module | None, head_dim: int) -> Tensor | None:
-    """Random vectors [1, T, 1, head_dim], turned; None where the module cannot be tried out."""
+def _rotated(module: nn.Module | None, head_dim: int) -> Tensor | None:
+    """Random vectors [1, T, 1, head_dim] after RoPE; None if the module cannot be run."""
     x = _vectors(head_dim)
     if module is None:
         return x
@@ -226,8 +226,8 @@ def _turned(module: nn.Module | None, head_dim: int) -> Tensor | None:
     return rope(x)
 
 
-def _expected_turned(hf_config: Any, kind: str, head_dim: int, halves: bool) -> Tensor:
-    """The same vectors, turned as the base model does, in torchtune's order of dimensions."""
+def _expected_rotated(hf_config: Any, kind: str, head_dim: int, halves: bool) -> Tensor:
+    """The same vectors after the base model's RoPE, in torchtune's order of dimensions."""
     factor = 1.0
     if kind == "default":
         share = hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
@@ -240,13 +240,13 @@ def _expected_turned(hf_config: Any, kind: str, head_dim: int, halves: bool) -> 
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
         dim = 2 * len(frequencies)
     x = _vectors(head_dim)
-    turning, rest = x[..., :dim], x[..., dim:]
-    a, b = turning.chunk(2, dim=-1) if halves else (turning[..., 0::2], turning[..., 1::2])
+    rotating, rest = x[..., :dim], x[..., dim:]
+    a, b = rotating.chunk(2, dim=-1) if halves else (rotating[..., 0::2], rotating[..., 1::2])
     angles = (torch.arange(_POSITIONS).float()[:, None] * frequencies)[None, :, None]
     cos, sin = angles.cos() * factor, angles.sin() * factor
     pair = (a * cos - b * sin, b * cos + a * sin)
-    turned = torch.cat(pair, dim=-1) if halves else torch.stack(pair, dim=-1).flatten(-2)
-    return torch.cat([turned, rest], dim=-1)
+    rotated = torch.cat(pair, dim=-1) if halves else torch.stack(pair, dim=-1).flatten(-2)
+    return torch.cat([rotated, rest], dim=-1)
 
 
 def _vectors(head_dim: int) -> Tensor:
@@ -259,7 +259,7 @@ def _activations(
     from transformers.activations import ACT2FN
 
     key, name = "hidden_act", hf_config.hidden_act
-    if model_type == "GEMMA":  # what vLLM reads; `hidden_act` was wrong in the first files
+    if model_type == "GEMMA":  # as vLLM does: `hidden_act` was wrong in the first files
         key = "hidden_activation"
         name = getattr(hf_config, key, None) or "gelu_pytorch_tanh"
     x = torch.linspace(-4, 4, 161)
@@ -274,7 +274,7 @@ def _activations(
 
 
 def _embedding_factor(embedding: nn.Module) -> float | None:
-    """By what an embedding multiplies its weights; None where it cannot be tried out."""
+    """Factor by which an embedding scales its weights; None if it cannot be run."""
     if not isinstance(embedding, nn.Embedding):
         return None
     row = copy.copy(embedding)

@@ -1,4 +1,4 @@
-"""What differs between optimizers of different packages, for whoever drives them."""
+"""Sets learning rates in optimizers of any package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """Set the learning rate of all parameters.
 
     Args:
-        optimizer: torchao's keep the rate in a tensor, and refuse to step with a float.
-        rate: of the next step.
+        optimizer: of torch or torchao; torchao's keep the rate in a tensor and reject a float.
+        rate: for the next step.
     """
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):

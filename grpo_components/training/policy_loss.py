@@ -58,10 +58,10 @@ class PolicyLoss:
 
         Returns:
             Corrected losses [N], metrics [N] by name, and the weights [N] that were applied; None
-            where there is no correction.
+            without a correction.
 
         Raises:
-            ComponentError: loss or correction does not return what it has to.
+            ComponentError: the loss or the correction breaks its contract.
         """
         weights = None
         if self.corrects:

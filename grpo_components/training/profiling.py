@@ -1,4 +1,4 @@
-"""torchtune's profiler in a trainer rank: from the first training step on, one step at a time."""
+"""Runs torchtune's profiler in a trainer rank, one training step at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StepProfiler:
     """Drives a profiler as torchtune's recipes do.
 
     Args:
-        build: makes a pair of the profiler (start, step, stop) and its settings, as
+        build: returns the profiler (start, step, stop) and its settings, as
             `torchtune.training.setup_torch_profiler` does; None profiles nothing.
     """
 
@@ -20,11 +20,11 @@ class StepProfiler:
             self._profiler.start()
 
     def step(self) -> None:
-        """End one training step; the last of a cycle writes the traces, on all ranks together."""
+        """End one training step; the last step of a cycle writes the traces; collective."""
         if self._profiler is not None:
             self._profiler.step()
 
     def close(self) -> None:
-        """Stop; a cycle that is going on writes the traces that it has."""
+        """Stop; an unfinished cycle writes the traces it has."""
         if self._profiler is not None:
             self._profiler.stop()

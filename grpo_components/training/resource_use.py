@@ -16,9 +16,9 @@ class ResourceUse:
 
     Args:
         model: a torchtune decoder, sharded or not.
-        device: that it is trained on.
+        device: of this rank.
         dtype: compute dtype, fp32 or bf16.
-        num_ranks: of the trainer, each with a device like this.
+        num_ranks: trainer ranks, each with the same kind of device.
         log_peak_memory_stats: measure this process's largest memory so far.
     """
 
@@ -40,17 +40,17 @@ class ResourceUse:
     def metrics(
         self, sequences: Sequence[tuple[int, int]], passes: int, start_known: bool, seconds: float
     ) -> dict[str, float]:
-        """What a step has used.
+        """Metrics of one step.
 
         Args:
-            sequences: tokens, and tokens trained, of each sequence of all ranks.
+            sequences: number of tokens and of trained tokens of each sequence, over all ranks.
             passes: forward and backward passes over each.
-            start_known: one more forward pass was made before these.
-            seconds: that the step took.
+            start_known: one more forward pass came first.
+            seconds: duration of the step.
 
         Returns:
-            `throughput/mfu`, the share of the GPUs' peak (model FLOPs utilization), on GPUs whose
-            peak is known; `memory/trainer_peak_gib` where it is wanted.
+            `throughput/mfu` (model FLOPs utilization, a share of the GPUs' peak) for GPUs whose
+            peak is known; `memory/trainer_peak_gib` if enabled.
         """
         metrics: dict[str, float] = {}
         if self._peak_flops:
@@ -62,7 +62,7 @@ class ResourceUse:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The largest memory of this process so far: on a GPU its tensors', on a CPU all of it."""
+    """Largest memory of this process so far, in GiB: its tensors on a GPU, all of it on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

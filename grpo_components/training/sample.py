@@ -1,4 +1,4 @@
-"""A trajectory in the trainer's hands: which of its tokens are trained, and with what weight."""
+"""A trajectory to train on: which of its tokens are trained, and with what weight."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from grpo_components.trajectory import Trajectory
 
 
 @dataclass
-class Sample:
-    """One response of the batch, and what the step adds to its record."""
+class TrainSample:
+    """One response of the batch, with the values that a training step adds."""
 
     trajectory: Trajectory
     mask: NDArray[np.bool_]
-    """[R] the tokens that are trained."""
+    """[R] True for tokens that are trained."""
     number: int = 0
-    """Of the response in its group, from 0."""
+    """Number of the response in its group, from 0."""
     logged: bool = False
-    """Whether its logprobs are for the log of rollouts."""
+    """Whether its logprobs are written to the rollout log."""
     loss_weight: float = 0.0
-    """Of each token's loss, in the update that is being made."""
+    """Weight of each token's loss in the current update."""
     proximal_logprobs: NDArray[np.float32] | None = None
-    """[number of trained tokens] of the policy that the step started from."""
+    """[N] logprobs of the N trained tokens, by the policy that the step started from."""
     start_logprobs: NDArray[np.float32] | None = None
-    """The same, of a logged response that this rank has computed."""
+    """[N] the same, for a logged response that this rank computed."""
     advantages: NDArray[np.float32] | None = None
-    """[number of trained tokens]"""
+    """[N] of the N trained tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens N."""
         return int(self.mask.sum())
 
     @property
     def num_all_tokens(self) -> int:
-        """Prompt and response."""
+        """Tokens of prompt and response."""
         return len(self.trajectory.prompt_ids) + len(self.trajectory.response_ids)
 
 
@@ -51,43 +51,43 @@ def make_samples(
     advantages: NDArray[Any],
     trained_tokens: Callable[[Trajectory], NDArray[np.bool_]],
     num_logged: int,
-) -> list[Sample]:
-    """The samples of a batch.
+) -> list[TrainSample]:
+    """Build the samples of a batch.
 
     Args:
         trajectories: S of them, group by group.
-        advantages: [S] one for each.
-        trained_tokens: of a trajectory, [R] which of its tokens are trained.
-        num_logged: so many of the first are logged.
+        advantages: [S], one per trajectory.
+        trained_tokens: trajectory -> [R] which of its tokens are trained.
+        num_logged: log the first samples, up to this number.
 
     Raises:
-        ComponentError: there is not one advantage for each.
+        ComponentError: the shape of `advantages` is not [S].
     """
     if np.shape(advantages) != (len(trajectories),):
         problem = f"shape {np.shape(advantages)} given for {len(trajectories)} responses"
-        raise ComponentError(f"advantages: {problem}; allowed: one number for each")
-    samples: list[Sample] = []
+        raise ComponentError(f"advantages: {problem}; allowed: one number per response")
+    samples: list[TrainSample] = []
     in_group: Counter[int] = Counter()
     for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
         trajectory.advantage = advantage
         number, logged = in_group[trajectory.group_id], len(samples) < num_logged
-        samples.append(Sample(trajectory, trained_tokens(trajectory), number, logged))
+        samples.append(TrainSample(trajectory, trained_tokens(trajectory), number, logged))
         in_group[trajectory.group_id] += 1
     return samples
 
 
 def spread_advantages(
-    samples: Sequence[Sample], token_advantages: TokenAdvantages | None, step: int
+    samples: Sequence[TrainSample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
     """Set the advantage of each trained token.
 
     Args:
         samples: of the global batch, the same on every rank.
-        token_advantages: makes them; None gives each token that of its response.
+        token_advantages: computes them; None gives each token its response's advantage.
         step: training steps done before this one.
 
     Raises:
-        ComponentError: there is not one advantage for each trained token.
+        ComponentError: the number of advantages is not the number of trained tokens.
     """
     if token_advantages is None:
         for sample in samples:
@@ -99,5 +99,5 @@ def spread_advantages(
     for sample, part in zip(samples, parts, strict=True):
         if part.shape != (sample.num_tokens,):
             problem = f"per_token returned shape {part.shape} for {sample.num_tokens} tokens"
-            raise ComponentError(f"advantages: {problem}; allowed: one number for each")
+            raise ComponentError(f"advantages: {problem}; allowed: one number per token")
         sample.advantages = part.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Why an update trained nothing: the first token, or else parameter, that is no finite number."""
+"""Explains why an update was skipped: names the first token or parameter that is not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.losses import LossInputs
-from grpo_components.training.sample import Sample
+from grpo_components.training.sample import TrainSample
 from grpo_components.trajectory import Trajectory
 
 _INPUTS = {
@@ -24,43 +24,43 @@ _INPUTS = {
     "reference logprob": "reference_logprobs",
 }
 _Found = tuple[tuple[int, ...], str]
-"""A place, to find the first, and what is said of it."""
+"""A sortable place, and the description of what is wrong there."""
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class UpdateWatch:
-    """Keeps what one optimizer update is computed from, on one rank, until it is known to be good.
+    """Keeps the inputs of one optimizer update on one rank, to explain a failure.
 
-    Looking at the numbers waits for the device, so that nobody looks before something is wrong.
+    Reading the numbers synchronises with the device, so they are read only after a failure.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[list[Sample], LossInputs, Tensor | None, Tensor]] = []
+        self._seen: list[tuple[list[TrainSample], LossInputs, Tensor | None, Tensor]] = []
 
-    def saw(
-        self, members: list[Sample], inputs: LossInputs, weights: Tensor | None, losses: Tensor
+    def record(
+        self, members: list[TrainSample], inputs: LossInputs, weights: Tensor | None, losses: Tensor
     ) -> None:
-        """Keep one micro-batch, without its graph.
+        """Keep one micro-batch, without its autograd graph.
 
         Args:
             members: its responses.
             inputs: of the loss, for the N tokens.
-            weights: [N] of the off-policy correction; None where there is none.
-            losses: [N] corrected.
+            weights: [N] of the off-policy correction; None without a correction.
+            losses: [N] after the correction.
         """
         inputs = replace(inputs, trainer_logprobs=inputs.trainer_logprobs.detach(), entropy=None)
         self._seen.append((members, inputs, weights, losses.detach()))
 
     def reason(self, model: nn.Module, metrics: Mapping[str, float], first_of: str = "") -> str:
-        """What was not finite in an update that cannot be made; collective.
+        """What was not finite in a skipped update; collective.
 
         Args:
-            model: with the update's gradients, not scaled.
+            model: with the update's unscaled gradients.
             metrics: of the update.
-            first_of: the loss's name, where this is the first update that it is in.
+            first_of: name of the loss if this is its first update, else empty.
 
         Raises:
-            ComponentError: nothing of what that loss has returned is a finite number.
+            ComponentError: in its first update the loss returned no finite number.
         """
         if first_of:
             self._check_first(first_of)
@@ -71,13 +71,13 @@ class UpdateWatch:
             ptx = metrics.get("loss/ptx", 0.0)
             if not math.isfinite(ptx):
                 return f"the supervised loss (ptx) is {ptx}"
-            return f"the sum of the losses is {total}, and each of them is finite"
+            return f"the sum of the losses is {total}, although each of them is finite"
         if parameter := _first(_first_bad_gradient(model)):
-            return f"the loss is finite, and {parameter}"
-        return "the norm of the gradient overflows, and each of its numbers is finite"
+            return f"the loss is finite, but {parameter}"
+        return "the norm of the gradient overflows, although each of its numbers is finite"
 
     def _check_first(self, name: str) -> None:
-        """Single tokens may be to blame for their losses, but hardly all of them."""
+        """Bad inputs can spoil the losses of single tokens; if all are bad, the loss is wrong."""
         given = good = 0
         for _, inputs, weights, losses in self._seen:
             fields = [getattr(inputs, field) for field in _INPUTS.values()]
@@ -104,10 +104,10 @@ class UpdateWatch:
         if not found:
             return None
         place, number, token = min(found)
-        return place, _told(place, token, *self._seen[number][1:])
+        return place, _describe(place, token, *self._seen[number][1:])
 
 
-def _told(
+def _describe(
     place: tuple[int, int, int],
     token: int,
     inputs: LossInputs,
@@ -117,7 +117,7 @@ def _told(
     values = {name: getattr(inputs, field) for name, field in _INPUTS.items()}
     values["off-policy weight"] = weights
     known = {name: value[token].item() for name, value in values.items() if value is not None}
-    # The first that is no number is the cause; where all are, the loss made it of them.
+    # The first value that is not finite is the cause; if all are finite, the loss itself is.
     causes = [f"{name} {value}" for name, value in known.items() if not math.isfinite(value)]
     shown = causes[:1] or [f"{name} {value:.4g}" for name, value in known.items()]
     group, response, position = place
@@ -142,21 +142,21 @@ def _first_bad_gradient(model: nn.Module) -> _Found | None:
 
 
 def _first(found: _Found | None) -> str:
-    """The text of the first place on any rank, empty where there is none; collective."""
+    """The description of the first place on any rank, or an empty string; collective."""
     gathered: list[_Found | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     return min((each for each in gathered if each is not None), default=((), ""))[1]
 
 
 def nothing_to_train(trajectories: Sequence[Trajectory]) -> str:
-    """Why a batch has no token that is trained.
+    """Why no token of a batch is trained.
 
     Args:
-        trajectories: of the batch, of none of which a token is trained.
+        trajectories: of the batch.
     """
     failed = sum(trajectory.failed for trajectory in trajectories)
     cut_off = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
     return (
         f"no token of its {len(trajectories)} responses can be trained: {failed} failed, "
-        f"{cut_off} were cut off, the others have none or only stale ones"
+        f"{cut_off} were cut off, the others have no tokens or only stale ones"
     )

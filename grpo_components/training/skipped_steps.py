@@ -1,4 +1,4 @@
-"""Steps that train nothing: their batches are kept for inspection, and too many end the run."""
+"""Skipped steps: keeps their batches for inspection, and ends the run after too many."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ Training step {step} was skipped: {why}.
 Load its batch with:
   from grpo_components.training.skipped_steps import load_batch
   packed, advantages, metrics = load_batch("{folder}")
-(grpo_components.trajectory.unpack(packed) makes records of it; nothing here is a pickle.)
+(grpo_components.trajectory.unpack(packed) turns it into records; no file here is a pickle.)
 """
 
 
 class SkippedSteps:
-    """Tell of skipped steps, and end the run when no step trains any more.
+    """Reports skipped steps, and ends the run when too many follow each other.
 
     Args:
-        max_skipped_steps: steps in a row that end the run.
+        max_skipped_steps: skipped steps in a row that end the run.
         output_dir: of the run; the trainer keeps the batches in its folder `skipped`.
-        note: shows a line to the person who watches.
+        note: prints a line to the user.
     """
 
     def __init__(
         self, max_skipped_steps: int, output_dir: str, note: Callable[[str], None]
     ) -> None:
-        self._most, self._note = max_skipped_steps, note
+        self._max_skipped_steps, self._note = max_skipped_steps, note
         self._folder = skipped_folder(output_dir)
         self._in_a_row = 0
         self._skipped: dict[int, str] = {}
-        """By step: why, and empty where it trained; a step that is made again counts once."""
+        """Step -> reason, empty if it trained; a repeated step counts once."""
 
     def count_step(self, step: int, trained: bool, why: str) -> None:
-        """To be called after every step.
+        """Count a step; call it after every step.
 
         Args:
             step: from 1.
             trained: whether the step made a new policy version.
-            why: it did not.
+            why: it was skipped.
 
         Raises:
-            SkippedStepsError: this is the last skipped step in a row that is allowed.
+            SkippedStepsError: max_skipped_steps in a row were skipped.
         """
         self._skipped[step] = "" if trained else why
         if trained:
@@ -58,25 +58,25 @@ class SkippedSteps:
         self._in_a_row += 1
         batch = batch_folder(self._folder, step)
         self._note(f"step {step} is skipped: {why}; its batch: {batch}")
-        if self._in_a_row >= self._most:
+        if self._in_a_row >= self._max_skipped_steps:
             raise SkippedStepsError(
-                f"max_skipped_steps: {self._most} given, and the {self._in_a_row} steps "
-                f"{step - self._in_a_row + 1} to {step} in a row trained nothing, the last because "
-                f"{why}; their batches and metrics are in {self._folder}"
+                f"max_skipped_steps: {self._max_skipped_steps} given, and the {self._in_a_row} "
+                f"steps {step - self._in_a_row + 1} to {step} in a row were skipped, the last "
+                f"because {why}; their batches and metrics are in {self._folder}"
             )
 
     def summary(self) -> str:
-        """How many steps were skipped, for the summary; empty where none was."""
+        """How many steps were skipped; empty if none was."""
         skipped = [step for step, why in self._skipped.items() if why]
         if not skipped:
             return ""
         return f"{len(skipped)} of {len(self._skipped)}, the first was step {skipped[0]}"
 
     def check_trained(self) -> None:
-        """To be called at the end of the run.
+        """Check that the run trained something; call it at the end of the run.
 
         Raises:
-            SkippedStepsError: each of its steps was skipped.
+            SkippedStepsError: every step was skipped.
         """
         reasons = [*self._skipped.values()]
         if reasons and all(reasons):
@@ -87,12 +87,12 @@ class SkippedSteps:
 
 
 def skipped_folder(output_dir: str) -> Path:
-    """Where a run keeps the batches of its skipped steps."""
+    """Folder in which a run keeps the batches of its skipped steps."""
     return Path(output_dir) / "skipped"
 
 
 def batch_folder(folder: Path, step: int) -> Path:
-    """Where the batch of a skipped step lies.
+    """Folder of one skipped step.
 
     Args:
         folder: of all skipped steps.
@@ -108,7 +108,7 @@ def dump_batch(
     advantages: NDArray[np.float32],
     metrics: Mapping[str, Any],
 ) -> None:
-    """Write down what a skipped step was given and what it measured, readable without pickle.
+    """Write the batch and the metrics of a skipped step, readable without pickle.
 
     Args:
         folder: of all skipped steps.
@@ -129,7 +129,7 @@ def dump_batch(
         else:
             others[name] = value
     np.savez(target / "trajectories.npz", allow_pickle=False, **arrays)
-    # Python's JSON has NaN and Infinity, which are what one looks for here.
+    # Python's JSON can hold NaN and Infinity, which matter here.
     (target / "trajectories.json").write_text(json.dumps(others, default=float))
     (target / "metrics.json").write_text(json.dumps(dict(metrics), indent=1, default=float))
     why = metrics["skipped_because"]
@@ -139,10 +139,10 @@ def dump_batch(
 def load_batch(
     folder: str | Path,
 ) -> tuple[PackedTrajectories, NDArray[np.float32], dict[str, Any]]:
-    """Read back what `dump_batch` wrote.
+    """Read what `dump_batch` wrote.
 
     Args:
-        folder: step_N of the run's folder `skipped`.
+        folder: `skipped/step_N` of the run.
 
     Returns:
         The packed trajectories, their advantages [S] float32, and the step's metrics.

@@ -1,4 +1,4 @@
-"""PTX: a supervised loss beside the policy's, on examples of what must not be forgotten."""
+"""PTX: a supervised loss added to the policy loss, on examples the policy must not forget."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from grpo_components.training.sample import Sample
+from grpo_components.training.sample import TrainSample
 from grpo_components.training.token_metrics import TokenMetrics
 from grpo_components.trajectory import Trajectory
 
 
 class SupervisedExamples:
-    """Prompts with the responses that they shall keep having, a few for every optimizer update.
+    """Prompts with desired responses; each optimizer update trains on a few of them.
 
-    Which ones depends on the update's number alone: a resumed run goes on where it would have been.
+    Which ones depends only on the number of the update, so a resumed run continues the order.
 
     Args:
-        examples: token ids of prompt and response, each.
-        coeff: weight of the supervised loss beside the policy's; 0 leaves it out.
-        examples_per_update: in one optimizer update, of all ranks together.
-        seed: of the order, which is another one in every epoch.
+        examples: pairs of token ids, prompt and response.
+        coeff: weight of the supervised loss; 0 turns it off.
+        examples_per_update: examples in one optimizer update, over all ranks.
+        seed: of the order, which changes every epoch.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class SupervisedExamples:
         self.coeff, self._per_update, self._seed = coeff, examples_per_update, seed
         self._examples = examples
 
-    def batch(self, update: int) -> list[Sample]:
+    def batch(self, update: int) -> list[TrainSample]:
         """The examples of one optimizer update.
 
         Args:
-            update: its number since the beginning of the run, from 0.
+            update: its number since the start of the run, from 0.
         """
         first = update * self._per_update
         return [self._sample(place) for place in range(first, first + self._per_update)]
 
-    def _sample(self, place: int) -> Sample:
+    def _sample(self, place: int) -> TrainSample:
         epoch, place = divmod(place, len(self._examples))
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._examples))
         prompt_ids, response_ids = self._examples[order[place]]
@@ -53,7 +53,7 @@ class SupervisedExamples:
             prompt_ids=np.array(prompt_ids, np.int64),
             response_ids=np.array(response_ids, np.int64),
             response_mask=np.ones(size, np.bool_),
-            generator_logprobs=np.zeros(size, np.float32),  # nobody sampled it
+            generator_logprobs=np.zeros(size, np.float32),  # not sampled
             token_versions=np.zeros(size, np.int32),
             prompt_index=int(order[place]),
             epoch=epoch,
@@ -61,38 +61,38 @@ class SupervisedExamples:
             attempt=0,
             finish_reason="stop",
         )
-        return Sample(trajectory, trajectory.response_mask)
+        return TrainSample(trajectory, trajectory.response_mask)
 
 
 class SupervisedLoss:
-    """coeff x mean negative log-likelihood of the examples' tokens, over all ranks.
+    """Computes coeff x mean negative log-likelihood of the examples' tokens, over all ranks.
 
     The pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`).
 
     Args:
-        examples: what to learn from.
-        forward: logprobs [N] and entropies [N] of samples' tokens, with gradients.
-        plan: this rank's micro-batches of a global batch.
+        examples: to train on.
+        forward: samples -> logprobs [N] and entropies [N] of their tokens, with gradients.
+        plan: samples of a global batch -> indices of each of this rank's micro-batches.
         num_data_ranks: ranks over which FSDP averages gradients.
     """
 
     def __init__(
         self,
         examples: SupervisedExamples,
-        forward: Callable[[list[Sample]], tuple[Tensor, Tensor]],
-        plan: Callable[[list[Sample]], Sequence[Sequence[int]]],
+        forward: Callable[[list[TrainSample]], tuple[Tensor, Tensor]],
+        plan: Callable[[list[TrainSample]], Sequence[Sequence[int]]],
         num_data_ranks: int,
     ) -> None:
         self._examples, self._forward, self._plan = examples, forward, plan
         self._num_data_ranks = num_data_ranks
 
     def backward(self, update: int, measured: TokenMetrics, policy_tokens: int) -> None:
-        """Add the loss's gradient to that of the policy's loss; every rank together.
+        """Add the gradient of this loss to the parameters' gradients; collective.
 
         Args:
-            update: number of the optimizer update since the beginning of the run, from 0.
-            measured: gets `loss/ptx`, and its part of `loss/total`.
-            policy_tokens: by whose number all ranks' sums in `measured` will be divided.
+            update: number of the optimizer update since the start of the run, from 0.
+            measured: gets `loss/ptx`, and its share of `loss/total`.
+            policy_tokens: trained policy tokens, by which `measured` divides its sums.
         """
         coeff = self._examples.coeff
         if coeff == 0:
@@ -101,7 +101,7 @@ class SupervisedLoss:
         total = sum(sample.num_tokens for sample in samples)
         for indices in self._plan(samples):
             members = [samples[i] for i in indices]
-            logprobs = self._forward(members or samples[:1])[0]  # in step with other ranks
+            logprobs = self._forward(members or samples[:1])[0]  # join the collectives
             losses = -logprobs / total * (1.0 if members else 0.0)
             (losses.sum() * (coeff * self._num_data_ranks)).backward()
             shares = losses.detach() * policy_tokens

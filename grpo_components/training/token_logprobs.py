@@ -1,4 +1,4 @@
-"""Logprobs of a step's first responses, token by token, for the log of its rollouts."""
+"""Logprobs of a step's first responses, token by token, for the rollout log."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_components.training.sample import Sample
+from grpo_components.training.sample import TrainSample
 from grpo_components.trajectory import Trajectory
 
 _DIGITS = 6
 Logprobs = list[float | None]
-"""[R] of one response, in nats; None where a token was not sampled, or not measured."""
+"""[R] of one response, in nats; None where a token was not sampled or not measured."""
 
 
-def keep_logprobs(members: Sequence[Sample], logprobs: Tensor) -> None:
-    """Keep what the step's first pass has found, of those responses that are logged.
+def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
+    """Keep the logprobs of logged responses, from the first pass of the step.
 
     Args:
         members: of a micro-batch.
-        logprobs: [N] of their trained tokens, of the policy that the step starts from.
+        logprobs: [N] of their trained tokens, by the policy that the step starts from.
     """
     if any(sample.logged for sample in members):
         parts = logprobs.detach().cpu().split([sample.num_tokens for sample in members])
@@ -30,15 +30,15 @@ def keep_logprobs(members: Sequence[Sample], logprobs: Tensor) -> None:
             sample.start_logprobs = part.numpy() if sample.logged else None
 
 
-def gather_logprobs(samples: Sequence[Sample]) -> dict[int, list[dict[str, Logprobs | None]]]:
-    """Bring the kept logprobs of all ranks together; every rank calls it.
+def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, Logprobs | None]]]:
+    """Gather the kept logprobs of all ranks; collective.
 
     Args:
         samples: of the whole batch, the same on every rank.
 
     Returns:
-        By group id, for each of its logged responses: `generator_logprobs`, `trainer_logprobs`
-        (None for tokens that are not trained) and `reference_logprobs` (None without a reference).
+        Group id -> for each logged response: `generator_logprobs`, `trainer_logprobs` (None for
+        tokens that are not trained) and `reference_logprobs` (None without a reference).
     """
     logged = [sample for sample in samples if sample.logged]
     if not logged:
@@ -56,7 +56,7 @@ def gather_logprobs(samples: Sequence[Sample]) -> dict[int, list[dict[str, Logpr
 
 
 def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
-    """What is known of a response's tokens without a trainer.
+    """Logprobs that a response's record holds.
 
     Args:
         trajectory: of the response.
@@ -74,6 +74,6 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 
 def _at(mask: NDArray[Any], values: NDArray[Any]) -> Logprobs:
-    """The values at the places [R] that the mask has, and None at the others."""
+    """[R] the values where the mask is True, None elsewhere."""
     remaining = iter(values.tolist())
     return [round(next(remaining), _DIGITS) if here else None for here in mask.tolist()]

@@ -1,4 +1,4 @@
-"""Sums of one optimizer update's token metrics, over micro-batches and ranks."""
+"""Token metrics of one optimizer update, summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_components.objective.off_policy import mismatch_summary
 
-# What is not measured (no reference, no clipping, no token to train) is NaN under the same key.
+# A metric that is not measured (no reference, no clipping, no trained token) is NaN.
 ALWAYS_LOGGED = (
     "loss/total",
     "loss/policy",
@@ -39,14 +39,14 @@ class TokenMetrics:
     """Token metrics of one update on one rank."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # on the device: no wait for it at every micro-batch
+        self._sums: dict[str, Tensor] = {}  # stay on the device: no synchronisation per micro-batch
         self._maxima: dict[str, Tensor] = {}
         self._log_ratios: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
         self._fresh: list[np.ndarray] = []
 
     def add(self, token_metrics: Mapping[str, Tensor]) -> None:
-        """Add per-token values [N]; keys that end in `max` keep the largest, others the sum."""
+        """Add per-token values [N]: keys that end in `max` keep the largest, others the sum."""
         for key, values in token_metrics.items():
             values = values.detach().double()
             if key.endswith("max"):
@@ -56,12 +56,12 @@ class TokenMetrics:
                 self._sums[key] = self._sums.get(key, values.new_zeros(())) + values.sum()
 
     def add_mismatch(self, log_ratios: Tensor, weights: Tensor | None, fresh: Tensor) -> None:
-        """Keep what a micro-batch shows of the distance between trainer and generator.
+        """Keep a micro-batch's mismatch between trainer and generator.
 
         Args:
             log_ratios: [N] of trainer to generator, in nats.
             weights: [N] of the off-policy correction; None is 1.
-            fresh: [N] bool, tokens of responses that the trainer's own version sampled throughout.
+            fresh: [N] bool, tokens of responses sampled entirely by the trainer's current version.
         """
         self._log_ratios.append(log_ratios.detach().cpu().numpy())
         self._fresh.append(fresh.cpu().numpy())
@@ -69,14 +69,14 @@ class TokenMetrics:
         self._weights.append(ones.cpu().numpy())
 
     def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
-        """Token means, maxima and mismatch over all ranks; the same on every rank.
+        """Token means, maxima and mismatch over all ranks, the same on every rank; collective.
 
         Args:
-            total_tokens: of all ranks.
-            ranks_per_sample: neighbours that computed the same tokens; the first of them counts.
+            total_tokens: trained tokens of all ranks.
+            ranks_per_sample: neighbouring ranks that computed the same tokens; the first counts.
         """
         gathered: list[Any] = [None] * dist.get_world_size()
-        # A rank without data takes part with nothing.
+        # A rank without data contributes empty arrays.
         empty = [np.empty(0, np.float32)]
         log_ratios = np.concatenate(self._log_ratios or empty)
         weights = np.concatenate(self._weights or empty)
@@ -98,7 +98,7 @@ class TokenMetrics:
 
 
 def _fresh_mismatch(log_ratios: np.ndarray) -> dict[str, float]:
-    """The disagreement on fresh tokens [M], which no training explains."""
+    """Mismatch on fresh tokens [M], which training cannot explain."""
     if not len(log_ratios):
         return {}
     summary = mismatch_summary(log_ratios, np.ones_like(log_ratios))
@@ -107,7 +107,7 @@ def _fresh_mismatch(log_ratios: np.ndarray) -> dict[str, float]:
 
 
 def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over a step's optimizer updates, maxima where a key ends in `max`.
+    """Average metrics over a step's optimizer updates; keys that end in `max` keep the largest.
 
     `mismatch/fresh_kl` is the mean over all fresh tokens, and `mismatch/fresh_tokens` their number.
     """
@@ -117,7 +117,7 @@ def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
         metrics[key] = max(values) if key.endswith("max") else sum(values) / len(values)
     found = [update for update in measured if "mismatch/fresh_kl" in update]
     pairs = [(update["mismatch/fresh_kl"], update["mismatch/fresh_tokens"]) for update in found]
-    if pairs:  # over all tokens that were measured, in whichever update
+    if pairs:  # a mean over tokens, not over updates
         tokens = sum(count for _, count in pairs)
         metrics["mismatch/fresh_kl"] = sum(kl * count for kl, count in pairs) / tokens
         metrics["mismatch/fresh_tokens"] = tokens
@@ -125,5 +125,5 @@ def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def is_usable(update: Mapping[str, float]) -> bool:
-    """Whether an update has a finite loss and gradient; one without any token has none."""
+    """Whether an update has a finite loss and gradient; False for one without tokens."""
     return all(math.isfinite(update.get(key, math.nan)) for key in ("loss/total", "grad_norm"))

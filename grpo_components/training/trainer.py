@@ -1,11 +1,11 @@
-"""One trainer rank: full finetune of the policy with FSDP2, and its weights for the generators."""
+"""One trainer rank: trains the policy with FSDP2 and exports its weights for the generators."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -14,39 +14,55 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torchtune.modules import TransformerDecoder
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
 from grpo_components.models.hf_weights import hf_converter, layer_groups
 from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
-from grpo_components.models.meshes import Sharding, join_ranks
+from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.packing import row_width
-from grpo_components.objective.composition import Loss
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.losses import LossInputs
-from grpo_components.objective.penalties import Penalties
-from grpo_components.objective.schedules import Schedule
-from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
-from grpo_components.training.sample import Sample, make_samples, spread_advantages
+from grpo_components.training.sample import TrainSample, make_samples, spread_advantages
 from grpo_components.training.skip_reasons import UpdateWatch, nothing_to_train
 from grpo_components.training.skipped_steps import dump_batch
 from grpo_components.training.step_result import StepResult
-from grpo_components.training.supervised import SupervisedExamples, SupervisedLoss
+from grpo_components.training.supervised import SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
+from grpo_components.training.trainer_options import (
+    BatchOptions,
+    DiagnosticsOptions,
+    ModelOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    RankOptions,
+)
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
+
+
+def _load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> TransformerDecoder:
+    return load_sharded_model(
+        model.build_model,
+        model.build_checkpointer,
+        meshes,
+        sharding,
+        model_type=model.model_type,
+        dtype=model.dtype,
+        enable_activation_checkpointing=model.enable_activation_checkpointing,
+        compile_layers=model.compile_model,
+    )
 
 
 class Trainer:
@@ -56,133 +72,80 @@ class Trainer:
 
     Args:
         rank: of this process in the group.
-        num_ranks: size of the group.
-        rendezvous: file through which the ranks find each other, on a path that all share.
         device: cpu or cuda.
-        dtype: compute dtype, fp32 or bf16; master weights are fp32.
-        sharding: layout of the ranks, and where shards and activations are kept.
         seed: the same on every rank.
-        build_model: makes the torchtune decoder.
-        build_checkpointer: makes the torchtune checkpointer of the base model.
-        build_optimizer: makes the optimizer from the parameters.
-        build_lr_scheduler: makes the scheduler from the optimizer; None keeps the rate constant.
-        loss: the policy loss, per token.
-        penalties: KL and entropy terms beside it.
-        aggregation: trained tokens of each response [S] -> weight of each token's loss [S].
-        off_policy: log ratios [N] of trainer to generator, response of each token [N] -> weights.
-        learning_rate: by training step; None leaves it to optimizer and scheduler.
-        max_staleness: tokens older than this many policy versions are masked.
-        mask_overlong: responses that were cut off are not trained.
-        model_type: torchtune's name of the family, for the conversion to Hugging Face names.
-        base_model_path: folder of the base model.
-        ppo_epochs: passes over each batch.
-        updates_per_batch: optimizer updates in one pass.
-        tokens_per_micro_batch: tokens in one forward pass, with padding.
-        packing: sequences of a micro-batch share one row, for flex attention.
-        logprob_chunk_tokens: positions projected at a time.
-        clip_grad_norm: largest norm of the gradient; None does not clip.
-        enable_activation_checkpointing: recompute layers in backward.
-        compile_model: compile layers, softmax and loss with torch.compile.
-        log_peak_memory_stats: measure this process's largest memory so far, in GiB.
-        build_profiler: makes torchtune's profiler and its settings; None profiles nothing.
-        skipped_folder: gets the batches of skipped steps.
-        collective_timeout_s: a collective that waits longer raises.
-        logged_responses: so many of each batch's first return the logprobs of their tokens.
-        token_advantages: from each response's advantage to its tokens'; None gives them all that.
-        ptx: examples of a supervised loss beside the policy's; None has none.
+        ranks: how the ranks find each other and share the model.
+        model: the policy, and how it is computed.
+        batch: what is trained of each batch, and in how many updates.
+        optimizer: optimizer and learning rate.
+        objective: what is optimized.
+        diagnostics: what is measured and written beside the training.
     """
 
     def __init__(
         self,
         *,
         rank: int,
-        num_ranks: int,
-        rendezvous: str,
         device: str,
-        dtype: str,
-        sharding: Sharding,
         seed: int,
-        build_model: Callable[[], nn.Module],
-        build_checkpointer: Callable[[], Any],
-        build_optimizer: Callable[[Any], Optimizer],
-        build_lr_scheduler: Callable[[Optimizer], LRScheduler] | None,
-        loss: Loss,
-        penalties: Penalties,
-        aggregation: Callable[[NDArray[np.int64]], NDArray[np.float64]],
-        off_policy: Callable[..., Tensor],
-        learning_rate: Schedule | None,
-        max_staleness: int,
-        mask_overlong: bool,
-        model_type: str,
-        base_model_path: str,
-        ppo_epochs: int,
-        updates_per_batch: int,
-        tokens_per_micro_batch: int,
-        packing: bool,
-        logprob_chunk_tokens: int,
-        clip_grad_norm: float | None,
-        enable_activation_checkpointing: bool,
-        compile_model: bool,
-        log_peak_memory_stats: bool,
-        build_profiler: Callable[[], tuple[Any, Any]] | None,
-        skipped_folder: str,
-        collective_timeout_s: float,
-        logged_responses: int = 0,
-        token_advantages: TokenAdvantages | None = None,
-        ptx: SupervisedExamples | None = None,
+        ranks: RankOptions,
+        model: ModelOptions,
+        batch: BatchOptions,
+        optimizer: OptimizerOptions,
+        objective: ObjectiveOptions,
+        diagnostics: DiagnosticsOptions,
     ) -> None:
         self.policy_version = 0
+        num_ranks, self._sharding = ranks.num_ranks, ranks.sharding
         self._rank, self._num_ranks = rank, num_ranks
-        self._num_data_ranks = sharding.num_data_ranks(num_ranks)
+        self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
         self._device = torch.device(device)
+        self._batch, self._objective, self._diagnostics = batch, objective, diagnostics
         torch.manual_seed(seed)
-        self._sharding = sharding
-        meshes = join_ranks(rank, num_ranks, rendezvous, device, sharding, collective_timeout_s)
-        self._model = load_sharded_model(
-            build_model,
-            build_checkpointer,
-            meshes,
-            sharding,
-            model_type=model_type,
-            dtype=dtype,
-            enable_activation_checkpointing=enable_activation_checkpointing,
-            compile_layers=compile_model,
+        meshes = join_ranks(
+            rank, num_ranks, ranks.rendezvous, device, self._sharding, ranks.collective_timeout_s
         )
-        self._activations = OffloadActivations() if sharding.offload_activations else nullcontext()
+        self._model = _load_policy(model, meshes, self._sharding)
+        offload = self._sharding.offload_activations
+        self._activations = OffloadActivations() if offload else nullcontext()
         self._logprobs = ResponseLogprobs(
             self._model,
-            chunk_tokens=logprob_chunk_tokens,
-            entropy_gradient=penalties.entropy_coeff > 0 or getattr(loss, "needs_entropy", False),
-            compile_softmax=compile_model,
+            chunk_tokens=model.logprob_chunk_tokens,
+            entropy_gradient=objective.penalties.entropy_coeff > 0
+            or getattr(objective.loss, "needs_entropy", False),
+            compile_softmax=model.compile_model,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
-        self._supervised = None if ptx is None else SupervisedLoss(ptx, *parts)
-        self._optimizer = build_optimizer(self._model.parameters())
-        self._lr_scheduler = build_lr_scheduler(self._optimizer) if build_lr_scheduler else None
-        self._policy_loss = PolicyLoss(loss, penalties, off_policy, compile_loss=compile_model)
-        self._aggregation, self._is_first_update, self._skipped_because = aggregation, True, ""
-        self._token_advantages = token_advantages
-        self._learning_rate, self._step = learning_rate, 0
-        self._max_staleness, self._mask_overlong = max_staleness, mask_overlong
-        base, scheduler = Path(base_model_path), self._lr_scheduler
+        self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
+        build_scheduler = optimizer.build_lr_scheduler
+        self._optimizer = optimizer.build_optimizer(self._model.parameters())
+        self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
+        self._learning_rate, self._step = optimizer.learning_rate, 0
+        limit = optimizer.clip_grad_norm
+        self._max_grad_norm = math.inf if limit is None else limit
+        self._policy_loss = PolicyLoss(
+            objective.loss,
+            objective.penalties,
+            objective.off_policy,
+            compile_loss=model.compile_model,
+        )
+        self._is_first_update, self._skipped_because = True, ""
+        base, scheduler = Path(model.base_model_path), self._lr_scheduler
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
-        self._to_hf = hf_converter(model_type, base)
-        self._weights_dtype = DTYPES[dtype]
+        self._to_hf = hf_converter(model.model_type, base)
+        self._weights_dtype = DTYPES[model.dtype]
         self._gathered: dict[int, list[tuple[str, Tensor]]] = {}
-        self._use = ResourceUse(self._model, self._device, dtype, num_ranks, log_peak_memory_stats)
-        self._profiler = StepProfiler(build_profiler)
-        self._skipped_folder, self._logged_responses = Path(skipped_folder), logged_responses
-        self._ppo_epochs, self._updates_per_batch = ppo_epochs, updates_per_batch
-        self._tokens_per_micro_batch = tokens_per_micro_batch
-        self._packed_width = row_width(tokens_per_micro_batch) if packing else None
-        self._max_grad_norm = math.inf if clip_grad_norm is None else clip_grad_norm
+        log_memory = diagnostics.log_peak_memory_stats
+        self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
+        self._profiler = StepProfiler(diagnostics.build_profiler)
+        self._packed_width = row_width(batch.tokens_per_micro_batch) if batch.packing else None
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> StepResult:
-        """Train on one global batch; each rank works on its part.
+        """Train on one global batch; each rank computes its part.
 
         Args:
             batch: the S = B * G trajectories of the step, in the order of group ids.
@@ -190,31 +153,18 @@ class Trainer:
             step: training steps done before this one, for the schedules.
 
         Returns:
-            The outcome over the global batch, the same on every rank. The policy version stays
-            where no update had a finite loss and gradient: a skipped step, whose
+            The outcome over the global batch, the same on every rank. If no update had a finite
+            loss and gradient, the step is skipped: the policy version stays, and
             `skipped_because` says why.
         """
         started = time.perf_counter()
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
-        trajectories, logged = unpack(batch), self._logged_responses
+        trajectories, logged = unpack(batch), self._diagnostics.logged_responses
         samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
-        spread_advantages(samples, self._token_advantages, step)
-        split = np.array_split(np.arange(len(samples)), self._updates_per_batch)
-        parts = [[samples[i] for i in indices] for indices in split]
-        several = self._ppo_epochs * self._updates_per_batch > 1
-        start_known = several and (self._policy_loss.corrects or self._policy_loss.from_proximal)
-        if start_known:
-            for part in parts:
-                self._fill_proximal_logprobs([s for s in part if s.num_tokens])
-        updates: list[dict[str, float]] = []
-        for epoch in range(self._ppo_epochs):
-            for number, part in enumerate(parts):
-                first = epoch == 0 and (number == 0 or start_known)
-                index = (step * self._ppo_epochs + epoch) * len(parts) + number
-                updates.append(self._update(part, index, with_mismatch=first))
-        versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
+        spread_advantages(samples, self._objective.token_advantages, step)
+        updates, start_known = self._updates(samples, step)
         trained = any(is_usable(update) for update in updates)
         if trained:
             self.policy_version += 1
@@ -224,16 +174,17 @@ class Trainer:
         sequences = [(s.num_all_tokens, s.num_tokens) for s in samples if s.num_tokens]
         metrics: dict[str, Any] = {
             **over_updates(updates),
-            **self._use.metrics(sequences, self._ppo_epochs, start_known, seconds),
+            **self._use.metrics(sequences, self._batch.ppo_epochs, start_known, seconds),
             "policy_version": self.policy_version,
-            "skipped_steps": step + 1 - self.policy_version,  # each of the others made a version
+            "skipped_steps": step + 1 - self.policy_version,  # every other step made one version
             "time/train": seconds,
         }
         why = "" if trained else self._skipped_because or nothing_to_train(trajectories)
         if why and self._rank == 0:
-            told = metrics | {"skipped_because": why}
-            dump_batch(self._skipped_folder, step + 1, batch, advantages, told)
+            folder, outcome = Path(self._diagnostics.skipped_folder), {"skipped_because": why}
+            dump_batch(folder, step + 1, batch, advantages, metrics | outcome)
         self._profiler.step()
+        versions = np.concatenate([s.trajectory.token_versions[s.mask] for s in samples])
         return StepResult(
             policy_version=self.policy_version,
             token_versions=dict(Counter(versions.tolist())),
@@ -243,22 +194,51 @@ class Trainer:
             metrics=metrics,
         )
 
+    def _updates(
+        self, samples: list[TrainSample], step: int
+    ) -> tuple[list[dict[str, float]], bool]:
+        """Make all updates of one step.
+
+        Returns:
+            Metrics of each update, and whether one more forward pass computed the logprobs of the
+            policy that the step starts from.
+        """
+        epochs = self._batch.ppo_epochs
+        split = np.array_split(np.arange(len(samples)), self._batch.updates_per_batch)
+        parts = [[samples[i] for i in indices] for indices in split]
+        needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
+        start_known = needs_start and epochs * len(parts) > 1
+        if start_known:
+            for part in parts:
+                self._fill_proximal_logprobs([s for s in part if s.num_tokens])
+        updates: list[dict[str, float]] = []
+        for epoch in range(epochs):
+            for number, part in enumerate(parts):
+                first = epoch == 0 and (number == 0 or start_known)
+                index = (step * epochs + epoch) * len(parts) + number
+                updates.append(self._update(part, index, with_mismatch=first))
+        return updates, start_known
+
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """[R] which response tokens are trained: sampled by the policy, and none of the masked."""
-        cut_off = self._mask_overlong and trajectory.finish_reason == "length"
-        fresh = trajectory.token_versions >= self.policy_version - self._max_staleness
+        """[R] which response tokens are trained: sampled by the policy and not masked."""
+        cut_off = self._batch.mask_overlong and trajectory.finish_reason == "length"
+        oldest = self.policy_version - self._batch.contract.max_staleness
+        fresh = trajectory.token_versions >= oldest
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
-    def _plan(self, samples: list[Sample]) -> list[list[int]]:
+    def _plan(self, samples: list[TrainSample]) -> list[list[int]]:
         lengths = [sample.num_all_tokens for sample in samples]
         costs = [self._use.flops.forward(length) for length in lengths]
-        packed = self._packed_width is not None
         plan = plan_micro_batches(
-            lengths, costs, self._num_data_ranks, self._tokens_per_micro_batch, packed=packed
+            lengths,
+            costs,
+            self._num_data_ranks,
+            self._batch.tokens_per_micro_batch,
+            packed=self._batch.packing,
         )
         return plan[self._rank // self._sharding.tensor]
 
-    def _forward(self, members: list[Sample]) -> tuple[Tensor, Tensor]:
+    def _forward(self, members: list[TrainSample]) -> tuple[Tensor, Tensor]:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
         batch = token_batch(trajectories, masks, packed_width=self._packed_width)
@@ -266,42 +246,49 @@ class Trainer:
             return self._logprobs(batch.to(self._device))
 
     @torch.no_grad()
-    def _fill_proximal_logprobs(self, samples: list[Sample]) -> None:
-        """Logprobs of the policy that the step starts from, where later updates need them."""
+    def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:
+        """Compute logprobs of the policy that the step starts from, for the later updates."""
         for indices in self._plan(samples) if samples else []:
-            members = [samples[i] for i in indices] or samples[:1]  # in step with other ranks
+            # Without a micro-batch of its own, a rank still joins the others' collectives.
+            members = [samples[i] for i in indices] or samples[:1]
             logprobs = self._forward(members)[0].cpu().split([s.num_tokens for s in members])
             for sample, values in zip(members, logprobs, strict=True):
                 sample.proximal_logprobs = values.numpy()
 
-    def _update(self, part: list[Sample], index: int, with_mismatch: bool) -> dict[str, float]:
-        """The index-th optimizer update, on the aggregated loss of a global part of the batch."""
+    def _update(self, part: list[TrainSample], index: int, with_mismatch: bool) -> dict[str, float]:
+        """Make one optimizer update from the aggregated loss of a part of the global batch.
+
+        Args:
+            part: the same on every rank.
+            index: number of the update since the run's start.
+            with_mismatch: measure the mismatch between trainer and generator.
+        """
         samples = [sample for sample in part if sample.num_tokens]
         if not samples:  # the same on every rank
             return {}
         counts = np.array([sample.num_tokens for sample in part])
         total_tokens = int(counts.sum())
         measured, watch = TokenMetrics(), UpdateWatch()
-        weights = checked_aggregation(self._aggregation, counts)
+        weights = checked_aggregation(self._objective.aggregation, counts)
         for sample, weight in zip(part, weights.tolist(), strict=True):
             sample.loss_weight = weight
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
         for indices in self._plan(samples):
-            if not indices:  # another rank has one more: take part in its collectives
+            if not indices:  # another rank has one more micro-batch: join its collectives
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
                 continue
             members = [samples[i] for i in indices]
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
             measured.add({"loss/total": losses * total_tokens})
-            # FSDP averages over ranks; the weights are those of all tokens of all ranks.
+            # FSDP averages gradients over ranks, but the weights already count all ranks' tokens.
             (losses.sum() * self._num_data_ranks).backward()
         if self._supervised is not None:
             self._supervised.backward(index, measured, total_tokens)
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
         metrics = measured.over_ranks(total_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)
-        if is_usable(metrics):  # the same numbers on every rank
+        if is_usable(metrics):  # the same on every rank
             self._optimizer.step()
         elif not self._skipped_because:
             first_of = self._policy_loss.name if self._is_first_update else ""
@@ -310,9 +297,9 @@ class Trainer:
         return {**metrics, "lr": float(learning_rate)}
 
     def _weighted_losses(
-        self, members: list[Sample], measured: TokenMetrics, watch: UpdateWatch, first: bool
+        self, members: list[TrainSample], measured: TokenMetrics, watch: UpdateWatch, first: bool
     ) -> Tensor:
-        """Token losses [N] of one micro-batch, each times its response's weight."""
+        """Token losses [N] of one micro-batch, each multiplied by its response's weight."""
         trainer_logprobs, entropy = self._forward(members)
         counts = torch.tensor([sample.num_tokens for sample in members])
 
@@ -324,7 +311,7 @@ class Trainer:
 
         generator_logprobs = recorded("generator_logprobs")
         sequence_ids = torch.arange(len(members)).repeat_interleave(counts).to(self._device)
-        start = trainer_logprobs.detach()  # of the step, where this is its only update
+        start = trainer_logprobs.detach()  # the step's start, if this is its only update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
         has_reference = members[0].trajectory.reference_logprobs is not None
@@ -340,10 +327,10 @@ class Trainer:
             entropy=entropy,
         )
         losses, token_metrics, correction = self._policy_loss(inputs, start)
-        watch.saw(members, inputs, correction, losses)
+        watch.record(members, inputs, correction, losses)
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
-        if first:  # of the step, or of these members in it
+        if first:  # update of the step, or first update with these members
             new = [sample.trajectory.oldest_version == self.policy_version for sample in members]
             fresh = torch.tensor(new).repeat_interleave(counts).to(self._device)
             measured.add_mismatch(start - generator_logprobs, correction, fresh)
@@ -354,8 +341,7 @@ class Trainer:
     def gather_weights(self) -> int:
         """Gather the current weights layer by layer; each rank keeps the layers assigned to it.
 
-        In line with the step: a gather from another thread would interleave with FSDP's
-        collectives.
+        Call it between steps: a gather in another thread would interleave with FSDP's collectives.
 
         Returns:
             The policy version of the gathered weights.
@@ -368,13 +354,13 @@ class Trainer:
         return self.policy_version
 
     def export_weights(self, version: int) -> tuple[tuple[Manifest, NDArray[np.uint8]], Manifest]:
-        """Convert and pack what `gather_weights` kept; safe beside the next train step.
+        """Convert and pack what `gather_weights` kept; may run during the next training step.
 
         Args:
             version: what `gather_weights` returned.
 
         Returns:
-            This rank's bucket (manifest and bytes), and its manifest alone, for the account.
+            This rank's bucket (manifest and bytes), and its manifest alone.
         """
         bucket = pack_bucket(self._gathered.pop(version))
         return bucket, bucket[0]
@@ -386,23 +372,23 @@ class Trainer:
             for name in names:
                 value = state_dict[name]
                 assert isinstance(value, DTensor)
-                value = value.to(self._device, self._weights_dtype)  # may be offloaded
+                value = value.to(self._device, self._weights_dtype)  # it may be offloaded
                 full[name] = cast(DTensor, value).full_tensor()
             yield self._to_hf(full)
 
     def hold_state(self, copy: bool) -> None:
-        """Keep the state of this moment for a checkpoint; see `TrainerState.hold`."""
+        """Keep the current state for a checkpoint; see `TrainerState.hold`."""
         self._state.hold(self.policy_version, self._gather_layers(), copy=copy)
 
     def write_state(self, folder: str) -> str | None:
-        """Write what is held, beside the next steps if need be; see `TrainerState.write`."""
+        """Write the held state; may run during the next steps; see `TrainerState.write`."""
         return self._state.write(Path(folder))
 
     def load_state(self, folder: str) -> None:
-        """Go on from a checkpoint, of any number of ranks; see `TrainerState.load`."""
+        """Restore a checkpoint written by any number of ranks; see `TrainerState.load`."""
         self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:
-        """Write the traces of an unfinished profile, and leave the process group."""
+        """Write the traces of an unfinished profile and leave the process group."""
         self._profiler.close()
         dist.destroy_process_group()

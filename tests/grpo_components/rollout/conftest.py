@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_components.cluster.cluster import engine_environment
+from grpo_components.rollout.generator_options import EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +18,8 @@ def build_engine():
     from grpo_components.rollout.vllm_engine import VLLMEngine
 
     def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64):
-        return VLLMEngine(
-            str(path),
+        options = EngineOptions(
+            model_path=str(path),
             device="cpu",
             dtype="fp32",
             max_model_len=512,
@@ -26,9 +27,8 @@ def build_engine():
             gpu_memory_utilization=0.5,
             enforce_eager=True,
             recompute_kv_after_pull=recompute_kv_after_pull,
-            seed=0,
-            schedule=schedule,
         )
+        return VLLMEngine(options, seed=0, schedule=schedule)
 
     yield build
     os.environ.clear()

@@ -26,6 +26,11 @@ from grpo_components.objective.advantages import (
 )
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environments import SingleTurnEnvironment, slot_state
+from grpo_components.rollout.generator_options import (
+    EnvironmentOptions,
+    RewardOptions,
+    SamplingOptions,
+)
 from grpo_components.trajectory import summarize, unpack
 
 STOP = 0
@@ -57,15 +62,16 @@ def completion(prompt_ids, seed):
 
 
 class FakeEngine:
-    """Answers requests in the order opposite to their coming, once all of a group are there."""
+    """Answers requests in reverse order, once all of a group are there."""
 
-    def __init__(self, *args, group_size=1, **kwargs):
+    def __init__(self, group_size=1):
         self.requests, self.loaded, self._waiting, self.group_size = [], [], [], group_size
+        self.answer = completion
 
     def submit(self, prompt_ids, *, seed, **sampling):
         self.requests.append((list(prompt_ids), seed, sampling))
         future = Future()
-        self._waiting.append((future, completion(prompt_ids, seed)))
+        self._waiting.append((future, self.answer(prompt_ids, seed)))
         if len(self._waiting) >= self.group_size:
             while self._waiting:
                 waiting, answer = self._waiting.pop()
@@ -362,40 +368,42 @@ class Tokenizer:
 
 
 @pytest.fixture
-def make_generator(module, monkeypatch):
+def engines(module, monkeypatch):
+    """The fake engines of the generators that the test has built, the newest last."""
+    built = []
+
+    def build(options, *, seed, schedule):
+        built.append(FakeEngine())
+        return built[-1]
+
+    monkeypatch.setattr(module, "VLLMEngine", build)
+    return built
+
+
+@pytest.fixture
+def make_generator(module, engines, monkeypatch):
     """Build a generator over another environment."""
-    monkeypatch.setattr(module, "VLLMEngine", FakeEngine)
-    monkeypatch.setattr(
-        module,
-        "RewardPool",
-        lambda *args, **kwargs: SimpleNamespace(score=scores, close=lambda: None),
-    )
+    pool = SimpleNamespace(score=scores, close=lambda: None)
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
     made = []
 
-    def make(environment, **kwargs):
-        arguments = {
-            "model_path": "",
-            "device": "cpu",
-            "dtype": "fp32",
-            "build_tokenizer": Tokenizer,
-            "build_environment": environment,
-            "rewards": {},
-            "reward_workers": 1,
-            "reward_timeout_s": 1,
-            "environment_timeout_s": 60,
-            "group_size": 3,
-            "rollouts_in_flight": 2,
-            "seed": 42,
-            "max_response_tokens": 8,
-            "stop_token_ids": [STOP],
-            "truncation": {},
-            "max_model_len": 64,
-            "max_num_seqs": 8,
-            "gpu_memory_utilization": 0.5,
-            "enforce_eager": True,
-            "recompute_kv_after_pull": False,
-        }
-        made.append(module.Generator(**arguments | kwargs))
+    def make(environment, *, group_size=3, rollouts_in_flight=2, timeout_s=60):
+        made.append(
+            module.Generator(
+                build_tokenizer=Tokenizer,
+                engine=None,  # the fake engine reads no options
+                sampling=SamplingOptions(
+                    group_size=group_size,
+                    seed=42,
+                    max_response_tokens=8,
+                    stop_token_ids=[STOP],
+                    truncation={},
+                ),
+                environment=EnvironmentOptions(build_environment=environment, timeout_s=timeout_s),
+                rewards=RewardOptions(rewards={}, num_workers=1, timeout_s=1),
+                rollouts_in_flight=rollouts_in_flight,
+            )
+        )
         return made[-1]
 
     yield make
@@ -408,36 +416,42 @@ def generator(make_generator):
     return make_generator(SingleTurnEnvironment)
 
 
+@pytest.fixture
+def engine(generator, engines):
+    """The engine of `generator`."""
+    return engines[-1]
+
+
 def group(generator, number, group_id):
     return asyncio.run(generator.generate_group(prompt(number, [number]), 1, group_id, 0, 0.9))
 
 
-def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(generator):
+def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(generator, engine):
     packed, summary, text = group(generator, number=4, group_id=17)
     records = unpack(packed)
     assert len(records) == 3
     assert all(t.prompt_ids.tolist() == [4] and t.prompt_index == 4 for t in records)
     assert all((t.group_id, t.epoch, t.temperature) == (17, 1, 0.9) for t in records)
-    assert all(sampling["temperature"] == 0.9 for *_, sampling in generator._engine.requests)
+    assert all(sampling["temperature"] == 0.9 for *_, sampling in engine.requests)
     assert summary == summarize(records)
     assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
     assert [r["response_tokens"] for r in text["responses"]] == summary.response_tokens
     assert [r["reward"] for r in text["responses"]] == summary.rewards
 
 
-def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, module):
+def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, engine, module):
     for number in (0, 1, 2):  # whatever ran before
         group(generator, number=number, group_id=number)
-    generator._engine.requests.clear()
+    engine.requests.clear()
     group(generator, number=3, group_id=17)
-    seeds = [seed for _, seed, _ in generator._engine.requests]
+    seeds = [seed for _, seed, _ in engine.requests]
     assert seeds == [module.sampling_seed(42, 0, 17, i) for i in range(3)]
-    names = [sampling["name"] for *_, sampling in generator._engine.requests]
+    names = [sampling["name"] for *_, sampling in engine.requests]
     assert names == [f"group 17 sample {i}" for i in range(3)]
 
 
 def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_change(
-    generator, module
+    generator, engine, module
 ):
     """Seven prompts: the last chunk is smaller than a group."""
     prompts = [prompt(i, [i + 1]) for i in range(7)]
@@ -447,19 +461,19 @@ def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_c
         assert [r["success"] for r in results] == [c.finish_reason == "stop" for c in expected]
         assert [r["oldest_version"] for r in results] == [c.token_versions[0] for c in expected]
         assert all(r["oldest_version"] == r["newest_version"] for r in results)
-    assert len(generator._engine.requests) == 14
-    assert {sum(ids): seed for ids, seed, _ in generator._engine.requests} == {
+    assert len(engine.requests) == 14
+    assert {sum(ids): seed for ids, seed, _ in engine.requests} == {
         i + 1: module.sampling_seed(42, 1, i) for i in range(7)
     }
 
 
 def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has_its_old_one(
-    generator, module
+    generator, engine, module
 ):
     prompts = [prompt(i, [i + 1]) for i in range(2)]
     results = asyncio.run(generator.evaluate(prompts, 0.0, samples=3))
     assert [result["prompt_index"] for result in results] == [0, 0, 0, 1, 1, 1]
-    asked = [(seed, s["name"], s["temperature"]) for _, seed, s in generator._engine.requests]
+    asked = [(seed, s["name"], s["temperature"]) for _, seed, s in engine.requests]
     assert sorted(asked) == sorted(
         (
             module.sampling_seed(42, 1, i, k),
@@ -472,12 +486,12 @@ def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has
     assert module.sampling_seed(42, 1, 1, 0) == module.sampling_seed(42, 1, 1)
 
 
-def test_new_weights_from_all_ranks_reach_the_engine_together(generator):
+def test_new_weights_from_all_ranks_reach_the_engine_together(generator, engine):
     buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in "ab"]
     acknowledged = asyncio.run(generator.load_weights(5, *buckets))
     assert acknowledged == (5, snapshot_checksum(manifest for manifest, _ in buckets))
     assert generator.version == 5
-    [(version, tensors)] = generator._engine.loaded
+    [(version, tensors)] = engine.loaded
     assert version == 5 and sorted(tensors) == ["a", "b"]
 
 
@@ -517,7 +531,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_weights_are_refused_before_the_engine_sees_any(generator, damage):
+def test_damaged_weights_are_refused_before_the_engine_sees_any(generator, engine, damage):
     """And those that were loaded stay, with their version; the next whole ones are loaded."""
     whole = [bucket_of("a", value=0.5), bucket_of("b", value=0.5)]
     asyncio.run(generator.load_weights(4, *whole))
@@ -525,14 +539,16 @@ def test_damaged_weights_are_refused_before_the_engine_sees_any(generator, damag
     with pytest.raises(ValueError, match=problem):
         asyncio.run(generator.load_weights(5, *buckets))
     assert generator.version == 4
-    [(version, tensors)] = generator._engine.loaded
+    [(version, tensors)] = engine.loaded
     assert version == 4 and all((tensor == 0.5).all() for tensor in tensors.values())
     asyncio.run(generator.load_weights(5, *reversed(whole)))  # the order of ranks is none
     assert generator.version == 5
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_older_weights_that_come_after_newer_ones_are_refused(generator, monkeypatch, at_once):
+def test_older_weights_that_come_after_newer_ones_are_refused(
+    generator, engine, monkeypatch, at_once
+):
     buckets = [bucket_of("a"), bucket_of("b")]
 
     async def one_after_the_other():
@@ -558,7 +574,7 @@ def test_older_weights_that_come_after_newer_ones_are_refused(generator, monkeyp
     with pytest.raises(ValueError, match="version 5 came after those of 6"):
         asyncio.run(the_newer_overtakes() if at_once else one_after_the_other())
     assert generator.version == 6
-    assert [version for version, _ in generator._engine.loaded] == [6]
+    assert [version for version, _ in engine.loaded] == [6]
     monkeypatch.undo()
     generator.begin_attempt()  # the run goes back to a checkpoint
     asyncio.run(generator.load_weights(5, *buckets))
@@ -613,7 +629,7 @@ class Breaks(SingleTurnEnvironment):
 def breaking(make_generator):
     Breaks.made.clear()
     Breaks.released.clear()
-    yield make_generator(Breaks, environment_timeout_s=0.5, rollouts_in_flight=1)
+    yield make_generator(Breaks, timeout_s=0.5, rollouts_in_flight=1)
     Breaks.released.set()
 
 
@@ -638,7 +654,7 @@ def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_anot
     assert not any(t.response_mask.any() for t in records), "nothing to train on"
     assert summary.errors == [t.error for t in records]
     assert summary.response_tokens == [0, 0, 0] and summary.oldest_version == -1
-    assert [r["versions"] for r in text["responses"]] == [None] * 3
+    assert [(r["response"], r["versions"]) for r in text["responses"]] == [("", None)] * 3
     _, summary, _ = group(breaking, number=4, group_id=4)
     assert summary.errors == [] and len(Breaks.made) == 2
     Breaks.released.set()
@@ -684,13 +700,13 @@ def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking
 
 
 @pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError"])
-def test_a_failure_that_is_no_environments_is_the_generators(breaking, module, error):
+def test_a_failure_that_is_no_environments_is_the_generators(breaking, engines, module, error):
     """Without an engine, or without rewards, there is nothing to go on with."""
 
     def fails(*_, **__):
         raise getattr(module, error)("gone")
 
-    breaking._engine.submit = fails
+    engines[-1].submit = fails
     with pytest.raises(getattr(module, error)):
         group(breaking, number=4, group_id=4)
 
@@ -729,7 +745,6 @@ def test_advantages_are_those_of_the_samples_that_were_scored(make_generator):
 @pytest.mark.parametrize(
     ("token_ids", "text"),
     [
-        ([], ""),
         ([1, 2], "<1><2>"),
         ([1, 2, STOP], "<1><2>"),
         ([STOP], ""),
@@ -739,6 +754,14 @@ def test_advantages_are_those_of_the_samples_that_were_scored(make_generator):
     ],
 )
 def test_a_response_reads_without_its_stop_token_and_ids_that_are_no_text_do_no_harm(
-    generator, token_ids, text
+    generator, engine, token_ids, text
 ):
-    assert generator._decode(token_ids) == text
+    size = len(token_ids)
+    engine.answer = lambda prompt_ids, seed: SimpleNamespace(
+        token_ids=np.array(token_ids, np.int64),
+        logprobs=np.full(size, -1.0, np.float32),
+        token_versions=np.zeros(size, np.int32),
+        finish_reason="stop",
+    )
+    *_, readable = group(generator, number=4, group_id=4)
+    assert [response["response"] for response in readable["responses"]] == [text] * 3

@@ -16,6 +16,11 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.cluster.cluster import engine_environment
 from grpo_components.rewards.pool import Score
+from grpo_components.rollout.generator_options import (
+    EnvironmentOptions,
+    RewardOptions,
+    SamplingOptions,
+)
 from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
 from grpo_components.trajectory import summarize, unpack
 
@@ -379,27 +384,16 @@ def make_generator(module, monkeypatch):
             return MultiTurnEnvironment(**given, max_turns=3, world=world)
 
         arguments = {
-            "model_path": "",
-            "device": "cpu",
-            "dtype": "fp32",
             "build_tokenizer": Tokenizer,
-            "build_environment": build,
-            "slots_apart": True,
-            "rewards": {},
-            "reward_workers": 1,
-            "reward_timeout_s": 1,
-            "environment_timeout_s": 20,
-            "group_size": 3,
+            "engine": None,  # nothing that the fake engine reads
+            "sampling": SamplingOptions(
+                group_size=3, seed=42, max_response_tokens=12, stop_token_ids=[STOP], truncation={}
+            ),
+            "environment": EnvironmentOptions(
+                build_environment=build, timeout_s=20, slots_apart=True
+            ),
+            "rewards": RewardOptions(rewards={}, num_workers=1, timeout_s=1),
             "rollouts_in_flight": 2,
-            "seed": 42,
-            "max_response_tokens": 12,
-            "stop_token_ids": [STOP],
-            "truncation": {},
-            "max_model_len": 64,
-            "max_num_seqs": 8,
-            "gpu_memory_utilization": 0.5,
-            "enforce_eager": True,
-            "recompute_kv_after_pull": False,
         }
         made.append(module.Generator(**arguments | kwargs))
         return made[-1]

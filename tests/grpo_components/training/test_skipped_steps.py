@@ -59,31 +59,31 @@ def test_the_readme_loads_the_batch(tmp_path):
 
 def test_only_skipped_steps_in_a_row_end_the_run_and_the_error_names_them(tmp_path):
     notes = []
-    skips = SkippedSteps(2, str(tmp_path), notes.append)
+    skipped_steps = SkippedSteps(2, str(tmp_path), notes.append)
     for step, trained in enumerate([False, True, False, True], start=1):
-        skips.count_step(step, trained, "" if trained else f"reason {step}")
-    skips.count_step(5, False, "reason 5")
+        skipped_steps.count_step(step, trained, "" if trained else f"reason {step}")
+    skipped_steps.count_step(5, False, "reason 5")
     with pytest.raises(SkippedStepsError) as error:
-        skips.count_step(6, False, "reason 6")
+        skipped_steps.count_step(6, False, "reason 6")
     message = str(error.value)
-    assert message.startswith("max_skipped_steps: 2 given, and the 2 steps 5 to 6 in a row")
-    assert "reason 6" in message and message.endswith(f"are in {tmp_path}/skipped")
+    assert message.startswith("max_skipped_steps: 2 given")
+    assert all(fact in message for fact in ("5 to 6", "reason 6", f"{tmp_path}/skipped"))
     assert [note.split()[1] for note in notes] == ["1", "3", "5", "6"]
-    assert notes[0] == f"step 1 is skipped: reason 1; its batch: {tmp_path}/skipped/step_1"
-    assert skips.summary() == "4 of 6, the first was step 1"
-    skips.check_trained()  # two of them were
+    assert "reason 1" in notes[0] and f"{tmp_path}/skipped/step_1" in notes[0]
+    assert skipped_steps.summary().split()[:3] == ["4", "of", "6,"]
+    skipped_steps.check_trained()  # two steps were trained
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_that_trained_nothing_is_an_error_with_the_first_reason(tmp_path, again):
-    skips = SkippedSteps(10, str(tmp_path), lambda note: None)
-    skips.check_trained()  # it had no step to do
-    assert skips.summary() == ""
-    skips.count_step(1, again, "reason 1")
-    skips.count_step(2, False, "reason 2")
-    if again:  # what was trained is lost: a rollback to the beginning
-        skips.check_trained()
-        skips.count_step(1, False, "reason 1")
-        skips.count_step(2, False, "reason 2")
-    with pytest.raises(SkippedStepsError, match=r"all 2 steps .* because reason 1;"):
-        skips.check_trained()
+    skipped_steps = SkippedSteps(10, str(tmp_path), lambda note: None)
+    skipped_steps.check_trained()  # no step yet
+    assert skipped_steps.summary() == ""
+    skipped_steps.count_step(1, again, "reason 1")
+    skipped_steps.count_step(2, False, "reason 2")
+    if again:  # a rollback to the start of the run loses what was trained
+        skipped_steps.check_trained()
+        skipped_steps.count_step(1, False, "reason 1")
+        skipped_steps.count_step(2, False, "reason 2")
+    with pytest.raises(SkippedStepsError, match=r"all 2 steps .* reason 1;"):
+        skipped_steps.check_trained()

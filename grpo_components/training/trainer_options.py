@@ -1,0 +1,121 @@
+"""The option records that a trainer rank is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.models.meshes import Sharding
+from grpo_components.objective.composition import Loss
+from grpo_components.objective.penalties import Penalties
+from grpo_components.objective.schedules import Schedule
+from grpo_components.objective.token_advantages import TokenAdvantages
+from grpo_components.training.supervised import SupervisedExamples
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """How the ranks find each other and share the model."""
+
+    num_ranks: int
+    """Size of the process group."""
+    rendezvous: str
+    """File through which the ranks find each other, on a path that all of them share."""
+    sharding: Sharding
+    """Layout of the ranks, and where shards and activations are kept."""
+    collective_timeout_s: float
+    """A collective that waits longer raises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The policy, and how its forward pass is computed."""
+
+    build_model: Callable[[], nn.Module]
+    """Builds the torchtune decoder."""
+    build_checkpointer: Callable[[], Any]
+    """Builds the torchtune checkpointer of the base model."""
+    base_model_path: str
+    """Folder of the base model."""
+    model_type: str
+    """torchtune's name of the model family, for the conversion to Hugging Face names."""
+    dtype: str
+    """Compute dtype, fp32 or bf16; master weights are fp32."""
+    enable_activation_checkpointing: bool
+    """Recompute layers in the backward pass."""
+    compile_model: bool
+    """Compile layers, softmax and loss with torch.compile."""
+    logprob_chunk_tokens: int
+    """Positions projected to the vocabulary at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Which tokens of a batch are trained, and in how many updates and micro-batches."""
+
+    ppo_epochs: int
+    """Passes over each batch."""
+    updates_per_batch: int
+    """Optimizer updates in one pass."""
+    tokens_per_micro_batch: int
+    """Tokens in one forward pass, padding included."""
+    packing: bool
+    """Put the sequences of a micro-batch into one row, for flex attention."""
+    contract: StalenessContract
+    """Tokens older than it allows are masked."""
+    mask_overlong: bool
+    """Mask responses that were cut off at the length limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """The optimizer, its learning rate and the clipping of the gradient."""
+
+    build_optimizer: Callable[[Any], Optimizer]
+    """Builds the optimizer from the parameters."""
+    build_lr_scheduler: Callable[[Optimizer], LRScheduler] | None
+    """Builds the scheduler from the optimizer; None keeps the rate constant."""
+    learning_rate: Schedule | None
+    """By training step; None leaves it to the optimizer and the scheduler."""
+    clip_grad_norm: float | None
+    """Largest norm of the gradient; None does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions:
+    """What is optimized."""
+
+    loss: Loss
+    """The policy loss, per token."""
+    penalties: Penalties
+    """KL to the reference and entropy bonus, added to the loss."""
+    aggregation: Callable[[NDArray[np.int64]], NDArray[np.float64]]
+    """Trained tokens of each response [S] -> weight of each token's loss [S]."""
+    off_policy: Callable[..., Tensor]
+    """Log ratios [N] of trainer to generator, response of each token [N] -> weights [N]."""
+    token_advantages: TokenAdvantages | None = None
+    """Advantages of responses -> advantages of tokens; None gives each token its response's."""
+    ptx: SupervisedExamples | None = None
+    """Examples of a supervised loss added to the policy's; None adds none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosticsOptions:
+    """What a rank measures and writes beside the training."""
+
+    log_peak_memory_stats: bool
+    """Measure the largest memory of this process so far, in GiB."""
+    build_profiler: Callable[[], tuple[Any, Any]] | None
+    """Builds torchtune's profiler and its settings; None profiles nothing."""
+    skipped_folder: str
+    """Receives the batches of skipped steps."""
+    logged_responses: int = 0
+    """Return token logprobs for this many of each batch's first responses."""

@@ -1,0 +1,439 @@
+"""Trainer ranks in processes of their own, batches for them, and the update that is expected."""
+
+import json
+import math
+import multiprocessing
+import shutil
+import tempfile
+from dataclasses import fields, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.training import FullModelHFCheckpointer
+
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.weights import unpack_bucket
+from grpo_components.models.meshes import Sharding
+from grpo_components.objective.aggregation import TokenMean
+from grpo_components.objective.losses import GRPOLoss, LossInputs
+from grpo_components.objective.off_policy import NoCorrection, correction_weights, mismatch_summary
+from grpo_components.objective.penalties import Penalties
+from grpo_components.training.step_result import StepResult
+from grpo_components.training.trainer import Trainer
+from grpo_components.training.trainer_options import (
+    BatchOptions,
+    DiagnosticsOptions,
+    ModelOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    RankOptions,
+)
+from grpo_components.trajectory import Trajectory, pack
+
+VOCABULARY, TEMPERATURE, LEARNING_RATE = 64, 0.8, 0.5
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
+build_model = partial(
+    qwen2,
+    vocab_size=VOCABULARY,
+    num_layers=2,
+    embed_dim=32,
+    intermediate_dim=48,
+    max_seq_len=64,
+    tie_word_embeddings=True,
+    **HEADS,
+)
+to_tune = partial(qwen2_hf_to_tune, dim=32, tie_word_embeddings=True, **HEADS)
+to_hf = partial(qwen2_tune_to_hf, dim=32, tie_word_embeddings=True, **HEADS)
+WHOLE, SMALL = 10_000, 24
+"""Token budgets: all in one forward pass; about two trajectories in each."""
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+"""For float32 sums in another order; the updates compared are a thousand times as large."""
+RECORDS = {
+    "ranks": RankOptions,
+    "model": ModelOptions,
+    "batch": BatchOptions,
+    "optimizer": OptimizerOptions,
+    "objective": ObjectiveOptions,
+    "diagnostics": DiagnosticsOptions,
+}
+
+
+# ---- losses -------------------------------------------------------------------------------------
+
+
+class SquaredLogprobs:
+    """A loss of a user that measures next to nothing."""
+
+    def __call__(self, inputs):
+        gap = inputs.trainer_logprobs - inputs.generator_logprobs
+        return inputs.advantages * gap**2, {}
+
+
+class TruncatedImportance:
+    """The loss that CONTRIBUTING.md prints."""
+
+    def __call__(self, inputs):
+        ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp().detach()
+        losses = -ratio.clamp(max=2.0) * inputs.advantages * inputs.trainer_logprobs
+        return losses, {"ratio/mean": ratio, "ratio/max": ratio}
+
+
+class Mean:
+    """A loss that ends as TRL's do."""
+
+    def __call__(self, inputs):
+        return (-inputs.trainer_logprobs * inputs.advantages).mean(), {}
+
+
+class Blind:
+    """A loss that gives no number for any token."""
+
+    def __call__(self, inputs):
+        return inputs.trainer_logprobs * math.nan, {}
+
+
+class Ends:
+    """A loss that ends its process without a word."""
+
+    def __call__(self, inputs):
+        raise SystemExit(0)
+
+
+class Steep:
+    """A loss of ordinary numbers whose gradient is infinite."""
+
+    def __call__(self, inputs):
+        return (inputs.trainer_logprobs * 0).sqrt(), {}
+
+
+class HalfBlind:
+    """A loss whose value is no number in one response, and whose gradient is."""
+
+    def __call__(self, inputs):
+        losses = -inputs.trainer_logprobs * inputs.advantages
+        unknown = torch.where(inputs.advantages == 0.5, math.nan, 0.0)
+        return losses + unknown, {}
+
+
+# ---- the processes ------------------------------------------------------------------------------
+
+
+def flat(result):
+    """A step's result as one mapping of all its numbers."""
+    if not isinstance(result, StepResult):
+        return result
+    return {**result.metrics, **{k: v for k, v in vars(result).items() if k != "metrics"}}
+
+
+def serve(connection):
+    """One rank: build the Trainer that is described, make the calls, send what they returned."""
+    torch.set_num_threads(1)
+    while (job := connection.recv()) is not None:
+        arguments, calls = job
+        trainer = None
+        try:
+            trainer = Trainer(**arguments)
+            answer = [flat(getattr(trainer, method)(*args)) for method, *args in calls]
+        except Exception as error:  # the test in the parent raises or checks it
+            answer = error
+        finally:
+            if trainer is not None:
+                trainer.close()
+            elif dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)  # after `close`, which writes the last traces of a profile
+
+
+def trainer_arguments(base, rank, num_ranks, folder, **changes):
+    """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
+    values = {
+        "num_ranks": num_ranks,
+        "rendezvous": f"{folder}/file",
+        "sharding": Sharding(),
+        "collective_timeout_s": 60,
+        "build_model": build_model,
+        "build_checkpointer": partial(
+            FullModelHFCheckpointer,
+            checkpoint_dir=str(base),
+            checkpoint_files=["model.safetensors"],
+            model_type="QWEN2",
+            output_dir=folder,
+        ),
+        "base_model_path": str(base),
+        "model_type": "QWEN2",
+        "dtype": "fp32",
+        "enable_activation_checkpointing": False,
+        "compile_model": False,
+        "logprob_chunk_tokens": 7,
+        "ppo_epochs": 1,
+        "updates_per_batch": 1,
+        "tokens_per_micro_batch": WHOLE,
+        "packing": False,
+        "contract": StalenessContract(9, 1),
+        "mask_overlong": False,
+        "build_optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE),
+        "build_lr_scheduler": None,
+        "learning_rate": None,
+        "clip_grad_norm": None,
+        "loss": GRPOLoss(),
+        "penalties": Penalties(kl_coeff=0.0 if "loss" in changes else 0.1),
+        "aggregation": TokenMean(),
+        "off_policy": NoCorrection(),
+        "token_advantages": None,
+        "ptx": None,
+        "log_peak_memory_stats": False,
+        "build_profiler": None,
+        "skipped_folder": f"{folder}/skipped",
+        "logged_responses": 0,
+    }
+    assert not changes.keys() - values.keys()
+    values |= changes
+    records = {
+        name: record(**{field.name: values[field.name] for field in fields(record)})
+        for name, record in RECORDS.items()
+    }
+    return {"rank": rank, "device": "cpu", "seed": 0, **records}
+
+
+class Ranks:
+    """Calls a Trainer of one or more ranks, each in a process of its own."""
+
+    def __init__(self):
+        self._connections, self._processes = [], []
+        self._start(2)
+
+    def _start(self, num_ranks):
+        context = multiprocessing.get_context("spawn")
+        while len(self._processes) < num_ranks:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, base, num_ranks, calls, *, raises=False, **changes):
+        """What every call returned, by rank; with `raises`, what each rank raised."""
+        self._start(num_ranks)
+        folder = tempfile.mkdtemp(prefix="rendezvous-")
+        for rank, connection in enumerate(self._connections[:num_ranks]):
+            connection.send((trainer_arguments(base, rank, num_ranks, folder, **changes), calls))
+        results = [connection.recv() for connection in self._connections[:num_ranks]]
+        shutil.rmtree(folder, ignore_errors=True)
+        for result in results:
+            if isinstance(result, Exception) and not raises:
+                raise result
+        return results
+
+    def step(self, base, num_ranks, trajectories, advantages, **changes):
+        """What one training step and the export of its weights returned, by rank."""
+        return self.run(base, num_ranks, [step(trajectories, advantages), *export(1)], **changes)
+
+    def close(self):
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.send(None)
+            process.join()
+
+
+def random_policy(folder):
+    """Write a small random policy as a Hugging Face folder."""
+    torch.manual_seed(0)
+    model = build_model()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    state_dict = {name: t.contiguous() for name, t in to_hf(model.state_dict()).items()}
+    save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# ---- batches, and what their update is ----------------------------------------------------------
+
+
+def make(number, prompt_length, mask, finish_reason="stop"):
+    rng = np.random.default_rng(number)
+    size = len(mask)
+    return Trajectory(
+        prompt_ids=rng.integers(0, VOCABULARY, prompt_length),
+        response_ids=rng.integers(0, VOCABULARY, size),
+        response_mask=np.array(mask, bool),
+        generator_logprobs=rng.normal(-4.2, 0.5, size).astype(np.float32),
+        token_versions=np.zeros(size, np.int32),
+        prompt_index=0,
+        epoch=0,
+        group_id=number // 2,
+        attempt=0,
+        finish_reason=finish_reason,
+        temperature=TEMPERATURE,
+        reference_logprobs=rng.normal(-4.2, 0.5, size).astype(np.float32),
+    )
+
+
+SHAPES = [(3, 5), (8, 2), (1, 9), (4, 4), (2, 1), (6, 7), (5, 3)]
+RAGGED = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+RAGGED[1] = make(1, 2, [True, False, False, True, True])  # the environment spoke in between
+ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.25], np.float32)
+
+# The first half of the batch fits into one forward pass, the second half does not.
+LOPSIDED = [make(i, 1, [True]) for i in range(4)] + [make(i, 9, [True] * 9) for i in range(4, 8)]
+
+
+def hf_weights(base):
+    return load_file(base / "model.safetensors")
+
+
+def expected_update(
+    base,
+    trajectories,
+    advantages,
+    max_grad_norm=math.inf,
+    aggregation=None,
+    off_policy=None,
+    loss=None,
+    token_advantages=None,
+):
+    """Weights and metrics after one step, from whole logits of one sequence at a time."""
+    penalties = Penalties(kl_coeff=0.1 if loss is None else 0.0)
+    loss, off_policy = loss or GRPOLoss(), off_policy or NoCorrection()
+    model = build_model()
+    model.load_state_dict(to_tune(hf_weights(base)))
+    parts, counts = [], [int(t.response_mask.sum()) for t in trajectories]
+    for number, (t, advantage) in enumerate(zip(trajectories, advantages.tolist(), strict=True)):
+        ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
+        logprobs = torch.log_softmax(model(ids[None])[0] / t.temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)[len(t.prompt_ids) - 1 : -1]
+        taken = logprobs[torch.arange(len(ids) - 1), ids[1:]][len(t.prompt_ids) - 1 :]
+        mask = torch.tensor(t.response_mask)
+        generator = torch.tensor(t.generator_logprobs)[mask]
+        reference = torch.tensor(t.reference_logprobs)[mask]
+        own = taken[mask]
+        advantage = torch.full_like(own, advantage)
+        if token_advantages is not None:
+            advantage = torch.tensor(token_advantages[number])
+        parts.append((own, generator, advantage, reference, entropy[mask]))
+    trainer, generator, advantage, reference, entropy = (
+        torch.cat(part) for part in zip(*parts, strict=True)
+    )
+    sequence_ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    start = trainer.detach()
+    inputs = LossInputs(
+        trainer_logprobs=trainer,
+        generator_logprobs=generator,
+        advantages=advantage,
+        sequence_ids=sequence_ids,
+        staleness=torch.zeros_like(sequence_ids),
+        step=0,
+        reference_logprobs=reference,
+        proximal_logprobs=start if off_policy.anchors_at_proximal else None,
+        entropy=entropy,
+    )
+    correction = correction_weights(off_policy, inputs, start)
+    # A masked token is one that is on-policy everywhere and has no advantage.
+    kept = correction != 0
+    neutral = {
+        name: torch.where(kept, value, 0.0)
+        for name in ("trainer_logprobs", "generator_logprobs", "advantages", "reference_logprobs")
+        if (value := getattr(inputs, name)) is not None
+    }
+    if inputs.proximal_logprobs is not None:
+        neutral["proximal_logprobs"] = torch.where(kept, inputs.proximal_logprobs, 0.0)
+    tokens = replace(inputs, **neutral, kept=kept)
+    losses, measured = loss(tokens)
+    terms, added = penalties(tokens)
+    losses = correction * losses
+    measured = {**measured, **added, "loss/policy": losses.detach()}
+    losses = sum(terms, losses)
+    weights = (aggregation or TokenMean())(np.array(counts))
+    total = (losses * torch.tensor(np.repeat(weights, counts))).sum()
+    total.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    metrics = {
+        key: (values.max() if key.endswith("max") else values.mean()).item()
+        for key, values in measured.items()
+    }
+    metrics.setdefault("loss/penalty", math.nan)
+    metrics |= mismatch_summary((start - generator).numpy(), correction.numpy())
+    metrics["mismatch/fresh_kl"] = metrics["mismatch/generator_kl"]  # all are of version 0
+    metrics["mismatch/fresh_tokens"] = len(losses)
+    metrics |= {
+        "loss/total": total.item(),
+        "entropy": entropy.mean().item(),
+        "grad_norm": grad_norm.item(),
+        "token_versions": {0: len(losses)},
+        "token_logprobs": {},
+        "lr": LEARNING_RATE,
+        "policy_version": 1,
+        "skipped_steps": 0,
+        "trained_tokens": float(len(losses)),
+    }
+    return to_hf(model.state_dict()), metrics
+
+
+def step(trajectories, advantages, number=0):
+    return ("train_step", pack(trajectories), np.asarray(advantages, np.float32), number)
+
+
+def export(version):
+    """The two calls that bring the weights of a version out of the trainer."""
+    return [("gather_weights",), ("export_weights", version)]
+
+
+def exported(results, call):
+    """What all ranks together exported in one call; no tensor may come twice."""
+    weights = {}
+    for rank_results in results:
+        bucket, manifest = rank_results[call]
+        assert bucket[0] == manifest
+        part = unpack_bucket(*bucket)
+        assert not weights.keys() & part.keys()
+        weights |= part
+    return weights
+
+
+def untimed(metrics):
+    return {key: value for key, value in metrics.items() if not key.startswith("time/")}
+
+
+def assert_metrics_close(actual, expected):
+    actual, expected = untimed(actual), untimed(expected)
+    assert actual.pop("skipped_because", "") == expected.pop("skipped_because", "") == ""
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert actual[key] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), key
+
+
+def assert_weights_close(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_weights_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    unequal = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not unequal
+
+
+def largest_change(before, after):
+    return max((after[name] - before[name]).abs().max().item() for name in before)
+
+
+def assert_is_update(results, weights, metrics):
+    """Check what `Ranks.step` returned against an expected update."""
+    for measured, *_ in results:
+        assert_metrics_close(measured, metrics)
+    assert_weights_close(exported(results, 2), weights)
