@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-from grpo_components.rewards.pool import Score
+from grpo_components.rewards.pool import RewardInput, Score
 
 Prompt = dict[str, Any]
 """One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, perhaps with
@@ -78,7 +78,7 @@ class SingleTurnEnvironment(EnvBase):
         *,
         num_slots: int,
         decode: Callable[[list[int]], str],
-        score: Callable[[list[dict[str, str]]], list[Score]],
+        score: Callable[[list[RewardInput]], list[Score]],
         encode: Any = None,
         max_response_tokens: Any = None,
     ) -> None:

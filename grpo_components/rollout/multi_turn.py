@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 from torchrl.envs import EnvBase
 
-from grpo_components.rewards.pool import Score
+from grpo_components.rewards.pool import RewardInput, Score
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 
 _MAX_TOKEN_CHARS = 1000
@@ -109,7 +109,7 @@ class MultiTurnEnvironment(EnvBase):
         num_slots: int,
         decode: Callable[[list[int]], str],
         encode: Callable[[str], Sequence[int]],
-        score: Callable[[list[dict[str, str]]], list[Score]],
+        score: Callable[[list[RewardInput]], list[Score]],
         max_response_tokens: int,
         max_turns: int,
         world: World,
@@ -159,7 +159,7 @@ class MultiTurnEnvironment(EnvBase):
 
     def _take_turn(
         self, conversation: _Conversation, slot: TensorDictBase
-    ) -> tuple[TensorDict, dict[str, str] | None]:
+    ) -> tuple[TensorDict, RewardInput | None]:
         """Advance one slot by a turn; also return the sample to score if this was the last turn."""
         prompt, finish_reason = conversation.prompt, slot["finish_reason"]
         text = self._decode(slot["response"].tolist())

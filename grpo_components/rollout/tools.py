@@ -1,4 +1,7 @@
-"""Tool use: a world that runs the tool calls of the policy and replies with the results."""
+"""Tool use: a world that runs the tool calls of the policy and replies with the results.
+
+The policy reads the errors of its calls, so a change of their wording changes what a replay gives.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def calculator(expression: str) -> str:
     try:
         value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
-        raise ValueError(f"{expression!r} is not an arithmetic expression") from None
+        raise ValueError(f"{expression!r} is no arithmetic expression") from None
     except (ArithmeticError, RecursionError) as error:
         raise ValueError(f"{expression!r} has no value: {error}") from None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -94,9 +97,9 @@ def _evaluate(node: ast.AST) -> int | float:
             raise ValueError("the power is too large")
         value = _OPERATORS[type(node.op)](left, right)
     else:
-        raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
+        raise ValueError("only numbers, + - * / // % ** and parentheses are known")
     if isinstance(value, complex) or not abs(value) <= _MAX_NUMBER:
-        raise ValueError("a number is too large, or is not real")
+        raise ValueError("a number is too large, or none")
     return value
 
 
@@ -243,11 +246,11 @@ class ToolUse:
             raise ValueError(f"the call is not JSON; expected {form}") from None
         arguments = given.get(self._arguments_key) if isinstance(given, dict) else None
         if not isinstance(arguments, dict):
-            raise ValueError(f"the call has the wrong form; expected {form}")
+            raise ValueError(f"the call has another form; expected {form}")
         name = str(given.get("name"))
         if name not in self._tools:
             known = ", ".join(self._tools)
-            raise ValueError(f"unknown tool {given.get('name')!r:.50}; allowed: {known}")
+            raise ValueError(f"there is no tool {given.get('name')!r:.50}; known: {known}")
         tool, signature = self._tools[name]
         _check_arguments(signature, arguments)
         result = tool(**arguments)

@@ -163,16 +163,16 @@ class CodeSandbox:
                 to_other, of_program, to_program, of_other = ends = [*os.pipe(), *os.pipe()]
                 for end in ends:
                     pipes.callback(os.close, end)
-                beside = self._start(other, other_files, to_other, of_other, nothing.fileno())
+                helper = self._start(other, other_files, to_other, of_other, nothing.fileno())
                 try:
                     running = self._start(program, files, to_program, of_program, err.fileno())
                 except SandboxError:
-                    beside.end()
+                    helper.end()
                     raise
             try:  # our ends of the pipes are closed now, so each program notices if the other exits
                 return self._outcome(running, nothing, err)
             finally:
-                if (report := beside.end()) not in ("", TIMED_OUT):
+                if (report := helper.end()) not in ("", TIMED_OUT):
                     raise SandboxError(f"cannot sandbox a program: {report}")
 
     @contextlib.contextmanager

@@ -19,208 +19,214 @@ HUGE = ["99999999!", "((9!)!)!", "9^{9^9}", "10**10**10", r"(\frac{1}{3})^{99999
 HUGE += [r"\binom{1000000000}{500000000}", r"\prod_{k=1}^{100000000} k", r"\sin(10^{9999999})"]
 
 
-@pytest.fixture(scope="module", params=MARKED)
-def marked(request):
-    """A function that scores an answer inside a response of one format, and the format."""
-    reward = MathCorrectness(answer_format=request.param)
-
-    def score(given: str, known: str) -> float:
-        response = MARKED[request.param].format(given)
-        return reward(
-            prompt_text="How many?", response_text=response, answer=known, finish_reason="stop"
-        )
-
-    return score
+REWARDS = {answer_format: MathCorrectness(answer_format) for answer_format in MARKED}
 
 
 def correct(response: str, known: str, answer_format: str) -> float:
-    reward = MathCorrectness(answer_format=answer_format)
+    reward = REWARDS[answer_format]
     return reward(prompt_text="", response_text=response, answer=known, finish_reason="stop")
 
 
-@pytest.mark.parametrize(
-    ("given", "known"),
-    [
-        ("5", "5"),
-        (" 5 ", "5"),
-        ("5.", "5"),
-        ("5.0", "5"),
-        ("0.5", "1/2"),
-        ("1/2", "0.5"),
-        (r"\frac{1}{2}", "0.5"),
-        (r"\frac12", "1/2"),
-        (r"2\frac{1}{2}", "2.5"),
-        ("1,000", "1000"),
-        ("1,234,567", "1234567"),
-        ("$18", "18"),
-        ("$18.00", "18"),
-        ("-3", "-3"),
-        (r"-\frac{1}{2}", "-0.5"),
-        ("x = 7", "7"),
-        ("3+4=7", "7"),
-        ("2^{10}", "1024"),
-        (r"3\times10^2", "300"),
-        ("50%", "50"),
-        (r"\sqrt{2}", r"\sqrt{2}"),
-        (r"2+\sqrt{3}", r"\sqrt{3}+2"),
-        (r"\frac{1+\sqrt{\frac{5}{1}}}{2}", r"\frac{\sqrt{5}+1}{2}"),
-        ("x+1", "1+x"),
-        ("5 cm", "5"),
-        (r"5\,\text{cm}", "5"),
-        (r"5 \mathrm{~cm}", "5"),
-        (r"5 \text{ m}^2", "5"),
-        ("5 m^2", "5"),
-        ("5 km/h", "5"),
-        ("5 square units", "5"),
-        ("18 apples", "18"),
-        ("18 apples", "18 apples"),
-        ("18", "18 apples"),
-        ("1,000 dollars", "1000"),
-        ("€5", "5"),
-        (r"90^\circ", "90"),
-        ("90°", "90"),
-        (r"\frac{1}{2} cup", "0.5"),
-        (r"50\%", "0.5"),
-        (r"1{,}000", "1000"),
-        (r"1\,000\,000", "1000000"),
-        ("1\u202f000", "1000"),
-        ("12,345.67", "12345.67"),
-        (r"\dfrac{3}{4}", "0.75"),
-        (r"\frac{-3}{4}", "-0.75"),
-        (r"\{1, 2\}", r"\{2, 1\}"),
-        (r"2\sqrt{3}", r"\sqrt{12}"),
-        ("x^2+2x+1", "(x+1)^2"),
-        ("2 1/2", "2.5"),
-        ("-2 1/2", "-2.5"),
-        ("7/2", "3 1/2"),
-        ("2½", "2.5"),
-        (r"\frac 2 3", "2/3"),
-        ("1 000 000", "1000000"),
-        ("12 345 apples", "12345"),
-        ("1.5e-3", "0.0015"),
-        ("6.02E23", r"6.02\times 10^{23}"),
-        ("3 x 10^2", "300"),
-        ("1.2 × 10^-3", "0.0012"),  # noqa: RUF001
-        ("10^20", "100000000000000000000"),
-        (r"0.\overline{3}", "1/3"),
-        ("3/7", r"0.\overline{428571}"),
-        (r"-1.2\overline{3}", "-37/30"),
-        ("–5", "-5"),  # noqa: RUF001
-        ("= 5", "5"),
-        ("5,", "5"),
-        ("`5`", "5"),
-        (r"\[ 5 \]", "5"),
-        (r"\text{5}", "5"),
-        ("USD 5", "5"),
-        ("US$5", "5"),
-        ("5", r"US\$5"),
-        ("5 €", "5"),
-        ("5~\\text{cm}", "5"),
-        ("5 L", "5"),
-        ("60 miles per hour", "60"),
-        ("5 months", "5"),
-        (r"20^\circ C", "20"),
-        (r"20^{\circ}\text{C}", "20"),
-        ("12.5%", "12.5"),
-        ("0.125", "12.5%"),
-        ("12.5", r"12.5\%"),
-        ("50 percent", "0.5"),
-        ("3√2", r"3\sqrt{2}"),
-        ("√12", r"2\sqrt{3}"),
-        ("x²", "x^2"),
-        ("(-∞, 2)", r"(-\infty, 2)"),
-        (r"\varnothing", r"\emptyset"),
-        ("even", r"\text{even}"),
-        (r"\text{Even}", r"\text{even}"),
-        ("(C)", r"\text{(C)}"),
-        ("C", r"\text{(C)}"),
-        ("No real solutions.", r"\text{no real solutions}"),
-    ],
-)
-def test_an_equal_answer_is_worth_one(marked, given, known):
-    assert marked(given, known) == 1.0
+def marked(answer_format: str, given: str, known: str) -> float:
+    """Score an answer inside a response of one format."""
+    return correct(MARKED[answer_format].format(given), known, answer_format)
 
 
-@pytest.mark.parametrize(
-    ("given", "known"),
-    [
-        ("15", "5"),
-        ("5", "15"),
-        ("50", "5"),
-        ("5.5", "5"),
-        ("-3", "3"),
-        ("3", "-3"),
-        ("1/3", "0.5"),
-        ("1,000", "1"),
-        ("1000", "100"),
-        ("", "0"),
-        ("none", "0"),
-        ("5 or 6", "5"),
-        ("5 or 6", "6"),
-        ("5, 6", "6"),
-        ("5 6", "11"),
-        ("12 13", "25"),
-        ("(3)(4)", "7"),
-        ("3+4", "7"),
-        ("2*5", "10"),
-        ("48/2+48", "72"),
-        ("x = 3+4", "7"),
-        (r"\sqrt{2}", "2"),
-        ("2x", "2"),
-        ("x+1", "1"),
-        ("???", "5"),
-        (r"\frac{", "5"),
-        ("{{{{", "5"),
-        ("6 cm", "5"),
-        ("3 hours 20 minutes", "3"),
-        ("5 cm and 6 cm", "5"),
-        ("3 + 4 cm", "7"),
-        ("5 6 cm", "5"),
-        ("5 million", "5"),
-        ("5 dozen eggs", "5"),
-        ("5 pi", "5"),
-        ("5 x", "5"),
-        (r"1\,000", "1"),
-        (r"1\,00", "100"),
-        (r"5\pi", "5"),
-        ("(2, 1)", "(1, 2)"),
-        ("[0, 1]", "[0, 1)"),
-        (r"-\infty", r"\infty"),
-        ("2 1/2", "1"),
-        ("2 1/2", "2"),
-        ("5e2", "5"),
-        ("1 000 5", "1000"),
-        ("100 200", "200"),
-        ("5 tenths", "5"),
-        ("5 millions", "5"),
-        ("5 dozens", "5"),
-        ("5 squared", "5"),
-        ("0.5%", "50"),
-        (r"0.\overline{3}", "0.3"),
-        ("5^2", "52"),
-        ("on", r"\text{no}"),
-        ("nylevE", r"\text{Evelyn}"),
-        (r"\text{odd}", r"\text{even}"),
-        (r"\sum_{k=1}^{1000000000} k^k", "5"),
-        ("(x+y+z+1)^{500}", "5"),
-        ("x + 5 - x", "5"),
-        ("many words " * 500, "5"),
-        ("(" * 3000 + "5" + ")" * 3000, "5"),
-        ("(" * 400 + "5" + ")" * 400, "5"),
-        *((huge, "5") for huge in HUGE),
-        *((huge, "x+1") for huge in HUGE),
-        *((huge, "9^{9^{9^9}}") for huge in HUGE),
-    ],
-)
-def test_a_wrong_answer_is_worth_nothing(marked, given, known):
-    assert marked(given, known) == 0.0
+def in_formats(cases: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """All cases in the formats that depend on braces or on nothing, and some in the others."""
+    chosen = {"boxed": cases, "plain": cases, "tag": cases[::5], "gsm8k": cases[2::5]}
+    return [(answer_format, *case) for answer_format, some in chosen.items() for case in some]
+
+
+EQUAL = [
+    ("5", "5"),
+    (" 5 ", "5"),
+    ("5.", "5"),
+    ("5.0", "5"),
+    ("0.5", "1/2"),
+    ("1/2", "0.5"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac12", "1/2"),
+    (r"2\frac{1}{2}", "2.5"),
+    ("1,000", "1000"),
+    ("1,234,567", "1234567"),
+    ("$18", "18"),
+    ("$18.00", "18"),
+    ("-3", "-3"),
+    (r"-\frac{1}{2}", "-0.5"),
+    ("x = 7", "7"),
+    ("3+4=7", "7"),
+    ("2^{10}", "1024"),
+    (r"3\times10^2", "300"),
+    ("50%", "50"),
+    (r"\sqrt{2}", r"\sqrt{2}"),
+    (r"2+\sqrt{3}", r"\sqrt{3}+2"),
+    (r"\frac{1+\sqrt{\frac{5}{1}}}{2}", r"\frac{\sqrt{5}+1}{2}"),
+    ("x+1", "1+x"),
+    ("5 cm", "5"),
+    (r"5\,\text{cm}", "5"),
+    (r"5 \mathrm{~cm}", "5"),
+    (r"5 \text{ m}^2", "5"),
+    ("5 m^2", "5"),
+    ("5 km/h", "5"),
+    ("5 square units", "5"),
+    ("18 apples", "18"),
+    ("18 apples", "18 apples"),
+    ("18", "18 apples"),
+    ("1,000 dollars", "1000"),
+    ("€5", "5"),
+    (r"90^\circ", "90"),
+    ("90°", "90"),
+    (r"\frac{1}{2} cup", "0.5"),
+    (r"50\%", "0.5"),
+    (r"1{,}000", "1000"),
+    (r"1\,000\,000", "1000000"),
+    ("1\u202f000", "1000"),
+    ("12,345.67", "12345.67"),
+    (r"\dfrac{3}{4}", "0.75"),
+    (r"\frac{-3}{4}", "-0.75"),
+    (r"\{1, 2\}", r"\{2, 1\}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("2 1/2", "2.5"),
+    ("-2 1/2", "-2.5"),
+    ("7/2", "3 1/2"),
+    ("2½", "2.5"),
+    (r"\frac 2 3", "2/3"),
+    ("1 000 000", "1000000"),
+    ("12 345 apples", "12345"),
+    ("1.5e-3", "0.0015"),
+    ("6.02E23", r"6.02\times 10^{23}"),
+    ("3 x 10^2", "300"),
+    ("1.2 × 10^-3", "0.0012"),  # noqa: RUF001
+    ("10^20", "100000000000000000000"),
+    (r"0.\overline{3}", "1/3"),
+    ("3/7", r"0.\overline{428571}"),
+    (r"-1.2\overline{3}", "-37/30"),
+    ("–5", "-5"),  # noqa: RUF001
+    ("= 5", "5"),
+    ("5,", "5"),
+    ("`5`", "5"),
+    (r"\[ 5 \]", "5"),
+    (r"\text{5}", "5"),
+    ("USD 5", "5"),
+    ("US$5", "5"),
+    ("5", r"US\$5"),
+    ("5 €", "5"),
+    ("5~\\text{cm}", "5"),
+    ("5 L", "5"),
+    ("60 miles per hour", "60"),
+    ("5 months", "5"),
+    (r"20^\circ C", "20"),
+    (r"20^{\circ}\text{C}", "20"),
+    ("12.5%", "12.5"),
+    ("0.125", "12.5%"),
+    ("12.5", r"12.5\%"),
+    ("50 percent", "0.5"),
+    ("3√2", r"3\sqrt{2}"),
+    ("√12", r"2\sqrt{3}"),
+    ("x²", "x^2"),
+    ("(-∞, 2)", r"(-\infty, 2)"),
+    (r"\varnothing", r"\emptyset"),
+    ("even", r"\text{even}"),
+    (r"\text{Even}", r"\text{even}"),
+    ("(C)", r"\text{(C)}"),
+    ("C", r"\text{(C)}"),
+    ("No real solutions.", r"\text{no real solutions}"),
+]
+
+
+@pytest.mark.parametrize(("answer_format", "given", "known"), in_formats(EQUAL))
+def test_an_equal_answer_is_worth_one(answer_format, given, known):
+    assert marked(answer_format, given, known) == 1.0
+
+
+UNEQUAL = [
+    ("15", "5"),
+    ("5", "15"),
+    ("50", "5"),
+    ("5.5", "5"),
+    ("-3", "3"),
+    ("3", "-3"),
+    ("1/3", "0.5"),
+    ("1,000", "1"),
+    ("1000", "100"),
+    ("", "0"),
+    ("none", "0"),
+    ("5 or 6", "5"),
+    ("5 or 6", "6"),
+    ("5, 6", "6"),
+    ("5 6", "11"),
+    ("12 13", "25"),
+    ("(3)(4)", "7"),
+    ("3+4", "7"),
+    ("2*5", "10"),
+    ("48/2+48", "72"),
+    ("x = 3+4", "7"),
+    (r"\sqrt{2}", "2"),
+    ("2x", "2"),
+    ("x+1", "1"),
+    ("???", "5"),
+    (r"\frac{", "5"),
+    ("{{{{", "5"),
+    ("6 cm", "5"),
+    ("3 hours 20 minutes", "3"),
+    ("5 cm and 6 cm", "5"),
+    ("3 + 4 cm", "7"),
+    ("5 6 cm", "5"),
+    ("5 million", "5"),
+    ("5 dozen eggs", "5"),
+    ("5 pi", "5"),
+    ("5 x", "5"),
+    (r"1\,000", "1"),
+    (r"1\,00", "100"),
+    (r"5\pi", "5"),
+    ("(2, 1)", "(1, 2)"),
+    ("[0, 1]", "[0, 1)"),
+    (r"-\infty", r"\infty"),
+    ("2 1/2", "1"),
+    ("2 1/2", "2"),
+    ("5e2", "5"),
+    ("1 000 5", "1000"),
+    ("100 200", "200"),
+    ("5 tenths", "5"),
+    ("5 millions", "5"),
+    ("5 dozens", "5"),
+    ("5 squared", "5"),
+    ("0.5%", "50"),
+    (r"0.\overline{3}", "0.3"),
+    ("5^2", "52"),
+    ("on", r"\text{no}"),
+    ("nylevE", r"\text{Evelyn}"),
+    (r"\text{odd}", r"\text{even}"),
+    (r"\sum_{k=1}^{1000000000} k^k", "5"),
+    ("(x+y+z+1)^{500}", "5"),
+    ("x + 5 - x", "5"),
+    ("many words " * 500, "5"),
+    ("(" * 3000 + "5" + ")" * 3000, "5"),
+    ("(" * 400 + "5" + ")" * 400, "5"),
+    *((huge, "5") for huge in HUGE),
+    *((huge, "x+1") for huge in HUGE),
+    *((huge, "9^{9^{9^9}}") for huge in HUGE),
+]
+
+
+@pytest.mark.parametrize(("answer_format", "given", "known"), in_formats(UNEQUAL))
+def test_a_wrong_answer_is_worth_nothing(answer_format, given, known):
+    assert marked(answer_format, given, known) == 0.0
 
 
 @pytest.mark.parametrize("known", [r"9^{9^9}", r"2^{99999999} - 1", "(10^9)!"])
-def test_a_known_answer_that_is_too_large_to_evaluate_is_compared_as_text(marked, known):
-    assert marked(known, known) == 1.0
-    assert marked(known.replace("{9^9}", "{ 9^{9} }"), known) == 1.0
-    assert marked("5", known) == marked(f"{known} + 1", known) == 0.0
+def test_a_known_answer_that_is_too_large_to_evaluate_is_compared_as_text(known):
+    for answer_format in MARKED:
+        assert marked(answer_format, known, known) == 1.0
+        assert marked(answer_format, known.replace("{9^9}", "{ 9^{9} }"), known) == 1.0
+        assert marked(answer_format, "5", known) == 0.0
+        assert marked(answer_format, f"{known} + 1", known) == 0.0
+
+
+def judged(reward, response: str, answer: str = "") -> float:
+    return reward(prompt_text="", response_text=response, answer=answer, finish_reason="stop")
 
 
 LONG = ["~", "`", "<answer>", "</answer>", "<think>", r"\boxed{", r"\boxed ", "{", "#### 5 ", "\n"]
@@ -244,7 +250,7 @@ LONG += [
 @pytest.mark.parametrize(
     "reward",
     [
-        *(MathCorrectness(answer_format) for answer_format in MARKED),
+        *REWARDS.values(),
         *(ThinkAnswerFormat(), BoxedFormat(), ResponseLength(10**6)),
     ],
     ids=lambda reward: type(reward).__name__,
@@ -339,91 +345,3 @@ def test_an_unknown_answer_format_is_named_with_the_allowed_ones():
         MathCorrectness(answer_format="hash")
     with pytest.raises(ValueError, match=r"^answer_format: "):
         MathCorrectness(answer_format=["tag"])  # pyright: ignore[reportArgumentType]
-
-
-def in_format(prompt: str, response: str) -> float:
-    return ThinkAnswerFormat()(
-        prompt_text=prompt, response_text=response, answer="5", finish_reason="stop"
-    )
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response"),
-    [
-        ("What?", "<think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.\nSo.</think>\n<answer>\n6\n</answer>\n"),
-        ("What? <think>", "Hm.</think> <answer>5</answer>"),
-        ("What? <think>\n", "Hm.</think> <answer>5</answer>"),
-        # A prompt that only mentions the tags has not opened one.
-        ("Use <think> and </think>.", "<think>Hm.</think> <answer>5</answer>"),
-    ],
-)
-def test_a_complete_format_is_worth_one(prompt, response):
-    assert in_format(prompt, response) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response"),
-    [
-        ("What?", ""),
-        ("What?", "5"),
-        ("What?", "Hm.</think> <answer>5</answer>"),
-        ("Use <think> and </think>.", "Hm.</think> <answer>5</answer>"),
-        ("What? <think>", "<think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think>"),
-        ("What?", "<think>Hm.</think> <answer>5"),
-        ("What?", "<think>Hm. <answer>5</answer>"),
-        ("What?", "<answer>5</answer> <think>Hm.</think>"),
-        ("What?", "<think>Hm.</think> <answer>5</answer> <answer>6</answer>"),
-        ("What?", "<think>Hm.</think> <think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think> so <answer>5</answer>"),
-        ("What?", "Well, <think>Hm.</think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think> <answer>5</answer> and more"),
-        ("What?", "<think></think> <answer>5</answer>"),
-        ("What?", "<think>Hm.</think> <answer> \n</answer>"),
-        ("What? <think>", "\n</think> <answer>5</answer>"),
-    ],
-)
-def test_an_incomplete_format_is_worth_nothing(prompt, response):
-    assert in_format(prompt, response) == 0.0
-
-
-def judged(reward, response: str, answer: str = "") -> float:
-    return reward(prompt_text="", response_text=response, answer=answer, finish_reason="stop")
-
-
-@pytest.mark.parametrize(
-    ("response", "worth"),
-    [
-        (r"So it is $\boxed{5}$.", 1.0),
-        (r"\boxed {\frac{1}{2}}", 1.0),
-        (r"\boxed{5} or \boxed{6}", 0.0),
-        (r"\boxed{\boxed{5}}", 0.0),
-        (r"\boxed{ }", 0.0),
-        (r"\boxed{5", 0.0),
-        (r"\boxed 5", 0.0),
-        ("boxed{5}", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_exactly_one_box_is_worth_one(response, worth):
-    assert judged(BoxedFormat(), response) == worth
-
-
-@pytest.mark.parametrize(
-    ("words", "worth"), [(0, 0.0), (1, 0.5), (2, 1.0), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)]
-)
-def test_a_length_outside_its_bounds_scores_linearly_less(words, worth):
-    assert judged(ResponseLength(max_words=10, min_words=2), "word\n " * words) == worth
-
-
-def test_without_min_words_an_empty_response_is_worth_one():
-    assert judged(ResponseLength(max_words=10), "") == 1.0
-
-
-@pytest.mark.parametrize(
-    "bounds", [(0, 0), (3, 4), (3, -1), (2.5, 1), ("3", 1), (None, 0), (True, 0)]
-)
-def test_bounds_out_of_range_are_refused(bounds):
-    with pytest.raises(ValueError, match=r"^max_words, min_words: "):
-        ResponseLength(*bounds)  # pyright: ignore[reportArgumentType]

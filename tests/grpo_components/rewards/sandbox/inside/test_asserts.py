@@ -1,0 +1,39 @@
+"""Values that cross between the sandbox of the asserts and that of the program."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_components.rewards.sandbox.inside.asserts import Remote, decode, encode
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    | st.binary() | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner)
+    | st.sets(st.integers()) | st.frozensets(st.text()),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(plain)
+def test_plain_data_arrives_unchanged(value):
+    def keep(value):
+        raise AssertionError(f"this is plain data: {value}")
+
+    arrived = decode(json.loads(json.dumps(encode(value, keep))), keep)
+    assert arrived == value and type(arrived) is type(value)
+
+
+def test_objects_travel_as_references_that_cannot_be_compared():
+    asked = []
+    remote = Remote(lambda *request: asked.append(request), 7)
+    assert decode(encode(object(), lambda _: 7), lambda n: n) == 7
+    remote(1, k=2)
+    _ = remote.name
+    assert asked == [("call", 7, (1,), {"k": 2}), ("attribute", 7, "name")]
+    for compare in (bool, lambda r: r == 1, lambda r: r != 1, lambda r: 1 in r, hash):
+        with pytest.raises(TypeError):
+            compare(remote)
