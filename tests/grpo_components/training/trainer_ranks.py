@@ -161,7 +161,7 @@ def trainer_arguments(base, rank, num_ranks, folder, **changes):
             FullModelHFCheckpointer,
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
-            model_type="QWEN2",
+            model_type=changes.get("model_type", "QWEN2"),
             output_dir=folder,
         ),
         "base_model_path": str(base),
