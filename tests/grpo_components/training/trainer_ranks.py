@@ -234,8 +234,9 @@ class Ranks:
         return self.run(base, num_ranks, [step(trajectories, advantages), *export(1)], **changes)
 
     def close(self):
-        for connection, process in zip(self._connections, self._processes, strict=True):
+        for connection in self._connections:
             connection.send(None)
+        for process in self._processes:
             process.join()
 
 
