@@ -79,7 +79,7 @@ class Trainer:
         batch: what is trained of each batch, and in how many updates.
         optimizer: optimizer and learning rate.
         objective: what is optimized.
-        diagnostics: what is measured and written beside the training.
+        diagnostics: what is measured and written during training.
     """
 
     def __init__(

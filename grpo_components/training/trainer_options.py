@@ -109,7 +109,7 @@ class ObjectiveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosticsOptions:
-    """What a rank measures and writes beside the training."""
+    """What a rank measures and writes during training."""
 
     log_peak_memory_stats: bool
     """Measure the largest memory of this process so far, in GiB."""

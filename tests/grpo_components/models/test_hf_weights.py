@@ -51,7 +51,7 @@ def test_layer_by_layer_conversion_is_undone_bit_for_bit_by_torchtunes_own(famil
 @pytest.mark.parametrize("family", ["GEMMA2", "LLAMA3_VISION", "REWARD"])
 def test_a_family_that_cannot_be_converted_exactly_is_refused(family, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
-    with pytest.raises(ValueError, match=rf"checkpointer\.model_type: {family}.*allowed: LLAMA2"):
+    with pytest.raises(ValueError, match=rf"^checkpointer\.model_type: {family}"):
         hf_converter(family, tmp_path)
 
 

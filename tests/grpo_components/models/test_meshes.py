@@ -1,34 +1,36 @@
 """However the ranks are laid out, they make one rank's update; over gloo, with up to four ranks.
 
-Processes and batches are those of test_trainer.py. Updates are by SGD, whose steps are the
-gradients: Adam would blow round-off up to whole steps.
+Updates are by SGD, whose steps are the gradients: Adam would magnify round-off to whole steps.
 """
 
 import json
-import runpy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
+from trainer_ranks import (
+    ADVANTAGES,
+    HEADS,
+    RAGGED,
+    SMALL,
+    VOCABULARY,
+    Ranks,
+    assert_metrics_close,
+    assert_weights_close,
+    assert_weights_equal,
+    export,
+    exported,
+    step,
+)
 
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
-
-# By path: a test module has no name that another could import.
-TRAINER_TESTS = runpy.run_path(str(Path(__file__).parents[1] / "training" / "test_trainer.py"))
-VOCABULARY, HEADS = TRAINER_TESTS["VOCABULARY"], TRAINER_TESTS["HEADS"]
-RAGGED, ADVANTAGES = TRAINER_TESTS["RAGGED"], TRAINER_TESTS["ADVANTAGES"]
-step, export, exported = (TRAINER_TESTS[name] for name in ("step", "export", "exported"))
-assert_metrics_close = TRAINER_TESTS["assert_metrics_close"]
-assert_weights_close = TRAINER_TESTS["assert_weights_close"]
-assert_weights_equal = TRAINER_TESTS["assert_weights_equal"]
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -51,14 +53,12 @@ LAYOUTS = [
     (4, Sharding(tensor=2)),
     (4, Sharding(replicate=2, tensor=2)),
 ]
-SMALL = 24
-"""Token budget: about two trajectories in each micro-batch."""
 CLIPPED = {"clip_grad_norm": 0.05}
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    ranks = TRAINER_TESTS["Ranks"]()
+    ranks = Ranks()
     yield ranks
     ranks.close()
 

@@ -80,7 +80,7 @@ class FakeEngine:
 
     def load_weights(self, version, tensors):
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        check_names_and_shapes(shapes, {"a": (3,), "b": (3,)})  # as the real one does
+        check_names_and_shapes(shapes, {"query": (3,), "value": (3,)})  # as the real one does
         self.loaded.append((version, tensors))
         future = Future()
         future.set_result(None)
@@ -226,7 +226,7 @@ def test_a_sample_whose_score_failed_is_an_error_without_a_reward(module):
 
 
 def test_a_slot_without_a_turn_makes_no_record(module):
-    with pytest.raises(AssertionError, match="not done"):
+    with pytest.raises(AssertionError, match="done"):
         module.SlotRollout(np.array([1])).trajectory(
             prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0
         )
@@ -487,12 +487,12 @@ def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has
 
 
 def test_new_weights_from_all_ranks_reach_the_engine_together(generator, engine):
-    buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in "ab"]
+    buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in ("query", "value")]
     acknowledged = asyncio.run(generator.load_weights(5, *buckets))
     assert acknowledged == (5, snapshot_checksum(manifest for manifest, _ in buckets))
     assert generator.version == 5
     [(version, tensors)] = engine.loaded
-    assert version == 5 and sorted(tensors) == ["a", "b"]
+    assert version == 5 and sorted(tensors) == ["query", "value"]
 
 
 def bucket_of(*names, value=1.0):
@@ -511,32 +511,35 @@ def reordered(manifest, bucket):
 
 
 DAMAGED = {
-    "corrupted": ([flipped(*bucket_of("a", "b"))], "tensor a is damaged"),
-    "truncated": ([(bucket_of("a", "b")[0], bucket_of("a", "b")[1][:-1])], "tensor b is damaged"),
-    "empty": ([(bucket_of("a", "b")[0], np.empty(0, np.uint8))], "tensor a is damaged"),
-    "names exchanged": ([reordered(*bucket_of("a", "b"))], "tensor b is damaged"),
+    "corrupted": ([flipped(*bucket_of("query", "value"))], "query"),
+    "truncated": ([(bucket_of("query", "value")[0], bucket_of("query", "value")[1][:-1])], "value"),
+    "empty": ([(bucket_of("query", "value")[0], np.empty(0, np.uint8))], "query"),
+    "names exchanged": ([reordered(*bucket_of("query", "value"))], "value"),
     "manifests exchanged": (
         [
-            (bucket_of("a")[0], bucket_of("b", value=2.0)[1]),
-            (bucket_of("b", value=2.0)[0], bucket_of("a")[1]),
+            (bucket_of("query")[0], bucket_of("value", value=2.0)[1]),
+            (bucket_of("value", value=2.0)[0], bucket_of("query")[1]),
         ],
-        "tensor a is damaged",
+        "query",
     ),
-    "a bucket lost": ([bucket_of("a")], "lack the tensor b"),
-    "a tensor lost": ([bucket_of("a"), bucket_of()], "lack the tensor b"),
-    "none came": ([], "lack the tensor a"),
-    "a bucket twice": ([bucket_of("a"), bucket_of("b"), bucket_of("a")], "tensor a came twice"),
-    "another rank's": ([bucket_of("a"), bucket_of("b", "c")], "unknown tensor c"),
+    "a bucket lost": ([bucket_of("query")], "value"),
+    "a tensor lost": ([bucket_of("query"), bucket_of()], "value"),
+    "none came": ([], "query"),
+    "a bucket twice": ([bucket_of("query"), bucket_of("value"), bucket_of("query")], "query"),
+    "another rank's": ([bucket_of("query"), bucket_of("value", "extra")], "extra"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_weights_are_refused_before_the_engine_sees_any(generator, engine, damage):
-    """And those that were loaded stay, with their version; the next whole ones are loaded."""
-    whole = [bucket_of("a", value=0.5), bucket_of("b", value=0.5)]
+    """The loaded weights stay, with their version; the next complete ones are loaded.
+
+    The error names the tensor.
+    """
+    whole = [bucket_of("query", value=0.5), bucket_of("value", value=0.5)]
     asyncio.run(generator.load_weights(4, *whole))
-    buckets, problem = DAMAGED[damage]
-    with pytest.raises(ValueError, match=problem):
+    buckets, tensor = DAMAGED[damage]
+    with pytest.raises(ValueError, match=rf"\b{tensor}\b"):
         asyncio.run(generator.load_weights(5, *buckets))
     assert generator.version == 4
     [(version, tensors)] = engine.loaded
@@ -549,7 +552,7 @@ def test_damaged_weights_are_refused_before_the_engine_sees_any(generator, engin
 def test_older_weights_that_come_after_newer_ones_are_refused(
     generator, engine, monkeypatch, at_once
 ):
-    buckets = [bucket_of("a"), bucket_of("b")]
+    buckets = [bucket_of("query"), bucket_of("value")]
 
     async def one_after_the_other():
         await generator.load_weights(6, *buckets)
@@ -571,7 +574,7 @@ def test_older_weights_that_come_after_newer_ones_are_refused(
         newer.add_done_callback(lambda _: newer_is_there.set())
         await asyncio.gather(newer, older)
 
-    with pytest.raises(ValueError, match="version 5 came after those of 6"):
+    with pytest.raises(ValueError, match=r"\b5\b.*\b6\b"):
         asyncio.run(the_newer_overtakes() if at_once else one_after_the_other())
     assert generator.version == 6
     assert [version for version, _ in engine.loaded] == [6]
@@ -634,12 +637,12 @@ def breaking(make_generator):
 
 
 FAILURES = {
-    "raises in reset": "RuntimeError: no such level",
-    "raises in step": "KeyError: 'inventory'",
-    "exits": "RuntimeError: SystemExit(3)",
-    "hangs": "TimeoutError: the environment did not end its reset within 0.5 s",
-    "forgets a key": 'KeyError: \'key "tokens"',
-    "gives no score": "TypeError: the environment ended a slot with score None",
+    "raises in reset": ("RuntimeError", "no such level"),
+    "raises in step": ("KeyError", "inventory"),
+    "exits": ("SystemExit", "3"),
+    "hangs": ("TimeoutError", "reset", "0.5 s"),
+    "forgets a key": ("KeyError", "tokens"),
+    "gives no score": ("TypeError", "None"),
 }
 
 
@@ -650,7 +653,8 @@ def test_a_group_whose_environment_fails_is_failed_samples_and_the_next_has_anot
     records = unpack(packed)
     assert [t.finish_reason for t in records] == ["error"] * 3
     assert all(math.isnan(t.reward) and not t.success for t in records)
-    assert all(f"environment: {FAILURES[how]}" in t.error for t in records)
+    assert all(t.error.startswith("environment: ") for t in records)
+    assert all(fact in t.error for t in records for fact in FAILURES[how])
     assert not any(t.response_mask.any() for t in records), "nothing to train on"
     assert summary.errors == [t.error for t in records]
     assert summary.response_tokens == [0, 0, 0] and summary.oldest_version == -1
@@ -686,7 +690,7 @@ def test_a_sample_without_a_number_for_a_reward_fails_alone(breaking):
     _, summary, _ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
     assert summary.finish_reasons[1:] == ["error", "error"] and len(Breaks.made) == 1
     assert summary.finish_reasons[0] != "error" and math.isfinite(summary.rewards[0])
-    assert summary.errors == ["the environment gave the reward nan"] * 2
+    assert len(summary.errors) == 2 and all("nan" in error for error in summary.errors)
 
 
 def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking):

@@ -178,52 +178,54 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
     schedule = open_schedule(0, None, str(tmp_path), 0.05)
     engine = make_engine(checkpoints / "tied_A", schedule=schedule)
     asked = engine.submit([1, 2], max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
-    with pytest.raises(EngineStoppedError, match=r"waited 0\.05 s for group 7 sample 0"):
+    with pytest.raises(EngineStoppedError, match=r"0\.05 s.*group 7 sample 0"):
         asked.result(timeout=60)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        (lambda w: w.pop("model.norm.weight"), "lack the tensor model.norm.weight"),
-        (lambda w: w.update(extra=torch.zeros(1)), "unknown tensor extra"),
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda w: w.update(extra=torch.zeros(1)), "extra"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(5)}),
-            r"model.norm.weight has shape \[5\], the model's is \[64\]",
+            r"model\.norm\.weight.*\[5\].*\[64\]",
         ),
     ],
 )
 def test_wrong_weights_are_refused_before_anything_is_loaded(
-    make_engine, checkpoints, change, message
+    make_engine, checkpoints, change, facts
 ):
     engine = make_engine(checkpoints / "tied_A")
     before = [future.result() for future in submit(engine)]
     wrong = weights(checkpoints / "tied_B")
     change(wrong)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=facts):
         engine.load_weights(1, wrong)
     assert_same(before, [future.result() for future in submit(engine)])
 
 
-def keep_the_cache(engine):
-    engine._engine.reset_prefix_cache = lambda **_: False
+def keep_the_cache(monkeypatch):
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    monkeypatch.setattr(LLMEngine, "reset_prefix_cache", lambda self, **_: False)
 
 
-def load_nothing(engine):
-    executor = engine._engine.engine_core.engine_core.model_executor
-    executor.driver_worker.worker.model_runner.model.load_weights = lambda tensors: set()
+def load_nothing(monkeypatch):
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "load_weights", lambda self, tensors: set())
 
 
 @pytest.mark.parametrize(
-    ("refuse", "reason"),
-    [(keep_the_cache, "did not reset its KV cache"), (load_nothing, "did not load its parameters")],
+    ("refuse", "reason"), [(keep_the_cache, "KV cache"), (load_nothing, "parameters model")]
 )
 def test_what_vllm_did_not_do_at_a_swap_ends_the_engine_with_the_reason(
-    make_engine, checkpoints, refuse, reason
+    make_engine, checkpoints, monkeypatch, refuse, reason
 ):
-    """It says so by what it returns, and not by an exception."""
+    """vLLM reports it by a return value, not by an exception."""
     engine = make_engine(checkpoints / "tied_A", recompute_kv_after_pull=True)
-    refuse(engine)
+    refuse(monkeypatch)
     with pytest.raises(RuntimeError, match=reason):
         engine.load_weights(1, weights(checkpoints / "tied_B")).result(timeout=60)
     with pytest.raises(RuntimeError, match=reason):
@@ -234,7 +236,7 @@ def test_a_prompt_that_is_too_long_fails_alone(make_engine, checkpoints):
     engine = make_engine(checkpoints / "tied_A")
     good = submit(engine)
     bad = engine.submit([1] * 600, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
-    with pytest.raises(Exception, match="600 input tokens"):
+    with pytest.raises(Exception, match="600"):
         bad.result()
     assert all(len(future.result().token_ids) for future in good)
 

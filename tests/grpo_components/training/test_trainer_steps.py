@@ -292,7 +292,7 @@ def test_pickle_builds_nothing_but_the_description_of_tensors(ranks, base, tmp_p
     ranks.run(base, 1, save_to(tmp_path))
     (file,) = tmp_path.rglob(".metadata")
     file.write_bytes(pickle.dumps({"a": Ranks}).replace(b"Ranks", b"Rank2"))
-    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata must not hold .*Rank2"):
+    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata .*Rank2"):
         ranks.run(base, 1, [("load_state", str(tmp_path))])
 
 

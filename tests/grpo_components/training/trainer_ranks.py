@@ -162,7 +162,7 @@ def trainer_arguments(base, rank, num_ranks, folder, **changes):
             FullModelHFCheckpointer,
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
-            model_type="QWEN2",
+            model_type=changes.get("model_type", "QWEN2"),
             output_dir=folder,
         ),
         "base_model_path": str(base),
@@ -236,8 +236,9 @@ class Ranks:
         return self.run(base, num_ranks, [step(trajectories, advantages), *export(1)], **changes)
 
     def close(self):
-        for connection, process in zip(self._connections, self._processes, strict=True):
+        for connection in self._connections:
             connection.send(None)
+        for process in self._processes:
             process.join()
 
 
