@@ -1,9 +1,9 @@
-"""How much faster the demo trains asynchronously than synchronously, on the same two cores.
+"""Measure how much faster the demo trains asynchronously than synchronously on two cores.
 
     python benchmarks/async_speedup.py
 
-The same code, policy and data; the generator (with its reward processes) has one core, the trainer
-another. Synchronous is `max_staleness=0 push_every_n_steps=1 pull_every_m_rollouts=1`.
+Same code, policy and data. The generator with its reward processes is pinned to one core, the
+trainer to another. Synchronous is `max_staleness=0 push_every_n_steps=1 pull_every_m_rollouts=1`.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ WARM_UP_STEPS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over the steps of one run, after the first few."""
+    """Means over the steps of one run, without the first `WARM_UP_STEPS`."""
 
     step_s: float
-    """Wall time of a step: from taking a batch to its published weights."""
+    """Wall time of a step, from taking a batch to publishing its weights."""
     wait_s: float
-    """Of it, how long the trainer waited for a batch."""
+    """Part of it: the trainer waits for a batch."""
     train_s: float
-    """Of it, training and publishing."""
+    """Part of it: training and publishing."""
     ms_per_sample: float
     staleness: float
 
 
 def cores() -> tuple[int, int]:
-    """Two cores that this process may use."""
+    """Two cores of this process's affinity."""
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
-        raise SystemExit("two cores are needed: one for the generator, one for the trainer")
+        raise SystemExit("needs two cores: one for the generator, one for the trainer")
     return usable[0], usable[1]
 
 
 def pin(pid: int, core: int) -> None:
-    """Keep a process, all its threads and all its children on one core."""
+    """Pin a process, all its threads and all its children to one core."""
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         for thread in process.threads():
             os.sched_setaffinity(thread.id, {core})
 
 
 def run(schedule: str, num_steps: int, folder: Path) -> Measured:
-    """One run of the demo under a schedule."""
+    """Run the demo with one schedule and measure it."""
     command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
     few = (f"num_steps={num_steps}", "eval_dataset.num_rows=8", f"eval_every_n_steps={num_steps}")
     process = subprocess.Popen(
@@ -83,13 +83,13 @@ def run(schedule: str, num_steps: int, folder: Path) -> Measured:
 
 
 def measured_of(folder: Path) -> Measured:
-    """What a run's metrics say of its steps after the first few."""
+    """Means of a run's metrics over its steps, without the first `WARM_UP_STEPS`."""
     steps = list(steps_of(folder))[WARM_UP_STEPS:]
 
     def mean(key: str) -> float:
         return statistics.fmean(step[key] for step in steps)
 
-    samples = 64  # of the demo's step: groups_per_step x group_size
+    samples = 64  # per step of the demo: groups_per_step x group_size
     return Measured(
         step_s=mean("time/step"),
         wait_s=mean("time/wait_for_batch"),
@@ -100,7 +100,7 @@ def measured_of(folder: Path) -> Measured:
 
 
 def split_cores(folder: Path) -> None:
-    """The generator on one core, the trainer on the other; what is left goes where it likes."""
+    """Pin the generator to one core and the trainer to the other; leave other processes alone."""
     first, second = cores()
     roles = [json.loads(line) for line in (folder / "logs" / "roles.jsonl").open()]
     pids = {role["role"]: role["pid"] for role in roles}
@@ -109,7 +109,7 @@ def split_cores(folder: Path) -> None:
 
 
 def steps_of(folder: Path) -> Iterator[dict[str, float]]:
-    """Metrics of a run's training steps."""
+    """Yield the metrics of each training step of a run."""
     for line in (folder / "logs" / "metrics.jsonl").open():
         record = json.loads(line)
         if record["step"] > 0:
@@ -117,7 +117,7 @@ def steps_of(folder: Path) -> Iterator[dict[str, float]]:
 
 
 def table(measured: dict[str, list[Measured]]) -> str:
-    """The figures of both schedules, and what the asynchronous one gains of what it could."""
+    """Table of both schedules, and the speedup beside its theoretical limit."""
 
     def median(schedule: str, value: str) -> float:
         return statistics.median(getattr(run, value) for run in measured[schedule])
@@ -139,19 +139,19 @@ def table(measured: dict[str, list[Measured]]) -> str:
     pairs = zip(measured["synchronous"], measured["asynchronous"], strict=True)
     ratios = sorted(sync.ms_per_sample / asynchronous.ms_per_sample for sync, asynchronous in pairs)
     head = [
-        *("schedule", "ms per trained sample", "of the runs", "train + push, s a step"),
-        *("trainer waits, s a step", "trainer's waiting share", "mean staleness"),
+        *("schedule", "ms per trained sample", "range over runs", "train + push, s per step"),
+        *("trainer waits, s per step", "share of waiting", "mean staleness"),
     ]
     return (
         f"{markdown_table(head, rows)}\n\n"
-        f"Faster by {statistics.median(ratios):.2f} (pairs of runs: {ratios[0]:.2f} to "
+        f"Speedup {statistics.median(ratios):.2f} (pairs of runs: {ratios[0]:.2f} to "
         f"{ratios[-1]:.2f}); the limit (Tg + Tt) / max(Tg, Tt) is {limit:.2f}, with "
-        f"Tg = {generate:.3f} s and Tt = {train:.3f} s a step, as the synchronous runs have them."
+        f"Tg = {generate:.3f} s and Tt = {train:.3f} s per step in the synchronous runs."
     )
 
 
 def main() -> None:
-    """Run the schedules in turn and print the table."""
+    """Run the schedules in alternation and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each schedule")
     parser.add_argument("--steps", type=int, default=60, help="training steps of each run")

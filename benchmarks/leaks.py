@@ -1,8 +1,9 @@
-"""Whether any process of a long run grows: memory, threads, files and objects over 500 steps.
+"""Measure whether processes of a long run grow: memory, threads, files, objects over 500 steps.
 
     python benchmarks/leaks.py
 
-Runs the demo for 500 steps and fits a line to each role's heartbeats after the first fifth.
+Runs the demo for 500 steps and fits a line to the memory of each role, in its heartbeats after the
+first fifth.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ HEADER = ("role", "heartbeats", "memory, MiB", "growth, MiB per 100 steps", "thr
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of the line of least squares through (x, y) points."""
+    """Slope of the least-squares line through (x, y) points."""
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def rows(heartbeats: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
-    """One per role: what it uses in the end, and how fast that grows.
+    """One table row per role: final resource use and growth of memory.
 
     Args:
-        heartbeats: of a whole run.
-        num_steps: of the run; they are taken to be spread evenly over its time.
+        heartbeats: of a complete run.
+        num_steps: of the run, assumed to be spread evenly over its time.
     """
     roles = defaultdict(list)
     for beat in heartbeats:
@@ -50,7 +51,7 @@ def rows(heartbeats: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
         for what in ("threads", "open_files"):
             row.append(f"{late[0][what]} to {last[what]}")
         if "objects" in last:
-            row[0] += f" ({late[0]['objects']} to {last['objects']} objects of Ray's)"
+            row[0] += f" ({late[0]['objects']} to {last['objects']} Ray objects)"
         table.append(row)
     return table
 

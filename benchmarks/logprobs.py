@@ -1,10 +1,10 @@
-"""Measure how `logprob_chunk_tokens` trades time for memory, beside whole logits [B, T, V].
+"""Measure how `logprob_chunk_tokens` trades time for memory, compared with full logits [B, T, V].
 
     python benchmarks/logprobs.py [--quick]
 
-One forward and backward pass of a decoder with one layer, as narrow as it is cheap, so that what is
-measured is the projection to the vocabulary and what follows it. The baseline keeps whole logits of
-all positions in float32, takes their log-softmax and gathers; it gives no entropies, as ours does.
+One forward and backward pass of a decoder with one narrow layer, so that the projection to the
+vocabulary and the following operations dominate. The baseline computes float32 logits of all
+positions, their log-softmax, and gathers; unlike ours, it computes no entropies.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from grpo_components.trajectory import Trajectory
 
 VOCABULARIES = (4096, 32768, 151936)
 CHUNKS = (16, 64, 256, 1024)
-WHOLE = "whole logits"
+WHOLE = "full logits"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A micro-batch of equal sequences, and the model."""
+    """Sizes of the micro-batch of equally long sequences, and of the model."""
 
     vocabulary: int = VOCABULARIES[0]
     sequences: int = 6
@@ -51,18 +51,18 @@ class Setting:
 
     @property
     def num_positions(self) -> int:
-        """Whose logprobs are wanted."""
+        """Number of response tokens, whose logprobs are computed."""
         return self.sequences * self.response_tokens
 
     @property
-    def ways(self) -> dict[str, int | None]:
-        """Name of a case -> positions in a chunk; None is the baseline."""
+    def cases(self) -> dict[str, int | None]:
+        """Name of a case -> positions per chunk; None is the baseline."""
         smaller = {str(chunk): chunk for chunk in CHUNKS if chunk < self.num_positions}
         return {WHOLE: None, **smaller, f"all ({self.num_positions})": self.num_positions}
 
 
 def random_batch(setting: Setting) -> TokenBatch:
-    """Random tokens, of which the responses' are wanted."""
+    """A batch of random tokens."""
     rng = np.random.default_rng(0)
     size = setting.response_tokens
     trajectories = [
@@ -84,14 +84,14 @@ def random_batch(setting: Setting) -> TokenBatch:
 
 
 def build_pass(setting: Setting, chunk: int | None) -> Callable[[TokenBatch], tuple[float, float]]:
-    """A forward and backward pass of a model of its own; every one has the same weights.
+    """Build a model (always with the same weights) and a forward and backward pass of it.
 
     Args:
         setting: sizes of the model.
-        chunk: positions projected at a time; None for whole logits.
+        chunk: positions projected at a time; None for full logits.
 
     Returns:
-        A function of a batch: the sum of its logprobs, and the norm of the sum's gradient.
+        A function: batch -> (sum of the logprobs, norm of its gradient).
     """
     torch.manual_seed(0)
     with torch.device(setting.device):
@@ -127,15 +127,15 @@ def build_pass(setting: Setting, chunk: int | None) -> Callable[[TokenBatch], tu
 
 
 def time_all(setting: Setting, repeats: int) -> dict[str, Timing]:
-    """Every way's seconds; to be called in a process of its own."""
+    """Seconds of every case; call it in a fresh process."""
     batch = random_batch(setting)
-    passes = {name: build_pass(setting, chunk) for name, chunk in setting.ways.items()}
+    passes = {name: build_pass(setting, chunk) for name, chunk in setting.cases.items()}
     cases = {name: partial(run, batch) for name, run in passes.items()}
     return interleaved(cases, repeats, setting.device)
 
 
 def peak_of(setting: Setting, chunk: int | None) -> float:
-    """Peak memory in GiB of one pass, with its gradients; to be called in a process of its own."""
+    """Peak memory in GiB of one pass, including gradients; call it in a fresh process."""
     run = build_pass(setting, chunk)
     run(random_batch(replace(setting, sequences=1, prompt_tokens=4, response_tokens=4)))
     batch = random_batch(setting)
@@ -143,12 +143,12 @@ def peak_of(setting: Setting, chunk: int | None) -> float:
 
 
 def table(setting: Setting, vocabularies: Sequence[int], repeats: int) -> str:
-    """Every way at every vocabulary, beside whole logits."""
+    """Table of every case at every vocabulary, relative to full logits."""
     rows = []
     for vocabulary in vocabularies:
         case = replace(setting, vocabulary=vocabulary)
         timings = in_child(time_all, case, repeats)
-        peaks = {name: in_lean_child(peak_of, case, chunk) for name, chunk in case.ways.items()}
+        peaks = {name: in_lean_child(peak_of, case, chunk) for name, chunk in case.cases.items()}
         for name, timing in timings.items():
             rows.append(
                 [
@@ -165,23 +165,25 @@ def table(setting: Setting, vocabularies: Sequence[int], repeats: int) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `vocabulary` and `repeats` are filled in."""
+    """Parse the command line; fill in `vocabulary` and `repeats`."""
     default = Setting()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smallest vocabulary, one repeat")
     parser.add_argument("--vocabulary", type=int, nargs="+")
-    parser.add_argument("--repeats", type=int, help="timed passes of each way (default 3)")
+    parser.add_argument("--repeats", type=int, help="timed passes of each case (default 3)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default.device)
     for name in ("sequences", "prompt-tokens", "response-tokens", "width"):
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parsed = parser.parse_args(arguments)
     if parsed.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU")
+        parser.error("--device: cuda given, but torch finds no GPU; allowed: cpu")
     if min(parsed.sequences, parsed.prompt_tokens, parsed.response_tokens) < 1:
-        parser.error("--sequences, --prompt-tokens and --response-tokens are at least 1")
+        parser.error("--sequences, --prompt-tokens, --response-tokens: allowed: at least 1")
     if parsed.width < 8 or parsed.width % 8:
-        parser.error("--width is a multiple of 8: four heads of an even number of features")
+        parser.error(
+            f"--width: {parsed.width} given; allowed: a multiple of 8 (four heads of even size)"
+        )
     if parsed.vocabulary is None:
         parsed.vocabulary = list(VOCABULARIES[:1] if parsed.quick else VOCABULARIES)
     if parsed.repeats is None:
@@ -190,17 +192,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the machine's line, the batch's and the table."""
+    """Print machine, batch and table."""
     parsed = parse_arguments(arguments)
     fields = Setting.__dataclass_fields__.keys() - {"vocabulary"}
     setting = Setting(**{name: getattr(parsed, name) for name in fields})
     each = setting.prompt_tokens + setting.response_tokens
     sys.stdout.write(
         f"{machine_line(setting.device)}\n\n"
-        f"{setting.sequences} sequences of {each} tokens, {setting.num_positions} logprobs wanted; "
+        f"{setting.sequences} sequences of {each} tokens, {setting.num_positions} logprobs; "
         f"width {setting.width}, float32.\n\n"
     )
-    sys.stdout.flush()  # what follows takes minutes
+    sys.stdout.flush()  # the table takes minutes
     sys.stdout.write(f"{table(setting, parsed.vocabulary, parsed.repeats)}\n")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's line, tables, interleaved timing and peak memory."""
+"""Shared by the benchmarks: machine description, tables, interleaved timing, peak memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-# Read when torch loads: by default waiting threads spin, several times slower on a busy machine.
+# Set before torch loads: spinning threads are several times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
@@ -25,18 +25,18 @@ from grpo_components.quiet import quiet_libraries
 GIB = 2**30
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-quiet_libraries("WARNING")  # before torchtune is imported: torchao logs then
+quiet_libraries("WARNING")  # before torchtune is imported, because torchao logs at import
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the repeats of one case."""
+    """Seconds of each repeat of one case."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Median of the seconds."""
         return statistics.median(self.seconds)
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ class Timing:
 def interleaved(
     cases: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu"
 ) -> dict[str, Timing]:
-    """Time cases in turns, so that what slows the machine for a while slows them all.
+    """Time cases in alternation, so that temporary load affects all of them.
 
     Args:
-        cases: what to run, by name; each is run once before, untimed.
-        repeats: how often each is timed; every other turn goes backwards.
-        device: cpu or cuda, which is waited for.
+        cases: functions by name; each is run once before, untimed.
+        repeats: timed runs of each case; every second round is in reverse order.
+        device: cpu or cuda; cuda is synchronized before and after each run.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for run in cases.values():
@@ -59,10 +59,10 @@ def interleaved(
     for number in range(repeats):
         for name in list(cases)[:: 1 if number % 2 == 0 else -1]:
             gc.collect()
-            _wait_for(device)
+            _synchronize(device)
             started = time.perf_counter()
             cases[name]()
-            _wait_for(device)
+            _synchronize(device)
             seconds[name].append(time.perf_counter() - started)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
@@ -70,7 +70,7 @@ def interleaved(
 def in_child(
     function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
 ) -> _Result:
-    """Call a function of a module in a fresh process, whose memory nothing has touched before."""
+    """Call a module-level function in a fresh process."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         return pool.submit(function, *args, **kwargs).result()
@@ -79,13 +79,13 @@ def in_child(
 def in_lean_child(
     function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
 ) -> _Result:
-    """The same, for memory: the child gives every buffer from 64 KiB on back once it is freed.
+    """Call a module-level function in a fresh process that returns freed buffers to the system.
 
-    By default glibc's malloc keeps freed buffers of up to 32 MiB, between which others then lie:
-    what the process holds depends on their order, and can be many times what its tensors do. That
-    is slower. `MALLOC_MMAP_THRESHOLD_=33554432` in the environment measures with that, too.
+    By default glibc's malloc keeps freed buffers of up to 32 MiB, so that a process can hold many
+    times the memory of its tensors. Here buffers from 64 KiB are returned, which is slower. Set
+    `MALLOC_MMAP_THRESHOLD_=33554432` in the environment to measure with glibc's behavior.
     """
-    name = "MALLOC_MMAP_THRESHOLD_"  # read when a process starts
+    name = "MALLOC_MMAP_THRESHOLD_"  # malloc reads it when a process starts
     if name in os.environ:
         return in_child(function, *args, **kwargs)
     os.environ[name] = str(64 * 1024)
@@ -96,18 +96,21 @@ def in_lean_child(
 
 
 def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
-    """How far memory grows while something runs, above what the process holds before.
+    """Peak increase of memory while a function runs.
 
     Args:
-        run: what is measured. Call it, or something like it, before: the first call of all also
-            loads libraries and makes state that stays.
-        device: on cuda its tensors are counted, on cpu the resident pages of this process. Where
-            Linux forbids to reset the largest number of these, it is that since the process began:
-            measure in a fresh one (`in_lean_child`).
+        run: the function. Call it, or a smaller case, once before: a first call also loads
+            libraries and creates state that stays.
+        device: on cuda, tensors are counted; on cpu, resident pages of this process. If Linux does
+            not allow resetting the peak of the latter, the peak since the start of the process
+            counts, so measure in a fresh one (`in_lean_child`).
+
+    Returns:
+        The increase in GiB.
     """
     gc.collect()
     if device == "cuda":
-        _wait_for(device)
+        _synchronize(device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -119,13 +122,13 @@ def peak_memory_gib(run: Callable[[], object], device: str = "cpu") -> float:
     return (_resident("VmHWM") - before) / GIB
 
 
-def _wait_for(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def _resident(name: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """A field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -133,7 +136,7 @@ def _resident(name: str) -> int:
 
 
 def machine_line(device: str = "cpu") -> str:
-    """What was measured on, with what, and when.
+    """Processor or GPU, PyTorch version, threads and date, in one line.
 
     Args:
         device: cpu or cuda.
@@ -153,11 +156,11 @@ def machine_line(device: str = "cpu") -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table for the documentation; the first column to the left, the others to the right.
+    """A Markdown table; the first column is aligned left, the others right.
 
     Args:
-        header: of each column.
-        rows: cells; floats are given three digits.
+        header: heading of each column.
+        rows: cells; floats are rounded to three significant digits.
     """
 
     def line(cells: Iterable[object]) -> str:

@@ -1,10 +1,10 @@
-"""A training step in the way of torchtune's GRPO prototype, which the benchmarks compare ours with.
+"""The baseline of the benchmarks: a training step like that of torchtune's GRPO prototype.
 
-Every prompt is padded to the left and every response to the right, to the longest of the batch, as
-in `recipes/dev/grpo_full_finetune_distributed.py` of torchtune 0.6.1, by torchtune's own functions
-where it has them: dense masks [B, T, T], positions, logits [B, T, V] in float32, log-softmax over
-the whole response width, masked mean. Other than there, the batch is cut into micro-batches, and
-the mean is over the tokens of all of them: so it computes what ours does.
+As in `recipes/dev/grpo_full_finetune_distributed.py` of torchtune 0.6.1, prompts are left-padded
+and responses right-padded to the longest of the batch, with torchtune's own functions: dense masks
+[B, T, T], positions, logits [B, T, V] in float32, log-softmax over the whole response width, masked
+mean. Unlike there, the batch is split into micro-batches and the mean is over all their tokens, so
+that the result equals ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_components.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """A whole batch of S responses, P prompt and R response columns wide."""
+    """A padded batch of S responses with P prompt and R response columns."""
 
     tokens: Tensor
     """[S, P + R] int64."""
@@ -52,12 +52,12 @@ class PaddedBatch:
         advantages: NDArray[np.float32],
         device: torch.device,
     ) -> PaddedBatch:
-        """Pad the trajectories to the longest prompt and the longest response.
+        """Pad trajectories to the longest prompt and the longest response.
 
         Args:
-            trajectories: S records whose response tokens are all trained, with reference logprobs.
-            advantages: [S].
-            device: where the batch lives.
+            trajectories: S trajectories with reference logprobs; all response tokens are trained.
+            advantages: [S] float32.
+            device: of the batch.
         """
 
         def prompts(values: list[Tensor]) -> Tensor:
@@ -88,7 +88,7 @@ class PaddedBatch:
         )
 
     def rows(self, start: int, end: int) -> PaddedBatch:
-        """A micro-batch, as wide as the whole."""
+        """A micro-batch with all columns of the batch."""
         part = slice(start, end)
         return PaddedBatch(
             self.tokens[part],
@@ -106,9 +106,9 @@ class PaddedBaseline:
     Args:
         model: the decoder, sharded or not.
         optimizer: of its parameters.
-        clip: the ratio is clipped at 1 - clip and 1 + clip.
+        clip: the ratio is clipped to [1 - clip, 1 + clip].
         kl_coeff: weight of the k3 penalty to the reference.
-        num_micro_batches: of about as many sequences each.
+        num_micro_batches: number of about equally large micro-batches.
         device: of the model.
     """
 
@@ -132,11 +132,11 @@ class PaddedBaseline:
         """Train on one batch.
 
         Args:
-            trajectories: S records whose response tokens are all trained.
-            advantages: [S].
+            trajectories: S trajectories; all response tokens are trained.
+            advantages: [S] float32.
 
         Returns:
-            `loss/total` and `grad_norm`, as our trainer names them.
+            `loss/total` and `grad_norm`.
         """
         whole = PaddedBatch.of(trajectories, advantages, self._device)
         total_tokens = whole.is_token[:, whole.num_prompt_columns :].sum()
@@ -156,7 +156,7 @@ class PaddedBaseline:
         return {"loss/total": float(total), "grad_norm": float(grad_norm)}
 
     def _losses(self, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-        """Losses [B, R] and which of them count."""
+        """Losses [B, R] and the mask [B, R] of response tokens."""
         width = batch.num_prompt_columns
         logits = self._model(
             batch.tokens,

@@ -1,9 +1,9 @@
-"""Measure one training step on ragged batches: our trainer beside padding all to the longest.
+"""Measure one training step on ragged batches: our trainer against padding to the longest.
 
     python benchmarks/train_step.py [--quick]
 
 One step is forward, loss, backward and optimizer on one rank. The baseline is `padded_baseline.py`.
-With `--model qwen2_5_0_5b` (or another) or `--alone`, our trainer is measured alone:
+With `--model qwen2_5_0_5b` (or another) or `--alone`, only our trainer is measured:
 
     python benchmarks/train_step.py --device cuda --dtype bf16 --model qwen2_5_3b --packing \
         --compile --sequences 64 --longest-response 1024 --tokens-per-micro-batch 16384
@@ -69,8 +69,8 @@ GROUP_SIZE = 8
 PROMPT_LENGTHS = (32, 64)
 SHORTEST_RESPONSE = 8
 CLIP, KL_COEFF, LEARNING_RATE = 0.2, 0.001, 1e-6
-NEVER_STALE = StalenessContract(10**6, 1)
-"""The same tokens are trained in every repeat, while the trainer's version counts up."""
+NEVER_STALE = 10**6
+"""Every repeat trains the same tokens, while the trainer's version increases."""
 TIMEOUT_S = 600.0
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2_5_0_5b": qwen2_5_0_5b,
@@ -82,7 +82,7 @@ Batch = tuple[list[Trajectory], NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, on what, and how."""
+    """Model, device, batch and trainer options of one measurement."""
 
     model: str = "tiny"
     vocabulary: int = VOCABULARIES[0]
@@ -99,7 +99,7 @@ class Setting:
 
     @property
     def build_model(self) -> Callable[[], Any]:
-        """torchtune's builder."""
+        """Builds the torchtune model."""
         if self.model in MODELS:
             return MODELS[self.model]
         return partial(
@@ -115,11 +115,11 @@ class Setting:
         )
 
 
-# ---- what is trained ----------------------------------------------------------------------------
+# ---- model and batch ----------------------------------------------------------------------------
 
 
 def write_base_model(setting: Setting, folder: Path) -> None:
-    """A random model as a Hugging Face checkpoint in `folder / "base"`, for both trainers."""
+    """Write a random model as a Hugging Face checkpoint to `folder / "base"`, for both trainers."""
     base = folder / "base"
     base.mkdir()
     with torch.device("meta"):
@@ -151,11 +151,11 @@ def write_base_model(setting: Setting, folder: Path) -> None:
 
 
 def ragged_batch(setting: Setting) -> Batch:
-    """Groups of random tokens whose response lengths have a long tail, and advantages.
+    """Groups of random tokens with long-tailed response lengths, and advantages.
 
-    Lengths are log-normal, with a quarter of the longest one allowed as median and sigma 1: one in
-    twelve is cut off there. A random model gives every token about the same probability: so do
-    the generator and the reference, with some noise, so that some ratios are clipped.
+    Lengths are log-normal with sigma 1 and a median of a quarter of the longest one allowed, so one
+    in twelve is truncated. A random model gives every token about the same probability. Generator
+    and reference logprobs are this probability with noise, so that some ratios are clipped.
     """
     rng = np.random.default_rng(0)
     size, longest = setting.sequences, setting.longest_response
@@ -191,12 +191,12 @@ def _vocabulary(setting: Setting) -> int:
 
 
 def all_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Tokens of each, with the prompt."""
+    """Tokens of each sequence, including the prompt."""
     return [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
 
 
 def our_plan(setting: Setting, trajectories: Sequence[Trajectory]) -> list[list[int]]:
-    """The micro-batches that the trainer makes, each of indices."""
+    """The trainer's micro-batches, as lists of indices."""
     lengths, budget = all_lengths(trajectories), setting.tokens_per_micro_batch
     return plan_micro_batches(lengths, lengths, 1, budget, packed=setting.packing)[0]
 
@@ -222,7 +222,7 @@ _build_optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE)
 
 
 def build_ours(setting: Setting, folder: Path) -> Trainer:
-    """The project's trainer, alone in its group of ranks."""
+    """Build this project's trainer with one rank."""
     return Trainer(
         rank=0,
         device=setting.device,
@@ -272,8 +272,8 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
 
 
 def build_baseline(setting: Setting, folder: Path, num_micro_batches: int) -> PaddedBaseline:
-    """The same model in the same precision and the same FSDP, trained on padded batches."""
-    if torch.distributed.is_initialized():  # beside ours
+    """Build the baseline with the same model, precision and FSDP."""
+    if torch.distributed.is_initialized():  # by our trainer in this process
         mesh = init_device_mesh(setting.device, (1,))
         meshes = Meshes(mesh, mesh, mesh)
     else:
@@ -312,15 +312,15 @@ def _baseline_step(setting: Setting, folder: Path) -> Step:
     return lambda batch: baseline.train_step(*batch)
 
 
-WAYS = {"ours": _our_step, "baseline": _baseline_step}
+TRAINERS = {"ours": _our_step, "baseline": _baseline_step}
 
 
-# ---- what runs in fresh processes ---------------------------------------------------------------
+# ---- measurements in fresh processes ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both trainers on one batch."""
+    """Timings and first results of both trainers on one batch."""
 
     timings: dict[str, Timing]
     first: dict[str, dict[str, float]]
@@ -328,16 +328,16 @@ class Comparison:
 
     @property
     def disagreement(self) -> float:
-        """The larger relative difference of the two numbers."""
+        """The larger relative difference of loss and gradient norm."""
         ours, baseline = self.first["ours"], self.first["baseline"]
         return max(abs(ours[key] / baseline[key] - 1) for key in baseline)
 
 
 def compare(setting: Setting, folder: Path, repeats: int) -> Comparison:
-    """Steps in turns, the first of each untimed; to be called in a process of its own."""
+    """Time the steps of both trainers in alternation; call it in a fresh process."""
     batch = ragged_batch(setting)
     with without_prints("WARNING"):
-        steps = {name: build(setting, folder) for name, build in WAYS.items()}
+        steps = {name: build(setting, folder) for name, build in TRAINERS.items()}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
 
     def run(name: str) -> None:
@@ -351,14 +351,14 @@ def compare(setting: Setting, folder: Path, repeats: int) -> Comparison:
     return Comparison(timings, first)
 
 
-def peak_of(setting: Setting, folder: Path, way: str) -> float:
-    """Peak memory in GiB of a step above what weights, optimizer state and gradients hold.
+def peak_of(setting: Setting, folder: Path, trainer: str) -> float:
+    """Peak memory in GiB of a step, above weights, optimizer state and gradients.
 
-    To be called in a process of its own.
+    Call it in a fresh process.
     """
     trajectories, advantages = ragged_batch(setting)
     with without_prints("WARNING"):
-        step = WAYS[way](setting, folder)
+        step = TRAINERS[trainer](setting, folder)
     shortest = np.argsort(all_lengths(trajectories))[:1]
     step(([trajectories[i] for i in shortest], advantages[shortest]))
     peak = peak_memory_gib(lambda: step((trajectories, advantages)), setting.device)
@@ -367,16 +367,16 @@ def peak_of(setting: Setting, folder: Path, way: str) -> float:
 
 
 def run_alone(setting: Setting, folder: Path, repeats: int) -> tuple[Timing, dict[str, Any]]:
-    """Our trainer's steps, and the metrics of the last with the median of the MFU.
+    """Time our trainer; returns its seconds, and the last step's metrics with the median MFU.
 
-    To be called in a process of its own.
+    Call it in a fresh process.
     """
     batch = ragged_batch(setting)
     with without_prints("WARNING"):
         step = _our_step(setting, folder)
     seen: list[dict[str, Any]] = [step(batch)]  # compiles
     if setting.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # what loading took is no part of a step
+        torch.cuda.reset_peak_memory_stats()  # excludes the peak of loading the model
     timing = interleaved({"ours": lambda: seen.append(step(batch))}, repeats, setting.device)
     torch.distributed.destroy_process_group()
     utilization = [m["throughput/mfu"] for m in seen[2:] if "throughput/mfu" in m]
@@ -388,7 +388,7 @@ def run_alone(setting: Setting, folder: Path, repeats: int) -> tuple[Timing, dic
 
 
 def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int) -> str:
-    """Ours and the baseline at each vocabulary."""
+    """Table of our trainer and the baseline at each vocabulary."""
     rows = []
     for vocabulary in vocabularies:
         case = replace(setting, vocabulary=vocabulary)
@@ -396,7 +396,7 @@ def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int
             folder = Path(name)
             write_base_model(case, folder)
             comparison = in_child(compare, case, folder, repeats)
-            peaks = {way: in_lean_child(peak_of, case, folder, way) for way in WAYS}
+            peaks = {name: in_lean_child(peak_of, case, folder, name) for name in TRAINERS}
         ours, baseline = comparison.timings["ours"], comparison.timings["baseline"]
         rows.append(
             [
@@ -415,7 +415,7 @@ def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int
 
 
 def batch_line(setting: Setting) -> str:
-    """How ragged the batch is, and what each way computes for it."""
+    """One line on the lengths in the batch and the tokens that each trainer computes."""
     trajectories, _ = ragged_batch(setting)
     lengths, plan = all_lengths(trajectories), our_plan(setting, trajectories)
     trained = sum(len(t.response_ids) for t in trajectories)
@@ -433,7 +433,7 @@ def batch_line(setting: Setting) -> str:
 
 
 def alone_table(setting: Setting, repeats: int) -> str:
-    """Our trainer alone."""
+    """Table of our trainer alone."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         in_child(write_base_model, setting, folder)
@@ -455,14 +455,16 @@ def alone_table(setting: Setting, repeats: int) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `vocabulary` is filled in."""
+    """Parse the command line; fill in `vocabulary` and `repeats`."""
     default = Setting()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smallest vocabulary, one repeat")
     parser.add_argument("--vocabulary", type=int, nargs="+", help="of the tiny model")
-    parser.add_argument("--repeats", type=int, help="timed steps of each way (default 3)")
+    parser.add_argument("--repeats", type=int, help="timed steps of each trainer (default 3)")
     parser.add_argument("--model", choices=["tiny", *MODELS], default=default.model)
-    parser.add_argument("--alone", action="store_true", help="no baseline; implied by --model")
+    parser.add_argument(
+        "--alone", action="store_true", help="without the baseline; implied by --model"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default.device)
     parser.add_argument("--dtype", choices=list(DTYPES), default=default.dtype)
     for flag in ("packing", "compile", "activation-checkpointing"):
@@ -477,13 +479,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parsed = parser.parse_args(arguments)
     if parsed.vocabulary and parsed.model != "tiny":
-        parser.error("--vocabulary is that of the tiny model only")
+        parser.error(f"--vocabulary: given with --model {parsed.model}; allowed: with --model tiny")
     if parsed.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU")
+        parser.error("--device: cuda given, but torch finds no GPU; allowed: cpu")
     if parsed.device == "cpu" and parsed.dtype != "fp32":
-        parser.error("--dtype: on a CPU the trainer computes in fp32")
+        parser.error(f"--dtype: {parsed.dtype} given; allowed on a CPU: fp32")
     if parsed.longest_response < SHORTEST_RESPONSE or parsed.sequences < 1:
-        parser.error(f"--longest-response at least {SHORTEST_RESPONSE}, --sequences at least 1")
+        parser.error(
+            f"--longest-response: allowed: at least {SHORTEST_RESPONSE}; --sequences: at least 1"
+        )
     if parsed.vocabulary is None:
         parsed.vocabulary = list(VOCABULARIES[:1] if parsed.quick else VOCABULARIES)
     if parsed.repeats is None:
@@ -492,13 +496,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the machine's line, the batch's and the table."""
+    """Print machine, batch and table."""
     parsed = parse_arguments(arguments)
     fields = Setting.__dataclass_fields__.keys() - {"vocabulary"}
     setting = Setting(**{name: getattr(parsed, name) for name in fields})
     setting = replace(setting, vocabulary=parsed.vocabulary[0])
     sys.stdout.write(f"{machine_line(setting.device)}\n\n{batch_line(setting)}\n\n")
-    sys.stdout.flush()  # what follows takes minutes
+    sys.stdout.flush()  # the table takes minutes
     if parsed.alone or setting.model != "tiny":
         table = alone_table(setting, parsed.repeats)
     else:

@@ -1,7 +1,9 @@
-"""Weights from trainer to generator: this project's push and pull against saving and reloading.
+"""Measure the path of weights from trainer to generator: push and pull against save and reload.
 
-One command: `python benchmarks/weights_path.py [--quick]`. The real roles run as in a run, each in
-a Ray actor with one thread; on a GPU (`--device cuda`) only the trainer's gather is measured.
+    python benchmarks/weights_path.py [--quick]
+
+The real roles run, each in a Ray actor with one thread. On a GPU (`--device cuda`) only the
+trainer's gather is measured.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ SHAPES = {
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> int:
-    """Write a random Qwen2 in fp32 with its config; returns its number of parameters."""
+    """Write a random Qwen2 in fp32 with its config; return its number of parameters."""
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -63,22 +65,22 @@ def write_model(folder: Path, shape: dict[str, Any]) -> int:
     return model.num_parameters()
 
 
-# ---- what runs in the roles' processes ----------------------------------------------------------
+# ---- the roles, each in its process -------------------------------------------------------------
 
 
 def _memory() -> dict[str, int]:
-    """This process's memory in bytes: VmRSS, its peak VmHWM, and RssShmem, the store's share."""
+    """Memory of this process in bytes: VmRSS, its peak VmHWM, and RssShmem (the object store)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return {name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM", "RssShmem")}
 
 
 class TrainerSide:
-    """The real Trainer, one rank, and beside it what one would write without a weights path.
+    """The real Trainer with one rank, and the alternative: saving the weights to a file.
 
     Args:
         folder: of the model.
-        shape: its config.
+        shape: config of the model.
         device: cpu or cuda.
     """
 
@@ -169,33 +171,33 @@ class TrainerSide:
         self._before: dict[str, int] = {}
 
     def close(self) -> None:
-        """The trainer's own."""
+        """Close the trainer."""
         self._trainer.close()
 
     def change(self) -> None:
-        """What a training step does to the weights, as far as a push is concerned."""
+        """Change the weights and the version, as a training step does."""
         with torch.no_grad():
             for parameter in self._trainer._model.parameters():
                 parameter.mul_(1.01)
         self._trainer.policy_version += 1
 
     def gather_weights(self) -> int:
-        """The trainer's own."""
+        """Gather with the trainer; returns the version."""
         return self._trainer.gather_weights()
 
     def export_weights(self, version: int) -> Any:
-        """The trainer's own, timed."""
+        """Export with the trainer, timed."""
         started = time.perf_counter()
         exported = self._trainer.export_weights(version)
         self._export_s = time.perf_counter() - started
         return exported
 
     def export_seconds(self) -> float:
-        """Of the last export, without what Ray does with its result."""
+        """Seconds of the last export, without Ray's handling of its result."""
         return self._export_s
 
     def save_weights(self, file: str) -> int:
-        """Gather, convert, save: no copy is made that safetensors does not make itself."""
+        """Gather, convert and save, with no copies beyond those of safetensors."""
         from safetensors.torch import save_file
 
         weights: dict[str, torch.Tensor] = {}
@@ -205,35 +207,35 @@ class TrainerSide:
         return self._trainer.policy_version
 
     def sync_file(self, file: str) -> None:
-        """Wait until the file is on the disk itself."""
+        """Wait until the file is on disk."""
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
     def watch_memory(self) -> None:
-        """Peak memory counts from here."""
-        self.change()  # pages of the loaded file become this process's own, as in a training step
+        """Start measuring peak memory."""
+        self.change()  # makes pages of the loaded file private, as a training step does
         Path("/proc/self/clear_refs").write_text("5")
         self._before = _memory()
 
     def memory_growth(self) -> tuple[int, int]:
-        """Peak memory above `watch_memory`'s, and how much of the object store was mapped since."""
+        """Bytes since `watch_memory`: peak increase of memory, and newly mapped object store."""
         now = _memory()
         store = now["RssShmem"] - self._before["RssShmem"]
         return now["VmHWM"] - self._before["VmRSS"], store
 
     def push_alone(self, file: str | None) -> int:
-        """Peak memory of one push, or of saving to a file, without what Ray adds."""
+        """Peak memory of one push, or of saving to a file, without Ray."""
         self.watch_memory()
         if file:
             self.save_weights(file)
         else:
             exported = self.export_weights(self.gather_weights())
-            assert exported[0][1].nbytes  # alive until here, as for Ray
+            assert exported[0][1].nbytes  # kept alive until here, as Ray does
         return self.memory_growth()[0]
 
     def gather_seconds(self) -> tuple[float, float]:
-        """One gather to the host and one plain copy of the same bytes (GPU: into pinned memory)."""
+        """Seconds of a gather to the host, and of a plain copy of the same bytes (GPU: pinned)."""
         self.change()
         cuda = torch.cuda.is_available()
         if cuda:
@@ -251,7 +253,7 @@ class TrainerSide:
 
 
 class GeneratorSide:
-    """The real Generator, made to tell how long its engine did not step.
+    """The real Generator, instrumented to measure how long its engine pauses.
 
     Args:
         folder: of the model.
@@ -300,12 +302,12 @@ class GeneratorSide:
         return outputs
 
     def _timed_swap(self, version: int, source: Any) -> None:
-        """Between two steps: from tensors the project's way, from a folder vLLM's own way."""
-        assert self._engine._running, "the engine was idle, so that it had nothing to pause"
+        """Swap weights between two steps: our way from tensors, or vLLM's way from a folder."""
+        assert self._engine._running, "the engine is idle, so there is no pause to measure"
         if isinstance(source, Path):
             llm = self._engine._engine
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(source)})
-            llm.collective_rpc(_repack)  # or the head would stay that of the old weights
+            llm.collective_rpc(_repack)  # otherwise the output head would keep the old weights
             llm.set_weight_version(str(version))
             llm.reset_prefix_cache()
         else:
@@ -319,7 +321,7 @@ class GeneratorSide:
         return tensors
 
     async def _while_generating(self, load: Callable[[], Awaitable[Any]]) -> dict[str, float]:
-        """Load new weights while requests run; returns the engine's pause and the whole time."""
+        """Load weights while requests run; returns seconds of the pause and of the whole."""
         loaded = False
 
         async def requests(number: int) -> None:
@@ -346,12 +348,12 @@ class GeneratorSide:
         return asyncio.wrap_future(request)
 
     async def pull(self, version: int, *buckets: Any) -> dict[str, float]:
-        """The generator's own `load_weights`."""
+        """Load weights with the generator's `load_weights`."""
         load = partial(self._generator.load_weights, version, *buckets)
         return await self._while_generating(load) | {"check": self._check_s}
 
     async def load_from_memory(self, version: int, *buckets: Any) -> dict[str, float]:
-        """The engine's part of a pull alone, and a plain copy of the same bytes."""
+        """Time the engine's part of a pull, and a plain copy of the same bytes."""
         tensors = {name: tensor.clone() for name, tensor in self._unpack(buckets).items()}
 
         async def load() -> None:
@@ -364,7 +366,7 @@ class GeneratorSide:
         return loading | {"copy": time.perf_counter() - started}
 
     async def reload(self, version: int, folder: str) -> dict[str, float]:
-        """vLLM's own reload from safetensors."""
+        """Reload from safetensors with vLLM's `reload_weights`."""
 
         async def load() -> None:
             source = (version, Path(folder))
@@ -373,11 +375,11 @@ class GeneratorSide:
         return await self._while_generating(load)
 
     async def answers(self) -> list[Any]:
-        """Logprobs of what the engine samples to fixed prompts with its present weights."""
+        """Logprobs of completions of fixed prompts with the current weights."""
         return [(await self._ask(i, max_tokens=8)).logprobs for i in range(len(PROMPTS))]
 
     def close(self) -> None:
-        """The generator's own."""
+        """Close the generator."""
         self._generator.close()
 
 
@@ -387,16 +389,16 @@ def _repack(worker: Any) -> None:
     _repack_tied_head(worker.model_runner.model)
 
 
-# ---- what the driver does -----------------------------------------------------------------------
+# ---- the driver ---------------------------------------------------------------------------------
 
 
 class WeightsPath:
-    """One model size: both ways of getting weights across, step by step.
+    """Measures both paths of the weights for one model size.
 
     Args:
-        cluster: that the roles run in.
+        cluster: runs the roles.
         folder: of the model.
-        shape: its config.
+        shape: config of the model.
     """
 
     def __init__(self, cluster: Any, folder: Path, shape: dict[str, Any]) -> None:
@@ -416,7 +418,7 @@ class WeightsPath:
         self.times: Times = defaultdict(list)
 
     async def push_and_pull(self) -> list[Any]:
-        """This project's way, as the recipe does it; returns the engine's answers afterwards."""
+        """Push and pull as the recipe does; returns the engine's completions afterwards."""
         trainer, server = self.trainer, self.server
         started = time.perf_counter()
         version = await trainer.call("gather_weights", timeout_s=TIMEOUT_S)
@@ -428,14 +430,17 @@ class WeightsPath:
         exported = await trainer.call("export_seconds", timeout_s=TIMEOUT_S)
         self.times["export"].append(exported)
         version, buckets, _ = await server.call("newest", timeout_s=TIMEOUT_S)
-        for method in ("load_from_memory", "pull"):  # the real one last: its answers are compared
+        for method in (
+            "load_from_memory",
+            "pull",
+        ):  # the real pull last: its completions are compared
             loading = self.generator.submit(method, version, *buckets)
             for name, seconds in (await self.generator.result(loading, method, TIMEOUT_S)).items():
                 self.times[f"{method}/{name}"].append(seconds)
         return await self.generator.call("answers", timeout_s=TIMEOUT_S)
 
     async def save_and_reload(self) -> list[Any]:
-        """By way of a file; returns the engine's answers afterwards."""
+        """Save and reload a file; returns the engine's completions afterwards."""
         file = str(self.saved / "model.safetensors")
         Path(file).unlink(missing_ok=True)
         started = time.perf_counter()
@@ -451,11 +456,14 @@ class WeightsPath:
         return await self.generator.call("answers", timeout_s=TIMEOUT_S)
 
     async def measure(self, repeats: int) -> tuple[int, int]:
-        """Both ways in turn, each first every other time, after a round that does not count.
+        """Measure both paths in alternating order, after one untimed round.
+
+        Args:
+            repeats: timed rounds.
 
         Returns:
-            Peak memory that the first push added to the trainer's process, object store included,
-            and the store's part of it.
+            Peak bytes that the first push added to the trainer's process, including the object
+            store, and the store's part of them.
         """
         await self.trainer.call("watch_memory", timeout_s=TIMEOUT_S)
         before = await self.push_and_pull()
@@ -467,18 +475,20 @@ class WeightsPath:
             ways = [self.push_and_pull, self.save_and_reload]
             answers = [await way() for way in (ways if number % 2 else ways[::-1])]
             if not same(*answers) or same(before, answers[0]):
-                raise RuntimeError("both ways must bring the engine the same, new weights")
+                raise RuntimeError(
+                    "the engine's weights differ between the two paths, or did not change"
+                )
             before = answers[0]
         return first_push
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
-    """Whether two lists of logprobs are those of the same weights."""
+    """Whether two lists of logprobs come from the same weights."""
     return all(map(partial(np.allclose, atol=1e-4), left, right))
 
 
 def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
-    """Peak memory of a push, and of saving to a file, each in a fresh process without Ray."""
+    """Peak memory in bytes of a push and of a save, each in a fresh process without Ray."""
     from grpo_components.equivalence.roles import RoleProcess
 
     files = [None, str(folder / "alone")]
@@ -494,23 +504,23 @@ def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
 
 
 def seconds(times: list[float]) -> str:
-    """Median (least to most) in ms."""
+    """Median (minimum..maximum) in ms."""
     low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
     return f"{middle:.3g} ms ({low:.3g}..{high:.3g})"
 
 
 def ratio(above: list[float], below: list[float]) -> str:
-    """Of the medians."""
+    """Ratio of the medians."""
     return f"{statistics.median(above) / statistics.median(below):.2f}"
 
 
 def table(header: str, rows: list[list[str]]) -> str:
-    """A Markdown table, from the header's columns as text."""
+    """A Markdown table; `header` has the columns separated by ` | `."""
     return f"{markdown_table(header.split(' | '), rows)}\n"
 
 
 async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
-    """Measure all sizes, each in a cluster of its own; returns the tables."""
+    """Measure all sizes, each in a new cluster; returns the tables."""
     from grpo_components.cluster.cluster import Cluster
 
     push, pull, memory = [], [], []
@@ -544,22 +554,22 @@ async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> st
     head = "model | ours | disk | disk / ours"
     return "\n".join(
         [
-            "Training stands still for one push:\n",
+            "Training pause of one push:\n",
             table(
-                f"{head} | disk with fsync | floor: memcpy | "
-                "beside the next step: export | beside the next step: until stored",
+                f"{head} | disk with fsync | lower bound: memcpy | "
+                "during the next step: export | during the next step: until stored",
                 push,
             ),
-            "The engine stands still for one pull:\n",
+            "Engine pause of one pull:\n",
             table(
-                f"{head} | floor: load from memory | ours / floor | "
-                "while it still samples: checks | whole pull",
+                f"{head} | lower bound: load from memory | ours / lower bound | "
+                "while sampling: checks | whole pull",
                 pull,
             ),
-            "Peak extra memory of the trainer's process in one push:\n",
+            "Peak additional memory of the trainer's process in one push:\n",
             table(
                 "model | ours: gather and export | disk: gather and save | "
-                "ours with the object store | of it in the store (shared)",
+                "ours with the object store | of which in the store (shared)",
                 memory,
             ),
         ]
@@ -567,7 +577,7 @@ async def on_cpu(sizes: list[str], repeats: dict[str, int], scratch: Path) -> st
 
 
 def on_cuda(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
-    """Throughput of a gather from the GPU to the host; returns the table."""
+    """Measure the throughput of a gather from the GPU to the host; returns the table."""
     rows = []
     for size in sizes:
         gb = 4e-9 * write_model(scratch / size, SHAPES[size])
@@ -580,7 +590,7 @@ def on_cuda(sizes: list[str], repeats: dict[str, int], scratch: Path) -> str:
         ]
         rows.append([f"{size}, {gb:.2f} GB", *texts])
         side.close()
-    return table("model | gather_weights | floor: one copy to pinned memory", rows)
+    return table("model | gather_weights | lower bound: one copy to pinned memory", rows)
 
 
 def main() -> None:
@@ -589,7 +599,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--quick", action="store_true", help="the smallest model, twice")
-    parser.add_argument("--repeats", type=int, help="of each way, by default 15, 7 and 5")
+    parser.add_argument("--repeats", type=int, help="rounds per model size; default 15, 7 and 5")
     options = parser.parse_args()
     sizes: list[str] = options.sizes
     repeats: dict[str, int] = {"3M": 15, "100M": 7, "500M": 5}
@@ -597,12 +607,12 @@ def main() -> None:
         sizes, repeats = ["3M"], {"3M": 2}
     if options.repeats is not None:
         if options.repeats < 1:
-            parser.error(f"--repeats: must be at least 1, not {options.repeats}")
+            parser.error(f"--repeats: {options.repeats} given; allowed: at least 1")
         repeats = dict.fromkeys(sizes, int(options.repeats))
     with tempfile.TemporaryDirectory(prefix="weights-path-") as scratch:
         if options.device == "cuda":
             if not torch.cuda.is_available():
-                parser.error("--device: there is no GPU")
+                parser.error("--device: cuda given, but torch finds no GPU; allowed: cpu")
             tables = on_cuda(sizes, repeats, Path(scratch))
         else:
             tables = asyncio.run(on_cpu(sizes, repeats, Path(scratch)))

@@ -1,4 +1,4 @@
-"""HTML around the rollouts: counts and filters. The groups themselves are drawn by `page.js`."""
+"""HTML around the rollouts, which `page.js` draws: counts and filters."""
 
 from __future__ import annotations
 

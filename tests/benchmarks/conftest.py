@@ -1,4 +1,4 @@
-"""The benchmarks are scripts: they import each other as neighbours in one folder."""
+"""Makes the scripts in `benchmarks/` importable."""
 
 import sys
 from pathlib import Path
@@ -12,6 +12,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other on a busy machine
+    torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""What the benchmark of schedules computes from the runs that it starts."""
+"""The benchmark of schedules computes its table correctly from the metrics of runs."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from async_speedup import WARM_UP_STEPS, Measured, measured_of, pin, table
 
 
-def test_a_run_is_measured_over_its_steps_after_the_first_few(tmp_path):
+def test_a_run_is_measured_without_its_first_steps(tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
     records = [{"step": 0, "eval/success_rate": 0.5}]
@@ -29,11 +29,11 @@ def test_the_limit_is_that_of_perfect_overlap():
     sync = Measured(step_s=4.0, wait_s=1.0, train_s=3.0, ms_per_sample=62.5, staleness=0.0)
     both = Measured(step_s=3.2, wait_s=0.2, train_s=3.0, ms_per_sample=50.0, staleness=1.9)
     text = table({"synchronous": [sync], "asynchronous": [both]})
-    assert "Faster by 1.25" in text and "is 1.33" in text
+    assert "Speedup 1.25" in text and "is 1.33" in text
     assert text.count("\n| ") == 3
 
 
-def test_a_process_is_kept_on_its_core_with_all_its_threads():
+def test_a_process_is_pinned_to_its_core():
     core = min(os.sched_getaffinity(0))
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -1,4 +1,4 @@
-"""What the benchmarks measure with, held against known sizes and times."""
+"""Timing and memory measurement are checked against known sizes and times."""
 
 import os
 import time
@@ -9,17 +9,17 @@ import torch
 
 
 def grows_by(mib):
-    """The peak of a process that held more before, and that frees what it takes."""
+    """Measured peak of a temporary tensor, in a process that held memory before."""
     torch.ones(64 * 2**18).sum()
     return measuring.peak_memory_gib(lambda: torch.ones(mib * 2**18).sum())
 
 
-def test_peak_memory_is_what_was_taken_and_given_back():
+def test_peak_memory_counts_freed_tensors():
     assert measuring.in_child(grows_by, 256) == pytest.approx(0.25, abs=0.02)
 
 
 def held_after_freeing():
-    """Growth from many freed buffers with small ones in between."""
+    """Growth while many buffers are allocated with small ones in between."""
 
     def run():
         kept = []
@@ -31,10 +31,10 @@ def held_after_freeing():
     return measuring.peak_memory_gib(run), os.environ["MALLOC_MMAP_THRESHOLD_"]
 
 
-def test_a_lean_child_gives_freed_buffers_back(monkeypatch):
+def test_a_lean_child_returns_freed_buffers(monkeypatch):
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     grown, threshold = measuring.in_lean_child(held_after_freeing)
-    assert grown == pytest.approx(160 / 1024, abs=0.02)  # the whole of it is new memory again
+    assert grown == pytest.approx(160 / 1024, abs=0.02)  # the second run needs all of it anew
     assert threshold == "65536"
     assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
 
@@ -44,14 +44,14 @@ def test_an_error_in_the_child_is_raised_here():
         measuring.in_child(divmod, 1, 0)
 
 
-def test_cases_are_timed_in_turns_after_one_untimed_run_each():
+def test_cases_alternate_after_one_untimed_run_each():
     order = []
     timings = measuring.interleaved({c: lambda c=c: order.append(c) for c in "ab"}, repeats=3)
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"
     assert [len(timing.seconds) for timing in timings.values()] == [3, 3]
 
 
-def test_a_timing_is_told_by_its_median_and_range():
+def test_a_timing_prints_median_and_range():
     timing = measuring.interleaved({"nap": lambda: time.sleep(0.01)}, repeats=3)["nap"]
     assert timing.median >= 0.01
     assert str(measuring.Timing((3.0, 1.0, 2.0))) == "2 (1..3)"

@@ -1,4 +1,4 @@
-"""Ours and the padded baseline make the same step: the benchmark compares costs only."""
+"""Our trainer and the padded baseline make the same step, so the benchmark compares only costs."""
 
 import pytest
 import train_step
@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_both_ways_have_the_same_loss_and_gradient_over_several_micro_batches(folder):
+def test_both_trainers_have_the_same_loss_and_gradient(folder):
     assert len(train_step.our_plan(SMALL, train_step.ragged_batch(SMALL)[0])) >= 3
     first = train_step.compare(SMALL, folder, repeats=1).first
     assert first["ours"] == pytest.approx(first["baseline"], rel=1e-4)
@@ -34,8 +34,8 @@ def test_the_command_prints_its_table(flags, monkeypatch, capsys):
     assert table[0].count("|") == table[2].count("|")
 
 
-def test_what_cannot_be_measured_is_refused(capsys):
-    for arguments in (["--dtype", "bf16"], ["--model", "qwen2_5_3b", "--vocabulary", "9"]):
+def test_wrong_arguments_are_refused(capsys):
+    for arguments in (["--dtype", "bf16"], ["--vocabulary", "9", "--model", "qwen2_5_3b"]):
         with pytest.raises(SystemExit):
             train_step.main(arguments)
-    assert "error" in capsys.readouterr().err
+        assert f"error: {arguments[0]}: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The benchmark of the weights path: its models, and its command line."""
+"""The benchmark of the weights path: sizes of its models, and its arguments."""
 
 import runpy
 import sys
@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "weights_path.py"
 
 
 @pytest.mark.parametrize("size", ["100M", "500M"])
-def test_the_models_have_about_as_many_parameters_as_their_names_say(size):
+def test_the_models_have_as_many_parameters_as_their_names_say(size):
     shape = runpy.run_path(str(SCRIPT))["SHAPES"][size]
     dim, hidden = shape["hidden_size"], shape["intermediate_size"]
     kv_dim = dim // shape["num_attention_heads"] * shape["num_key_value_heads"]
@@ -20,15 +20,15 @@ def test_the_models_have_about_as_many_parameters_as_their_names_say(size):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "key"),
     [
-        (["--repeats", "0"], "--repeats: must be at least 1, not 0"),
+        (["--repeats", "0"], "--repeats: 0 given"),
         (["--sizes", "7B"], "invalid choice: '7B'"),
     ],
 )
-def test_wrong_arguments_end_with_one_clear_line(arguments, told, monkeypatch, capsys):
+def test_wrong_arguments_are_refused(arguments, key, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
+    assert key in capsys.readouterr().err

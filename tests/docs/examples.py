@@ -1,4 +1,4 @@
-"""The examples that the documentation prints: files to copy, and commands to run."""
+"""Extracts the examples of the documentation: files to write, and commands to run."""
 
 import re
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ PAGES = [
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"(WANDB_MODE=|tune |python |for )")
 NAMED = re.compile(r"# (my_\w+\.py)\n")
-LEFT_OPEN = re.compile(r"OUTPUT_DIR|<[a-z]")
-"""The reader's own: a folder, a seed."""
+PLACEHOLDER = re.compile(r"OUTPUT_DIR|<[a-z]")
+"""Something the reader has to fill in."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Shell commands of one page, as printed."""
+    """A block of shell commands of one page."""
 
     page: str
     number: int
@@ -27,8 +27,8 @@ class Example:
 
     @property
     def complete(self) -> bool:
-        """Whether they run as they are."""
-        return not LEFT_OPEN.search(self.text)
+        """Whether the commands have no placeholder."""
+        return not PLACEHOLDER.search(self.text)
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -37,12 +37,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def files(page: Path) -> dict[str, str]:
-    """The Python files that a page says to write, by name."""
+    """Name -> text of the Python files that a page asks to write."""
     texts = [text for language, text in blocks(page) if language == "python"]
     return {named[1]: text for text in texts if (named := NAMED.match(text))}
 
 
 def examples(page: Path) -> list[Example]:
-    """The page's blocks of commands, in order."""
+    """Blocks of commands of a page, in order."""
     texts = [text for language, text in blocks(page) if not language and COMMANDS.match(text)]
     return [Example(page.name, number, text) for number, text in enumerate(texts, start=1)]

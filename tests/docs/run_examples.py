@@ -1,4 +1,4 @@
-"""Runs the commands of the documentation as printed; those of a page in one folder.
+"""Runs the commands of the documentation as printed, each page in its own folder.
 
 python tests/docs/run_examples.py                          # all pages
 python tests/docs/run_examples.py data.md evaluation.md
@@ -14,13 +14,13 @@ from examples import PAGES, examples, files
 
 
 def main(names: list[str]) -> int:
-    """Run the examples of some pages, or of all.
+    """Run the examples of some pages.
 
     Args:
-        names: of pages; all where there are none.
+        names: of the pages; empty for all pages.
 
     Returns:
-        1 if one failed.
+        Exit code: 1 if an example failed.
     """
     failed = []
     for page in PAGES:
@@ -32,7 +32,7 @@ def main(names: list[str]) -> int:
         for example in examples(page):
             label = f"{page.name} {example.number}"
             if not example.complete:
-                sys.stdout.write(f"{label}: left out, it has something of the reader's own\n")
+                sys.stdout.write(f"{label}: skipped, it has a placeholder\n")
                 continue
             started, log = time.monotonic(), folder / f"{example.number}.log"
             with log.open("w") as output:

@@ -1,4 +1,4 @@
-"""What the documentation says to type is accepted; `run_examples.py` runs it."""
+"""Every documented command and config passes the checks; `run_examples.py` runs them."""
 
 import re
 import runpy
@@ -20,12 +20,12 @@ from grpo_components.examples import sample_data
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
-OF_ANOTHER_RUN = re.compile(r"(train_from|replay_events|eval_only)=/|reward_model\.path=|resume_")
-"""Overrides that name what an earlier command makes, or what is the reader's."""
+EXTERNAL_PATHS = re.compile(r"(train_from|replay_events|eval_only)=/|reward_model\.path=|resume_")
+"""Overrides that name the output of another command, or a file of the reader."""
 
 
 def runs(page):
-    """Config and overrides of each `tune run` of a page that names a config of ours."""
+    """Yield config and overrides of each `tune run` on a page that uses our configs."""
     for example in examples(page):
         text = example.text.replace("\\\n", " ").replace("$seed", "0").replace("<seed>", "0")
         for line in text.replace(" <overrides of the preset>", "").splitlines():
@@ -42,8 +42,8 @@ RUNS = [
 ]
 
 
-def as_a_run_reads(text):
-    """Values of a part of a config; 1e-4 is a number to OmegaConf, and text to plain YAML."""
+def load_yaml(text):
+    """Load a part of a config; 1e-4 is a number in OmegaConf, but text in plain YAML."""
     return yaml.safe_load(re.sub(r"\b(\d+)(e-?\d+)\b", r"\1.0\2", text))
 
 
@@ -51,14 +51,14 @@ SNIPPETS = [
     pytest.param(page, snippet, id=f"{page.stem}-{number}-{next(iter(snippet))}")
     for page in PAGES
     for number, (language, text) in enumerate(blocks(page), start=1)
-    if language == "yaml" and (snippet := as_a_run_reads(text)).keys() <= preflight.SCHEMA.keys()
+    if language == "yaml" and (snippet := load_yaml(text)).keys() <= preflight.SCHEMA.keys()
 ]
 FILES = [pytest.param(page, name, id=name) for page in PAGES for name in files(page)]
 
 
 @pytest.fixture
 def folder_of(tmp_path, monkeypatch):
-    """Stand in a folder with a page's files, from which they are imported; until the test ends."""
+    """Enter a folder with the files of a page, importable from there, until the test ends."""
     modules = {name.removesuffix(".py") for page in PAGES for name in files(page)}
 
     def enter(page):
@@ -68,11 +68,11 @@ def folder_of(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         return tmp_path
 
-    theirs = {name: sys.modules.pop(name) for name in modules & sys.modules.keys()}
+    replaced = {name: sys.modules.pop(name) for name in modules & sys.modules.keys()}
     yield enter
     for name in modules:
         sys.modules.pop(name, None)
-    sys.modules.update(theirs)  # of other tests
+    sys.modules.update(replaced)  # modules of other tests
 
 
 def test_there_are_examples():
@@ -80,17 +80,17 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize(("page", "name", "overrides"), RUNS)
-def test_a_documented_run_passes_every_check_before_it_starts(
+def test_a_documented_run_passes_the_checks(
     tiny_policy, folder_of, monkeypatch, page, name, overrides
 ):
     here = folder_of(page)
     monkeypatch.setenv("WANDB_MODE", "offline")
     sample_data.main([str(here / "data")])
-    own = [each for each in overrides if not OF_ANOTHER_RUN.match(each)]
+    own = [each for each in overrides if not EXTERNAL_PATHS.match(each)]
     own = [each.replace(SAMPLES, str(here / "data")) for each in own]
-    given = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
-    assert isinstance(given, dict)
-    cfg = _merge_yaml_and_cli_args(Namespace(**given), [*own, f"output_dir={here / 'run'}"])
+    config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    assert isinstance(config, dict)
+    cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, f"output_dir={here / 'run'}"])
     checked = preflight.check(cfg)
     check_components(checked)
     build_data(checked)
@@ -98,7 +98,7 @@ def test_a_documented_run_passes_every_check_before_it_starts(
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page, snippet):
-    """Put into the tiny config: a component, or all rewards, in the place of what was there."""
+    """Merged into the tiny config; a component or the rewards replace what was there."""
     here = folder_of(page)
     sample_data.main([str(here / "data")])
     for name in ("claims.jsonl", "more_claims.jsonl"):
@@ -111,7 +111,7 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     for key, value in snippet.items():
         replaced = {"_component_", "code"} & set(value) if isinstance(value, dict) else True
         cfg[key] = value if replaced or key not in cfg else OmegaConf.merge(cfg[key], value)
-    if "reward_model" in cfg:  # its folder is the reader's
+    if "reward_model" in cfg:  # a folder of the reader
         cfg.reward_model.path = None
     cfg.output_dir = str(here / "run")
     check_components(preflight.check(cfg))
