@@ -148,7 +148,7 @@ def role_arguments(
         "schedule_folder": str(Path(cfg.output_dir) / "logs"),
         "replayed_folder": cfg.replay_events and str(run_folder(cfg.replay_events) / "logs"),
         "replay_timeout_s": stall_limit_s(cfg.timeouts),
-        "numbered_lives": True,
+        "counts_restarts": True,
         "num_gpus": gpus("generator"),
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         # A file of vLLM's would stay behind where a generator is killed: this folder is removed.

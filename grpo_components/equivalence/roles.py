@@ -198,7 +198,7 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
             "num_gpus",
             "min_living",
             "schedule_folder",
-            "numbered_lives",
+            "counts_restarts",
         ):
             own.pop(key, None)
     return arguments, prompts

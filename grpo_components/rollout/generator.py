@@ -83,7 +83,7 @@ class Generator:
         schedule_folder: gets the engine's schedule; None writes none.
         replayed_folder: has the schedule to keep; None for a new run.
         replay_timeout_s: longest wait for what the schedule to keep has next.
-        life: of this process, from 0.
+        restart_count: restarts of this process so far.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Generator:
         schedule_folder: str | None = None,
         replayed_folder: str | None = None,
         replay_timeout_s: float = 0.0,
-        life: int = 0,
+        restart_count: int = 0,
     ) -> None:
         self._rewards = RewardPool(rewards, num_workers=reward_workers, timeout_s=reward_timeout_s)
         self._tokenizer = build_tokenizer()
@@ -131,7 +131,7 @@ class Generator:
             recompute_kv_after_pull=recompute_kv_after_pull,
             seed=seed,
             schedule=open_schedule(
-                number, schedule_folder, replayed_folder, replay_timeout_s, life
+                number, schedule_folder, replayed_folder, replay_timeout_s, restart_count
             ),
         )
         self._build_environment = build_environment

@@ -1,4 +1,4 @@
-"""Failed samples: each is counted and written down with its prompt, and too many end the run."""
+"""Failed samples are counted and recorded with their prompts; too many end the run."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def records(tmp_path):
     return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
-def test_where_nothing_fails_nothing_is_written(failures, tmp_path, notes):
+def test_without_failures_nothing_is_written(failures, tmp_path, notes):
     assert failures.in_group(entry(3), summary()) is False
     assert len(failures.in_evaluation(4, results(None, None))) == 2
     assert failures.count() == 0 and not notes and list(tmp_path.iterdir()) == []
@@ -76,14 +76,14 @@ def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
     assert failures.count() == 0
 
 
-def test_a_group_in_which_nothing_was_scored_says_so(failures):
+def test_a_group_whose_samples_all_failed_is_reported(failures):
     assert failures.in_group(entry(3), summary("a", "b", scored=0)) is True
 
 
 def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file(
     failures, tmp_path
 ):
-    for _ in range(3):  # rare ones never do, however long the run is
+    for _ in range(3):  # the count starts anew at every step
         failures.in_group(entry(1), summary("a", "b", "c", "d"))
         assert failures.count() == 4
     failures.in_group(entry(1), summary("a", "b", "c", "d"))
