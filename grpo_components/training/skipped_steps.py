@@ -40,7 +40,7 @@ class SkippedSteps:
         self._skipped: dict[int, str] = {}
         """By step: why, and empty where it trained; a step that is made again counts once."""
 
-    def count_step(self, step: int, trained: bool, why: str) -> None:
+    def record(self, step: int, trained: bool, why: str) -> None:
         """To be called after every step.
 
         Args:

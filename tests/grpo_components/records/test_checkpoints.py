@@ -510,10 +510,10 @@ async def saved_and_rated(run, *successes, before=True):
         await run.step()
         step = run.ledger.steps_done
         if before:
-            run.checkpoints.evaluated(step, rating(step, success))
+            run.checkpoints.add_evaluation(step, rating(step, success))
         await run.save()
         if not before:
-            run.checkpoints.evaluated(step, rating(step, success))
+            run.checkpoints.add_evaluation(step, rating(step, success))
 
 
 def best_of(run):
@@ -558,7 +558,7 @@ def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_path):
         await saved_and_rated(run, 0.5)
         await run.step()
         await run.save()
-        run.checkpoints.evaluated(2, rating(3, 0.9))
+        run.checkpoints.add_evaluation(2, rating(3, 0.9))
 
     asyncio.run(newer())
     assert best_of(run) == "step_1" and not (run.folder / "step_2/evaluation.json").exists()
@@ -574,7 +574,7 @@ def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
         point_latest(first.folder / "step_2")  # as a run does that resumes from it
         await again.restore(first.folder / "step_2")
         assert best_of(again) == "step_1"
-        again.checkpoints.evaluated(2, rating(2, 0.625))  # as a resumed run's first evaluation
+        again.checkpoints.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
         assert best_of(again) == "step_2"
         await saved_and_rated(again, 0.5625)
 

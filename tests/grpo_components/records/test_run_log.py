@@ -95,11 +95,11 @@ def throughput(record):
 def test_throughput_is_tokens_per_second_since_the_last_step(make, clock, tmp_path):
     log, _ = make()
     clock.now += 2
-    log.generated(30)
-    log.generated(10)
+    log.count_generated(30)
+    log.count_generated(10)
     log.step(1, step_metrics(), 100)
     clock.now += 5
-    log.generated(50)
+    log.count_generated(50)
     log.step(2, step_metrics(), 200)
     clock.now += 1
     log.step(3, step_metrics(), 10)
@@ -109,10 +109,10 @@ def test_throughput_is_tokens_per_second_since_the_last_step(make, clock, tmp_pa
 def test_throughput_includes_the_time_of_all_evaluations_but_the_first(make, clock, tmp_path):
     log, _ = make()
     clock.now += 1000
-    log.generated(7)
+    log.count_generated(7)
     log.evaluation(0, eval_metrics())
     clock.now += 4
-    log.generated(80)
+    log.count_generated(80)
     log.step(1, step_metrics(), 40)
     clock.now += 3
     log.evaluation(2, eval_metrics(version=2))
@@ -168,10 +168,10 @@ def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock
     """The earlier attempt has logged the step; throughput counts from here."""
     log, _ = make(attempt=1)
     clock.now += 1000
-    log.generated(7)
+    log.count_generated(7)
     log.evaluation(4, eval_metrics(success=0.5, version=4))
     clock.now += 4
-    log.generated(80)
+    log.count_generated(80)
     log.step(5, step_metrics(), 40)
     assert [record["step"] for record in records(tmp_path)] == [5]
     assert throughput(records(tmp_path)[0]) == [20, 10]
@@ -215,7 +215,7 @@ def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_pat
     log.evaluation(0, eval_metrics(success=0.25))
     for step in range(1, 31):
         clock.now += 2
-        log.generated(300)
+        log.count_generated(300)
         reward = 0.1 if step <= 10 else 0.4 if step <= 20 else 0.9
         stalest = 7 if step == 15 else 1
         log.step(step, step_metrics(reward, staleness=step / 30, stalest=stalest), 100)

@@ -61,10 +61,10 @@ def test_only_skipped_steps_in_a_row_end_the_run_and_the_error_names_them(tmp_pa
     notes = []
     skips = SkippedSteps(2, str(tmp_path), notes.append)
     for step, trained in enumerate([False, True, False, True], start=1):
-        skips.count_step(step, trained, "" if trained else f"reason {step}")
-    skips.count_step(5, False, "reason 5")
+        skips.record(step, trained, "" if trained else f"reason {step}")
+    skips.record(5, False, "reason 5")
     with pytest.raises(SkippedStepsError) as error:
-        skips.count_step(6, False, "reason 6")
+        skips.record(6, False, "reason 6")
     message = str(error.value)
     assert message.startswith("max_skipped_steps: 2 given, and the 2 steps 5 to 6 in a row")
     assert "reason 6" in message and message.endswith(f"are in {tmp_path}/skipped")
@@ -79,11 +79,11 @@ def test_a_run_that_trained_nothing_is_an_error_with_the_first_reason(tmp_path, 
     skips = SkippedSteps(10, str(tmp_path), lambda note: None)
     skips.check_trained()  # it had no step to do
     assert skips.summary() == ""
-    skips.count_step(1, again, "reason 1")
-    skips.count_step(2, False, "reason 2")
+    skips.record(1, again, "reason 1")
+    skips.record(2, False, "reason 2")
     if again:  # what was trained is lost: a rollback to the beginning
         skips.check_trained()
-        skips.count_step(1, False, "reason 1")
-        skips.count_step(2, False, "reason 2")
+        skips.record(1, False, "reason 1")
+        skips.record(2, False, "reason 2")
     with pytest.raises(SkippedStepsError, match=r"all 2 steps .* because reason 1;"):
         skips.check_trained()
