@@ -75,12 +75,9 @@ def hook():
 
 @pytest.fixture
 def disk(hook, monkeypatch):
-    fsync = os.fsync
-
-    def counted(descriptor):
+    def counted(descriptor):  # without a real sync: the machine does not fail here
         if hook.folder and hook.folder in os.readlink(f"/proc/self/fd/{descriptor}"):
             hook.spend()
-        fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", counted)
     yield hook

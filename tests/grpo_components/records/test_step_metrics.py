@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_components.records.step_metrics import mean, rollout_metrics
@@ -46,6 +46,7 @@ def counted(groups):
     return Counter(v for t in records for v in t.token_versions[t.response_mask].tolist())
 
 
+@settings(max_examples=40)
 @given(GROUPS, st.integers(50, 60))
 def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(groups, policy_version):
     groups = [[make(*sample) for sample in group] for group in groups]
