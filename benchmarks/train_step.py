@@ -44,7 +44,6 @@ from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2_5 import qwen2_5_0_5b, qwen2_5_1_5b_base, qwen2_5_3b
 from torchtune.training import FullModelHFCheckpointer
 
-from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches

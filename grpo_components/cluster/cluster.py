@@ -132,7 +132,7 @@ class Cluster:
         min_living: int | None = None,
         restarts_alone: bool = True,
         remembers: str | None = None,
-        numbered_lives: bool = False,
+        counts_restarts: bool = False,
         **kwargs: Any,
     ) -> Role:
         """Start the process of one role, without waiting for it; `ready` waits.
@@ -147,7 +147,7 @@ class Cluster:
                 its family are left; None never gives it up.
             restarts_alone: whether the other roles can go on while it is restarted.
             remembers: method whose last call is repeated after a restart.
-            numbered_lives: whether the class gets the number of its process, from 0, as `life`.
+            counts_restarts: whether the class gets the number of its restarts, `restart_count`.
             kwargs: arguments of the class.
         """
         log_file = str(self._logs / f"{name}.log")
@@ -157,8 +157,8 @@ class Cluster:
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
             host = ray.remote(RoleHost).options(**options).remote(*identity)
-            numbered = {"life": incarnation} if numbered_lives else {}
-            return host, host.start.remote(role_class, kwargs | numbered)
+            count = {"restart_count": incarnation} if counts_restarts else {}
+            return host, host.start.remote(role_class, kwargs | count)
 
         family = None
         if min_living is not None:

@@ -52,7 +52,7 @@ def open_run(
     log = open_log(cfg, start.attempt, start.note, dataset, held_out)
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
-    on_result = (log.evaluation, checkpoints.evaluated)
+    on_result = (log.evaluation, checkpoints.add_evaluation)
     return Run(
         start,
         ledger,
@@ -61,7 +61,7 @@ def open_run(
         receipts=build_receipts(cfg, ledger, start.attempt, start.identity),
         checkpoints=checkpoints,
         evaluation=build_evaluation(
-            cfg, held_out, temperature, failures.in_evaluation, ledger.turns, on_result
+            cfg, held_out, temperature, failures.count_evaluation, ledger.turns, on_result
         ),
         failures=failures,
         agreement=GeneratorAgreement(cfg.max_generator_kl),

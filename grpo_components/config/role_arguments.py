@@ -215,7 +215,7 @@ def _generator(
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_generator),
-        "numbered_lives": True,
+        "counts_restarts": True,
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         # vLLM leaves a file behind where a generator is killed; the run removes this folder.
         "env": environment | {"TMPDIR": str(scratch)},

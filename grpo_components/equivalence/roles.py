@@ -205,7 +205,7 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
         rendezvous=str(rendezvous),
     )
     for own in (arguments.trainer, arguments.generator):
-        for key in ("num_gpus", "min_living", "replay", "numbered_lives"):
+        for key in ("num_gpus", "min_living", "replay", "counts_restarts"):
             own.pop(key, None)
     return arguments, prompts
 

@@ -123,7 +123,7 @@ def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder if it exists; a visible one is renamed first, so that it is never partial."""
+    """Remove a folder if it exists; renames it first, so that a visible folder is always whole."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():

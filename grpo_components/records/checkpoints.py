@@ -111,7 +111,7 @@ class Checkpoints:
         if not self._in_background:
             await self.finish()
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rate the checkpoint of a step by an evaluation, as soon as both exist.
 
         Args:

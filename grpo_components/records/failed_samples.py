@@ -38,7 +38,7 @@ class FailedSamples:
         self.attempt, self._note = attempt, note
         self._count = 0
 
-    def in_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
+    def count_group(self, entry: LedgerEntry, group: GroupSummary) -> bool:
         """Count the failed samples of one group.
 
         Args:
@@ -55,7 +55,9 @@ class FailedSamples:
         self._record(entry.prompt, group.errors, f"group {entry.group_id}", what)
         return len(group.errors) == len(group.rewards)
 
-    def in_evaluation(self, step: int, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def count_evaluation(
+        self, step: int, results: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """Count the failed samples of an evaluation.
 
         Args:
@@ -79,7 +81,7 @@ class FailedSamples:
             )
         return scored
 
-    def count(self) -> int:
+    def take_count(self) -> int:
         """Samples that failed since the last call. Call it once per training step."""
         count, self._count = self._count, 0
         return count

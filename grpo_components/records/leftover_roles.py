@@ -37,8 +37,9 @@ def wait_for_roles(folder: Path, driver: Holder | None) -> None:
     _, waited_for = psutil.wait_procs(list(roles), timeout=WAIT_S)
     alive = [process for process in waited_for if _runs(process)]
     if alive:
-        problem = f"{short(folder)} is in use by {roles[alive[0]]}, pid {alive[0].pid}, of a run "
-        problem += f"whose pid {driver.pid}, started {driver.started}, is dead"
+        role = f"{roles[alive[0]]}, pid {alive[0].pid}"
+        run = f"pid {driver.pid}, started {driver.started}"
+        problem = f"{short(folder)} is in use by {role}, left by a dead run ({run})"
         fail("output_dir", problem, "another folder, or this one after that process has ended")
 
 

@@ -89,7 +89,7 @@ class ChainedFile:
     """Appends receipts to a new or existing chain.
 
     An incomplete last line is cut off. If records are missing that `receipts.end` counts, the chain
-    continues from the missing ones: the audit finds the gap, whatever is written later.
+    continues from the missing ones, so that the audit finds the gap even after more records.
 
     Args:
         path: path of the receipts; its folder exists.

@@ -96,9 +96,9 @@ class Run:
 
     def has_trainable(self, group: Group) -> bool:
         """Count a group's tokens and failed samples; whether any sample is left to train."""
-        if self._failures.in_group(group.entry, group.summary):
+        if self._failures.count_group(group.entry, group.summary):
             return False
-        self.log.generated(sum(group.summary.response_tokens))
+        self.log.count_generated(sum(group.summary.response_tokens))
         return True
 
     async def finish_step(self, batch: Batch, advantages: NDArray[Any], result: StepResult) -> None:
@@ -126,7 +126,7 @@ class Run:
         await self._log(step, batch, advantages, result, metrics)
         self._agreement.check(step, metrics)
         why = result.skipped_because
-        self._skipped_steps.count_step(step, trained=not why, why=why)
+        self._skipped_steps.record(step, trained=not why, why=why)
         if step % self._save_every_n_steps == 0 or ledger.finished:
             await self._checkpoints.save(step, self._roles.trainers, self._roles.buffer)
 
@@ -165,7 +165,7 @@ class Run:
 
     def _metrics(self, batch: Batch, result: StepResult, trained_from: int) -> dict[str, Any]:
         filtered = self._ledger.dropped_groups["filtered"]
-        counts = (batch.buffered, batch.dropped_stale, filtered, self._failures.count())
+        counts = (batch.buffered, batch.dropped_stale, filtered, self._failures.take_count())
         return {
             **buffer_metrics(batch.waited_s, *counts),
             **rollout_metrics(batch.groups, trained_from, result.token_versions),

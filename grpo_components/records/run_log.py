@@ -74,7 +74,7 @@ class RunLog:
         self._metric_log.log(step, {"attempt": self.attempt, **metrics})
         self._progress.update(step, metrics)
 
-    def generated(self, tokens: int) -> None:
+    def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training."""
         self._generated_tokens += tokens
 
@@ -169,8 +169,8 @@ class RunLog:
         rows.append(("metrics", str(logs / "metrics.jsonl")))
         if self._steps:
             advice = (
-                "synchronously: add max_staleness=0 pull_every_m_rollouts=1\n"
-                "your own copy: tune cp async_grpo_full_finetune_distributed my_grpo.py"
+                "a synchronous run: add max_staleness=0 pull_every_m_rollouts=1\n"
+                "a recipe of your own: tune cp async_grpo_full_finetune_distributed my_grpo.py"
             )
             rows += [("sample rollouts", str(logs / "rollouts.jsonl")), ("try next", advice)]
         self._progress.summary(rows)

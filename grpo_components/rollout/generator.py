@@ -70,7 +70,7 @@ class Generator:
         log_token_texts: add each token's text to the readable form of a group.
         replay: where the engine's schedule is written and read.
         number: of this generator, from 0.
-        life: restarts of this process so far.
+        restart_count: restarts of this process so far.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Generator:
         log_token_texts: bool = False,
         replay: ReplayOptions = _NO_REPLAY,
         number: int = 0,
-        life: int = 0,
+        restart_count: int = 0,
     ) -> None:
         self._rewards = RewardPool(
             rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
@@ -94,7 +94,7 @@ class Generator:
         self._sampling, self._environment = sampling, environment
         self._stop_token_ids = set(sampling.stop_token_ids)
         schedule = open_schedule(
-            number, replay.schedule_folder, replay.replayed_folder, replay.timeout_s, life
+            number, replay.schedule_folder, replay.replayed_folder, replay.timeout_s, restart_count
         )
         self._engine = VLLMEngine(engine, seed=sampling.seed, schedule=schedule)
         self._log_token_texts = log_token_texts

@@ -40,7 +40,7 @@ class SkippedSteps:
         self._skipped: dict[int, str] = {}
         """Step -> reason, empty if it trained; a repeated step counts once."""
 
-    def count_step(self, step: int, trained: bool, why: str) -> None:
+    def record(self, step: int, trained: bool, why: str) -> None:
         """Count a step; call it after every step.
 
         Args:

@@ -31,7 +31,7 @@ REWARDS = REPOSITORY / "docs" / "rewards.md"
 @pytest.fixture
 def tune(tiny_policy, tmp_path):
     """Start `tune run`; returns the process and the run's folder. Checks that nothing is left."""
-    mark, running = uuid.uuid4().hex, []
+    mark, running, before = uuid.uuid4().hex, [], []
 
     def start(*overrides, recipe=RECIPE, config="tiny_async_grpo", cwd=tmp_path, env=()):
         output_dir = tmp_path / f"run{len(running)}"
@@ -45,6 +45,7 @@ def tune(tiny_policy, tmp_path):
             env={**os.environ, "GRPO_TEST": mark, **dict(env)},
         )
         running.append(process)
+        before.extend(temporary_files(process.pid))  # of an earlier process with this pid
         return process, output_dir
 
     yield start
@@ -52,18 +53,25 @@ def tune(tiny_policy, tmp_path):
         if process.poll() is None:  # the test failed: let the run clean up
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=60)
-    assert processes_of(mark) == []
-    assert [path for process in running for path in temporary_files(process.pid)] == []
+    _, left = psutil.wait_procs(processes_of(mark), timeout=10)  # killed, maybe not gone yet
+    assert [command_line(process) for process in left] == []
+    left = [path for process in running for path in temporary_files(process.pid)]
+    assert set(left) <= set(before)
 
 
 def processes_of(mark):
-    """Command lines of the processes that a run started, at any depth."""
+    """The processes that a run started, at any depth."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get("GRPO_TEST") == mark:
-                found.append(process.cmdline())
+                found.append(process)
     return found
+
+
+def command_line(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
 
 
 def temporary_files(pid):
@@ -639,7 +647,7 @@ def test_an_interrupted_run_ends_and_leaves_nothing(tune):
     in_use = f"output_dir: {output_dir} is in use by pid {process.pid} on "
     assert refused[0] == 2 and refused[1].startswith(f"config error: {in_use}"), refused
     process.send_signal(signal.SIGINT)
-    returncode, output = finish(process, timeout_s=60)
+    returncode, output = finish(process)
     assert returncode == 130, output
     assert not (output_dir / "run.lock").exists() and not output_dir.with_name("run0-1").exists()
     assert "Traceback" not in output
@@ -653,7 +661,7 @@ def test_a_dead_role_ends_a_run_without_restarts_with_its_name(tune):
     wait_for_step(process)
     roles = records(output_dir / "logs" / "roles.jsonl")
     os.kill(next(r["pid"] for r in roles if r["role"] == role), signal.SIGKILL)
-    returncode, output = finish(process, timeout_s=60)
+    returncode, output = finish(process)
     assert returncode == 1, output
     assert f"error: {role} died" in output
     assert "Traceback" not in output

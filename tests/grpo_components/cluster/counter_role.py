@@ -1,4 +1,4 @@
-"""The role of test_cluster.py, in a module of its own: what its processes import is quick."""
+"""The role of test_cluster.py, in its own module so that its processes import little."""
 
 import asyncio
 import os
@@ -12,8 +12,8 @@ import numpy as np
 class Counter:
     """A role with a blocking, a failing, a hanging, and an asynchronous method."""
 
-    def __init__(self, start=0, fails_if_there=None, dies_if_there=None, life=None):
-        self.incarnation = life
+    def __init__(self, start=0, fails_if_there=None, dies_if_there=None, restart_count=None):
+        self.incarnation = restart_count
         if start < 0:
             raise ValueError("start is below 0")
         if fails_if_there and Path(fails_if_there).exists():

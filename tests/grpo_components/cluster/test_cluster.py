@@ -1,4 +1,4 @@
-"""Roles in their own processes: results, failures that name the role, restarts, nothing left."""
+"""Roles in their own processes: results, named failures, restarts, and a clean end."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ STORE = 80 * 10**6
 
 
 class Budget:
-    """A restart budget that every test sets anew, with short pauses."""
+    """A restart budget that each test sets, with short pauses."""
 
     def __init__(self):
         self.allow(0)
@@ -52,7 +52,7 @@ def all_notes():
 
 @pytest.fixture(scope="module")
 def processes():
-    """The processes below this one, but for those that other tests have left."""
+    """Returns the descendants of this process, without those left by other tests."""
     others = set(psutil.Process().children(recursive=True))
     return lambda: set(psutil.Process().children(recursive=True)) - others
 
@@ -62,7 +62,7 @@ def cluster(output_dir, budget, all_notes, processes):
     options = {"budget": budget, "note": all_notes.append, "object_store_memory": STORE}
     cluster = Cluster(output_dir, "WARNING", attempt=0, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)  # of the role's class; roles get it, too
+        patch.syspath_prepend(Path(__file__).parent)  # has the role's class; roles inherit it
         cluster.start()
         yield cluster
     ours = processes()
@@ -73,14 +73,14 @@ def cluster(output_dir, budget, all_notes, processes):
 
 @pytest.fixture(autouse=True)
 def notes(budget, all_notes):
-    """What the cluster says during a test, which has no restarts unless it allows some."""
+    """Notes of the cluster during a test; restarts are off until the test allows them."""
     budget.allow(0)
     all_notes.clear()
     return all_notes
 
 
 def spawn(cluster, *names, **kwargs):
-    """Start roles side by side; returns them, or the only one."""
+    """Start roles in parallel; returns a list, or the role if there is one name."""
     roles = [cluster.spawn(name, "counter_role.Counter", **kwargs) for name in names]
     asyncio.run(cluster.ready(120))
     return roles if len(roles) > 1 else roles[0]
@@ -88,7 +88,7 @@ def spawn(cluster, *names, **kwargs):
 
 @pytest.fixture(scope="module")
 def pair(cluster):
-    """Two roles for the tests that end none."""
+    """Two roles for the tests that end no process."""
     return spawn(cluster, "first", "second")
 
 
@@ -118,8 +118,8 @@ def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir):
     assert (output_dir / "logs" / "counter.log").exists()
 
 
-def test_more_than_the_object_store_holds_is_spilled_and_nothing_is_lost(cluster, pair):
-    """Also a block that is larger than all of it."""
+def test_a_full_object_store_spills_to_disk_and_loses_nothing(cluster, pair):
+    """Even a block that is larger than the store."""
     role, sizes = pair[0], [STORE // 3] * 4 + [STORE * 5 // 4]
 
     async def run():
@@ -146,7 +146,7 @@ def test_every_process_listens_on_loopback_only(pair, processes):
     assert {ip.removeprefix("::ffff:") for _, ip in sockets} == {"127.0.0.1"}, sockets
 
 
-def test_another_lane_runs_beside_a_blocking_call(pair):
+def test_lanes_run_in_parallel(pair):
     role = pair[0]
 
     async def run():
@@ -158,7 +158,7 @@ def test_another_lane_runs_beside_a_blocking_call(pair):
 
 
 def test_an_error_names_the_role_whose_code_failed_and_its_log(pair):
-    """Not the role that waited for the result."""
+    """The role whose code failed, not the one that waited for the result."""
     first, second = pair
     for call in (
         lambda: first.call("fail", timeout_s=30),
@@ -201,10 +201,10 @@ def test_the_death_of_an_idle_role_is_noticed_at_once(cluster):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_call_under_way_is_made_again_after_the_role_has_recovered(
+def test_a_pending_call_is_repeated_after_the_role_has_recovered(
     cluster, budget, notes, tmp_path, how
 ):
-    """Killed or frozen; and nobody else gets in before it has recovered."""
+    """Killed or frozen; other calls wait until it has recovered."""
     budget.allow(3)
     role = spawn(cluster, f"restarted_{how.name}", start=5)
 
@@ -219,15 +219,15 @@ def test_a_call_under_way_is_made_again_after_the_role_has_recovered(
         role.recover = recover
         await role.call("add", 1000, timeout_s=30)
         waiting = asyncio.create_task(role.call("hang_once", str(tmp_path / "mark"), timeout_s=200))
-        once = role.submit("add", 10_000, once=True)  # behind it in its lane
+        once = role.submit("add", 10_000, once=True)  # waits for it in the same lane
         assert await role.call("wait_until_it_hangs", lane="beside", timeout_s=60)
         os.kill(role.pid, how)
         # A death is noticed at once; only silence takes patience.
         patience_s = 1 if how is signal.SIGSTOP else 600
         watches.append(asyncio.create_task(role.watch(0.2, patience_s, nothing)))
-        assert await waiting in (105, 106)  # before or after the late call: that is chance
-        assert await late[0] == 106  # as it was built, and recovered; the 1000 are forgotten
-        assert await role.result(once, "add", 30) is None  # its recovery did what it was for
+        assert await waiting in (105, 106)  # before or after the late call
+        assert await late[0] == 106  # 5 from its start, 100 from recovery; the 1000 are lost
+        assert await role.result(once, "add", 30) is None  # recovery did its work
         assert await role.result(role.submit("add", 0, once=True), "add", 30) == 106
 
     late, watches = [], []
@@ -237,9 +237,7 @@ def test_a_call_under_way_is_made_again_after_the_role_has_recovered(
     assert "restart 1 of at most 3" in what and back.startswith(f"{role.name} is back")
 
 
-def test_what_a_role_returned_outlives_it_and_its_last_call_of_a_kind_is_made_again(
-    cluster, budget, pair
-):
+def test_results_outlive_their_process_and_the_remembered_call_is_repeated(cluster, budget, pair):
     budget.allow(3)
     role, sink = spawn(cluster, "source", start=7, remembers="add"), pair[1]
 
@@ -251,13 +249,13 @@ def test_what_a_role_returned_outlives_it_and_its_last_call_of_a_kind_is_made_ag
         os.kill(role.pid, signal.SIGKILL)
         assert await role.call("add", 20, timeout_s=60) == 7 + 5 + 20
         assert await sink.call("total", listed, timeout_s=30) == 7
-        assert await sink.answer(listed, "a list", 30) == [7]  # whoever asks for it
+        assert await sink.answer(listed, "a list", 30) == [7]  # any role can get it
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_process_that_ends_before_its_role_is_built_is_started_again(
+def test_a_process_that_dies_before_its_role_is_built_is_restarted(
     cluster, budget, notes, output_dir, tmp_path, alone
 ):
     """In the same attempt: nothing was trained yet."""
@@ -274,17 +272,15 @@ def test_a_process_that_ends_before_its_role_is_built_is_started_again(
     assert "attempt" not in what and starts_of(role, output_dir)[-1]["attempt"] == 0
 
 
-def test_a_result_whose_turn_has_not_come_is_lost_with_the_process_that_gave_it(
-    cluster, budget, notes, output_dir
-):
+def test_a_restart_discards_a_result_whose_turn_has_not_come(cluster, budget, notes, output_dir):
     budget.allow(3)
-    role = spawn(cluster, "replayed", numbered_lives=True)
+    role = spawn(cluster, "replayed", counts_restarts=True)
 
     async def run():
         turn, first = asyncio.Event(), role.pid
         options = {"timeout_s": 60, "turn": turn.wait}
         waiting = asyncio.create_task(role.call("incarnation_and_pid", **options))
-        await role.call("add", 1, timeout_s=30)  # behind it in its lane
+        await role.call("add", 1, timeout_s=30)  # runs after it in the same lane
         assert not waiting.done()
         await role.replay_restart("died: long ago")
         assert not waiting.done()
@@ -303,10 +299,10 @@ def test_a_result_whose_turn_has_not_come_is_lost_with_the_process_that_gave_it(
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_what_a_method_raises_twice_ends_the_run(cluster, budget, notes, calls):
-    """Also where two calls fail in turn, each of them once."""
+def test_the_same_error_of_a_method_twice_ends_the_run(cluster, budget, notes, calls):
+    """Even if two calls fail, each of them once."""
     budget.allow(9)
-    role = spawn(cluster, f"broken_for_{calls}", numbered_lives=True)
+    role = spawn(cluster, f"broken_for_{calls}", counts_restarts=True)
 
     async def run():
         if calls == 1:
@@ -321,7 +317,7 @@ def test_what_a_method_raises_twice_ends_the_run(cluster, budget, notes, calls):
     assert len(notes) == 2, "one restart, and its end"
 
 
-def test_the_same_error_after_an_answer_is_another_one(cluster, budget, notes, tmp_path):
+def test_the_same_error_after_a_success_is_a_new_error(cluster, budget, notes, tmp_path):
     budget.allow(3)
     role = spawn(cluster, "unlucky")
 
@@ -334,7 +330,7 @@ def test_the_same_error_after_an_answer_is_another_one(cluster, budget, notes, t
     assert sum("restart" in line for line in notes) == 2
 
 
-def test_a_silent_call_restarts_its_role_and_writes_down_who_waits_where(
+def test_a_hung_call_restarts_its_role_and_dumps_stacks(
     cluster, budget, notes, output_dir, tmp_path
 ):
     budget.allow(99)
@@ -350,11 +346,11 @@ def test_a_silent_call_restarts_its_role_and_writes_down_who_waits_where(
     assert "await slow" in (output_dir / "logs" / "driver_stacks.log").read_text()
 
 
-def test_one_of_a_family_is_given_up_where_enough_are_left(cluster, notes):
+def test_a_role_is_given_up_if_enough_of_its_family_are_left(cluster, notes):
     one, other = spawn(cluster, "worker_0", "worker_1", min_living=1)
 
     async def run():
-        for method in ("fail", "split"):  # it is not waited for again
+        for method in ("fail", "split"):  # the second call fails at once
             with pytest.raises(RoleLostError):
                 await one.call(method, timeout_s=30)
         await one.watch(0.1, 1, nothing)
@@ -367,7 +363,7 @@ def test_one_of_a_family_is_given_up_where_enough_are_left(cluster, notes):
     assert "worker_0 is given up" in notes[0]
 
 
-def test_roles_that_fail_together_begin_again_together_and_the_loops_with_them(
+def test_roles_that_depend_on_each_other_restart_together_with_the_loops(
     cluster, budget, notes, output_dir
 ):
     """The cause is the one that died, not the one that waited for it."""
@@ -394,7 +390,7 @@ def test_roles_that_fail_together_begin_again_together_and_the_loops_with_them(
     assert notes[0].startswith("rank_1 died") and f"as attempt {after}" in notes[0]
 
 
-def test_a_start_that_fails_on_the_way_back_is_tried_again_in_the_same_attempt(
+def test_a_failed_restart_is_repeated_in_the_same_attempt(
     cluster, budget, notes, output_dir, tmp_path
 ):
     cluster.roles.clear()

@@ -1,4 +1,4 @@
-"""The budget of restarts: how many, within which time, after which pause."""
+"""The restart budget: how many restarts, in which window, after which pause."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ class Clock:
 
 
 @given(st.integers(0, 4), st.lists(st.floats(0.1, 30), max_size=30))
-def test_within_any_window_there_are_never_more_than_allowed(most, waits):
+def test_no_window_has_more_restarts_than_allowed(most, waits):
     clock = Clock()
     budget, restarts = RestartBudget(most, 60, clock), []
     for wait in waits:
@@ -43,7 +43,7 @@ def test_pauses_grow_with_the_restarts_of_the_same_role_only():
 
 
 @pytest.mark.parametrize("kind", ["refused", "waited"])
-def test_where_a_restart_cannot_help_there_is_none(kind):
+def test_failures_that_a_restart_cannot_help_are_raised(kind):
     """A wrong component stays wrong; a role that waited in vain for others is not at fault."""
     first = failure(what="loss: my.Loss returned shape ()", kind=kind)
     with pytest.raises(RoleFailedError) as raised:
@@ -51,14 +51,14 @@ def test_where_a_restart_cannot_help_there_is_none(kind):
     assert raised.value is first
 
 
-def test_without_restarts_a_failure_is_what_it_was():
+def test_a_budget_of_0_raises_the_failure_unchanged():
     first = failure()
     with pytest.raises(RoleFailedError) as raised:
         RestartBudget(0, 60, Clock()).spend(first, repeated=False)
     assert raised.value is first
 
 
-def test_a_spent_budget_says_which_role_what_how_often_and_where_its_log_is():
+def test_a_spent_budget_names_role_failure_count_and_log():
     budget = RestartBudget(3, 60, Clock())
     for role in ("generator_0", "reference_0", "generator_0"):
         budget.spend(failure(role), repeated=False)
@@ -71,7 +71,7 @@ def test_a_spent_budget_says_which_role_what_how_often_and_where_its_log_is():
     assert log.endswith("logs/generator_0.log")
 
 
-def test_what_a_role_raises_again_after_a_restart_ends_the_run_whatever_is_left():
+def test_a_repeated_error_is_raised_with_budget_left():
     budget, broken = RestartBudget(9, 60, Clock()), failure(what="failed: KeyError", kind="raised")
     budget.spend(broken, repeated=False)
     with pytest.raises(RoleFailedError) as raised:

@@ -1,4 +1,4 @@
-"""What a failure says about the end of a role's process; restarts are tested in test_cluster.py."""
+"""The message for the death of a role's process; restarts are tested in test_cluster.py."""
 
 import pytest
 from ray.exceptions import OutOfMemoryError
@@ -14,7 +14,7 @@ Top 10 memory users: PID MEM(GB) COMMAND 31908 15.90 a neighbour"""
 @pytest.mark.parametrize(
     ("text", "figures"), [(OUT_OF_MEMORY, ["22.65GB", "23.54GB"]), ("other words", [])]
 )
-def test_a_full_memory_is_one_short_line_and_not_an_error_of_the_code(text, figures):
+def test_out_of_memory_is_one_short_line_and_not_an_error_of_the_code(text, figures):
     error = OutOfMemoryError(text)
     failure = role_failure(error, "generator_0", "generate_group", "generator_0.log", {})
     assert (failure.role, failure.kind) == ("generator_0", "died")

@@ -1,4 +1,4 @@
-"""However a run ends, its exit code and its last line on stderr say how."""
+"""The exit code and the last line on stderr show how a run ended."""
 
 import asyncio
 import importlib
@@ -53,7 +53,7 @@ def missing_key():
     config.b  # noqa: B018 -- raises
 
 
-def test_the_normal_end_is_0_and_says_nothing(capsys):
+def test_a_normal_end_is_0_without_output(capsys):
     assert exit_code(lambda: None) == 0
     assert capsys.readouterr() == ("", "")
 
@@ -97,7 +97,9 @@ def through_torchtune(body, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [0, None, 7, "bye"])
-def test_code_below_the_recipe_cannot_end_the_run_silently(code, tmp_path, monkeypatch, capsys):
+def test_code_that_the_recipe_calls_cannot_end_the_run_silently(
+    code, tmp_path, monkeypatch, capsys
+):
     component = tmp_path / "component.py"
     component.write_text(f"import sys\n\ndef call():\n    sys.exit({code!r})\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -134,9 +136,7 @@ def test_the_recipe_and_torchtune_may_end_the_process(tmp_path, monkeypatch, cap
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_failure_of_the_world_is_1_and_its_cause_without_a_traceback(
-    error, line, wrapped, capsys
-):
+def test_an_expected_failure_is_1_and_its_cause_without_a_traceback(error, line, wrapped, capsys):
     raised = ExceptionGroup("loops", [ExceptionGroup("inner", [error])]) if wrapped else error
     assert exit_code(raising(raised)) == 1
     assert capsys.readouterr() == ("", line)
@@ -158,7 +158,7 @@ def test_a_component_that_fails_in_a_loop_is_1_and_one_line_and_in_setup_2(capsy
         (KeyError("x"), "raised", "failed: KeyError: 'x'"),
     ],
 )
-def test_whatever_a_role_raises_is_its_failure_by_name(error, kind, what):
+def test_every_error_of_a_role_becomes_a_named_failure(error, kind, what):
     log = "/runs/a/logs/trainer_0.log"
     with pytest.raises(RoleFailedError) as raised, named_failure("trainer_0", log, "train_step"):
         raise error
@@ -182,7 +182,7 @@ def test_an_unexpected_error_is_1_with_a_traceback_and_the_error_as_the_last_lin
     assert err.splitlines()[-1] == "error: a bug in a fork"
 
 
-def test_text_of_a_model_in_an_error_gives_the_terminal_no_orders(capsys):
+def test_control_characters_in_an_error_are_escaped(capsys):
     for error in (ValueError, TimeoutError, AssertionError):
         exit_code(raising(error("in 'a\x1b[2J'")))
     failed = RoleFailedError("generator_0", "failed: KeyError: '\x1b[31m'", "/runs/log", "raised")
@@ -195,10 +195,10 @@ def test_text_of_a_model_in_an_error_gives_the_terminal_no_orders(capsys):
     "text",
     ["", "- a\n- b\n", "just text", "3", "config: x\n", "a: [1, 2\n", "a: \x00\n", "1: 2\n", None],
 )
-def test_a_file_that_torchtune_cannot_take_for_a_config_is_2_and_one_line(
+def test_a_file_that_torchtune_cannot_read_as_a_config_is_2_and_one_line(
     text, tmp_path, monkeypatch, capsys
 ):
-    """Whatever torchtune raises on it: the recipe was not reached."""
+    """The recipe is not reached, so any error of torchtune is a config error."""
     reached = []
 
     @config.parse
@@ -216,7 +216,7 @@ def test_a_file_that_torchtune_cannot_take_for_a_config_is_2_and_one_line(
     assert ("missing" in err) == bool(reached)
 
 
-def test_a_value_error_of_a_running_loop_is_no_wrong_config(capsys):
+def test_a_value_error_of_a_running_loop_is_not_a_config_error(capsys):
     assert exit_code(raising(ExceptionGroup("loops", [ValueError("not finite")]))) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "error: not finite"
 
@@ -235,7 +235,7 @@ def test_ctrl_c_and_sigterm_end_the_run_after_its_clean_up(number, code, line, i
     async def run():
         asyncio.get_running_loop().call_soon(signal.raise_signal, number)
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(asyncio.Event().wait())  # a loop that would go on for ever
+            loops.create_task(asyncio.Event().wait())  # a loop that never ends
 
     def main():
         try:
@@ -250,7 +250,7 @@ def test_ctrl_c_and_sigterm_end_the_run_after_its_clean_up(number, code, line, i
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_clean_up_is_not_disturbed_and_signals_work_again_after_it(number, fails):
+def test_signals_are_ignored_during_a_clean_up_and_work_again_after_it(number, fails):
     received, finished = [], False
 
     def handler(*_):
@@ -287,7 +287,7 @@ def test_ctrl_c_during_the_clean_up_neither_stops_it_nor_changes_how_the_run_end
     assert cleaned_up and "generator_0 died" in capsys.readouterr().err
 
 
-def test_the_cause_is_the_role_that_failed_rather_than_what_failed_because_of_it():
+def test_a_failed_role_is_the_cause_of_other_failures():
     others = [TimeoutError("no batch"), DEAD, OSError("closed")]
     assert root_cause(ExceptionGroup("loops", others)) is DEAD
     assert root_cause(ExceptionGroup("watching", [ExceptionGroup("loops", others)])) is DEAD

@@ -1,4 +1,4 @@
-"""A run ends where trainer and generator give fresh tokens different probabilities."""
+"""A run ends if trainer and generator give fresh tokens different probabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measured(kl, tokens=256.0):
     return {"mismatch/fresh_kl": kl, "mismatch/fresh_tokens": tokens}
 
 
-def test_agreement_up_to_the_bound_passes_and_more_ends_the_run_with_both_numbers():
+def test_a_kl_above_the_bound_ends_the_run_with_both_numbers():
     agreement = GeneratorAgreement(0.25)
     agreement.check(1, measured(0.25))
     with pytest.raises(DisagreementError) as ended:
@@ -36,23 +36,23 @@ def test_agreement_up_to_the_bound_passes_and_more_ends_the_run_with_both_number
 
 @pytest.mark.parametrize("dtype", MAX_GENERATOR_KL)
 @pytest.mark.parametrize("kl", [5.8, 4.6, 3.7, 2.9])
-def test_every_wrong_model_that_was_tried_is_over_the_default(dtype, kl):
+def test_measured_kls_of_wrong_models_are_above_the_default(dtype, kl):
     values = {"dtype": dtype, "generator": read_section(SCHEMA["generator"], SAMPLER, "")}
     with pytest.raises(DisagreementError):
         GeneratorAgreement(default_bound(values)).check(1, measured(kl))
 
 
-def test_a_step_without_a_fresh_token_shows_nothing():
+def test_a_step_without_fresh_tokens_passes():
     agreement = GeneratorAgreement(1e-4)
     agreement.check(2, measured(math.nan, math.nan))
     agreement.check(2, measured(math.nan, 0.0))
-    agreement.check(2, {})  # of what stands in for a trainer
+    agreement.check(2, {})  # the metrics of a stand-in trainer
     with pytest.raises(DisagreementError):
         agreement.check(3, measured(1.0))
 
 
-def test_few_tokens_have_a_higher_bound_and_still_one():
-    """One token's k3 of 1.5 may be rounding in bf16; 2.9 on each of eight is none."""
+def test_few_tokens_raise_the_bound_but_do_not_remove_it():
+    """One token's k3 of 1.5 may be rounding in bf16; 2.9 on each of eight is not."""
     GeneratorAgreement(0.1).check(1, measured(1.5, 1.0))
     with pytest.raises(DisagreementError) as ended:
         GeneratorAgreement(0.1).check(1, measured(2.9, 8.0))
@@ -62,7 +62,7 @@ def test_few_tokens_have_a_higher_bound_and_still_one():
         GeneratorAgreement(0.1).check(1, measured(0.11, 16.0))
 
 
-def test_a_sampler_that_bends_the_distribution_has_no_default():
+def test_a_truncating_sampler_has_no_default():
     for name in TRUNCATION:
         sampler = read_section(
             SCHEMA["generator"], {**SAMPLER, name: 0.5 if name != "top_k" else 5}, ""
@@ -73,7 +73,7 @@ def test_a_sampler_that_bends_the_distribution_has_no_default():
     GeneratorAgreement(None).check(1, measured(5.8))
 
 
-def test_the_end_is_a_failed_run_in_one_line(capsys):
+def test_disagreement_is_a_failed_run_in_one_line(capsys):
     def recipe_main():
         GeneratorAgreement(0.1).check(1, measured(4.6))
 
@@ -83,7 +83,7 @@ def test_the_end_is_a_failed_run_in_one_line(capsys):
     assert "mismatch/fresh_kl is 4.6" in line and "max_generator_kl is 0.1" in line
 
 
-def test_the_run_ends_at_the_first_such_step_before_its_checkpoint():
+def test_the_run_ends_before_the_checkpoint_of_such_a_step():
     parts = {name: MagicMock() for name in ("log", "receipts", "failures", "skipped_steps")}
     checkpoints, evaluation, ledger = MagicMock(save=AsyncMock()), MagicMock(), MagicMock()
     evaluation.due.return_value, evaluation.finished = False, AsyncMock(return_value={})
@@ -105,5 +105,5 @@ def test_the_run_ends_at_the_first_such_step_before_its_checkpoint():
     batch = Batch(MagicMock(), [], [], "", 0, 0, 0.0)
     with pytest.raises(DisagreementError):
         asyncio.run(run.finish_step(batch, np.zeros((1, 2)), result))
-    parts["log"].step.assert_called_once()  # the step's metrics are written down
+    parts["log"].step.assert_called_once()  # the step's metrics are logged
     checkpoints.save.assert_not_awaited()

@@ -1,4 +1,4 @@
-"""Whatever interrupts the writing, and wherever, a loader finds a whole checkpoint."""
+"""A loader always finds a whole checkpoint, wherever the writing was interrupted."""
 
 import asyncio
 import json
@@ -36,11 +36,11 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Counts what is done to files below a folder, and lets a process die before any of it."""
+    """Counts changes of files below a folder, and can kill the process before any of them."""
 
     def __init__(self):
         self.folder, self.left, self.failure = "", sys.maxsize, Killed
-        sys.addaudithook(self._see)  # for the rest of the process: there is no removing it
+        sys.addaudithook(self._see)  # for the rest of the process: it cannot be removed
 
     def watch(self, folder, operations=sys.maxsize, failure=Killed):
         self.folder, self.left, self.failure = str(folder), operations, failure
@@ -64,7 +64,7 @@ class Disk:
         self.left -= 1
         if self.left < 0:
             if self.failure is not Killed:
-                self.folder = ""  # one failure: a process that lives on can clean up
+                self.folder = ""  # one failure only, so that the clean-up works
             raise self.failure
 
 
@@ -75,12 +75,9 @@ def hook():
 
 @pytest.fixture
 def disk(hook, monkeypatch):
-    fsync = os.fsync
-
-    def counted(descriptor):
+    def counted(descriptor):  # without a real sync: the machine does not fail here
         if hook.folder and hook.folder in os.readlink(f"/proc/self/fd/{descriptor}"):
             hook.spend()
-        fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", counted)
     yield hook
@@ -123,7 +120,7 @@ class LocalRole:
 
 
 class Policy:
-    """The real state of a trainer rank, of a policy whose weights all are one number."""
+    """The real state of a trainer rank; all weights of the policy are one number."""
 
     def __init__(self, base):
         self.model = nn.Linear(3, 2, bias=False)
@@ -156,7 +153,7 @@ class Policy:
 
 
 class Account:
-    """A ledger that knows of one buffered group, whose number is that of the step."""
+    """A ledger with one buffered group, whose number is that of the step."""
 
     def __init__(self):
         self.steps_done, self.living = 0, []
@@ -264,7 +261,7 @@ class Run:
 
 
 def state_of(folder, tmp_path):
-    """The step that all parts of a checkpoint are of; fails where they are not one."""
+    """The step of a checkpoint; fails if its parts are of different steps."""
     run = Run(tmp_path)
     asyncio.run(run.restore(folder))
     step = run.ledger.steps_done
@@ -290,7 +287,7 @@ def expected_momentum(step):
     return float(momentum)
 
 
-def test_a_checkpoint_has_every_part_of_one_moment_and_latest_points_at_it(tmp_path):
+def test_all_parts_of_a_checkpoint_are_of_one_step_and_latest_points_at_it(tmp_path):
     async def main():
         run = Run(tmp_path)
         await run.step()
@@ -319,7 +316,7 @@ def test_a_checkpoint_names_its_run_and_process(tmp_path):
 
 
 @pytest.mark.parametrize("failure", ["error", "warn"])
-def test_nothing_is_written_to_a_folder_that_is_another_runs_now(tmp_path, failure):
+def test_nothing_is_written_to_a_folder_that_belongs_to_another_run_now(tmp_path, failure):
     async def main():
         lock = lock_folder(tmp_path / "run")
         run = Run(tmp_path, failure=failure, verify=lock.verify)
@@ -344,12 +341,12 @@ def test_nothing_is_written_to_a_folder_that_is_another_runs_now(tmp_path, failu
     asyncio.run(main())
 
 
-def test_written_in_the_background_it_is_still_that_of_its_moment(tmp_path):
+def test_a_checkpoint_written_in_the_background_is_of_its_own_step(tmp_path):
     async def main():
         run = Run(tmp_path, in_background=True)
         await run.step()
         await run.save()
-        await run.step()  # changes all that was held, in place
+        await run.step()  # changes the held state in place
         await run.save()  # waits for the first
         assert run.log.shown == [(1, str(run.folder / "step_1"))]
         await run.step()
@@ -360,7 +357,7 @@ def test_written_in_the_background_it_is_still_that_of_its_moment(tmp_path):
     assert [state_of(folder / f"step_{step}", tmp_path) for step in (1, 2)] == [1, 2]
 
 
-def test_the_last_n_stay_and_never_goes_what_latest_points_to(tmp_path):
+def test_the_last_n_are_kept_and_always_the_latest(tmp_path):
     async def main():
         run = Run(tmp_path, keep_last_n=2)
         for _ in range(4):
@@ -368,7 +365,7 @@ def test_the_last_n_stay_and_never_goes_what_latest_points_to(tmp_path):
             await run.save()
         names = sorted(path.name for path in run.folder.iterdir())
         assert names == ["latest", "step_3", "step_4"]
-        # Another attempt goes on from step 3: what it gave up goes before what it made.
+        # Another attempt resumes from step 3: step 4 of the old one is deleted first.
         point_latest(run.folder / "step_3")
         for step, kept in ((4, ["step_3", "step_4"]), (10, ["step_10", "step_4"])):
             await run.step()
@@ -381,7 +378,7 @@ def test_the_last_n_stay_and_never_goes_what_latest_points_to(tmp_path):
 
 
 def prepared(tmp_path):
-    """A folder whose latest checkpoint is step 1, beside a step 2 of an attempt given up."""
+    """A folder whose latest checkpoint is step 1, with a step 2 of a rolled-back attempt."""
 
     async def main():
         run = Run(tmp_path)
@@ -393,7 +390,7 @@ def prepared(tmp_path):
     return asyncio.run(main())
 
 
-def test_killed_before_any_change_of_a_file_a_whole_checkpoint_is_found(tmp_path, disk):
+def test_a_kill_before_any_change_of_a_file_leaves_a_whole_checkpoint(tmp_path, disk):
     run = prepared(tmp_path)
     asyncio.run(run.step())
     initial = tmp_path / "initial"
@@ -411,7 +408,7 @@ def test_killed_before_any_change_of_a_file_a_whole_checkpoint_is_found(tmp_path
             disk.watch("")
         else:
             break
-        # Under its last name every folder is whole: a loader that takes any of them is right, too.
+        # Every folder named step_<n> is whole: a loader may take any of them.
         names = [path.name for path in run.folder.glob("step_*")]
         assert run.folder / os.readlink(run.folder / "latest") in list(run.folder.iterdir())
         for folder in {run.folder / name for name in names}:
@@ -484,7 +481,7 @@ def test_with_warn_training_goes_on_and_the_next_checkpoint_may_succeed(tmp_path
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_1", "step_3"]
 
 
-def test_the_random_state_of_a_rank_goes_on(tmp_path):
+def test_the_random_state_of_a_rank_is_restored(tmp_path):
     async def main():
         run = Run(tmp_path)
         await run.step()
@@ -510,10 +507,10 @@ async def saved_and_rated(run, *successes, before=True):
         await run.step()
         step = run.ledger.steps_done
         if before:
-            run.checkpoints.evaluated(step, rating(step, success))
+            run.checkpoints.add_evaluation(step, rating(step, success))
         await run.save()
         if not before:
-            run.checkpoints.evaluated(step, rating(step, success))
+            run.checkpoints.add_evaluation(step, rating(step, success))
 
 
 def best_of(run):
@@ -522,7 +519,7 @@ def best_of(run):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_best_checkpoint_stays_whatever_comes_after_it(tmp_path, before):
+def test_the_best_checkpoint_is_kept(tmp_path, before):
     run = Run(tmp_path, keep_last_n=1, keep_best=SUCCESS)
     asyncio.run(saved_and_rated(run, 0.25, 0.75, 0.75, 0.5, math.nan, before=before))
     assert best_of(run) == "step_2", "of equal ones the first"
@@ -537,7 +534,7 @@ def test_the_best_checkpoint_stays_whatever_comes_after_it(tmp_path, before):
     assert any("step 2: best" in str(line) and "0.750" in line for line in run.log.shown)
 
 
-def test_a_link_that_lies_in_a_checkpoint_is_not_written_through(tmp_path):
+def test_a_link_in_a_checkpoint_is_not_written_through(tmp_path):
     own = tmp_path / "own"
     own.write_text("mine")
     for name in (".evaluation.json.unfinished", "evaluation.json"):
@@ -550,21 +547,21 @@ def test_a_link_that_lies_in_a_checkpoint_is_not_written_through(tmp_path):
     }
 
 
-def test_an_evaluation_of_other_weights_rates_no_checkpoint(tmp_path):
-    """As of a generator that was restarted during the evaluation, with newer weights."""
+def test_an_evaluation_of_other_weights_does_not_rate_a_checkpoint(tmp_path):
+    """E.g. a generator was restarted with newer weights during the evaluation."""
     run = Run(tmp_path, keep_best=SUCCESS)
 
     async def newer():
         await saved_and_rated(run, 0.5)
         await run.step()
         await run.save()
-        run.checkpoints.evaluated(2, rating(3, 0.9))
+        run.checkpoints.add_evaluation(2, rating(3, 0.9))
 
     asyncio.run(newer())
     assert best_of(run) == "step_1" and not (run.folder / "step_2/evaluation.json").exists()
 
 
-def test_a_run_that_goes_back_has_the_best_of_what_it_goes_on_from(tmp_path):
+def test_a_rolled_back_run_forgets_ratings_of_later_steps(tmp_path):
     first = Run(tmp_path, keep_best=SUCCESS)
     asyncio.run(saved_and_rated(first, 0.5, 0.25, 0.75))
     assert best_of(first) == "step_3"
@@ -574,7 +571,7 @@ def test_a_run_that_goes_back_has_the_best_of_what_it_goes_on_from(tmp_path):
         point_latest(first.folder / "step_2")  # as a run does that resumes from it
         await again.restore(first.folder / "step_2")
         assert best_of(again) == "step_1"
-        again.checkpoints.evaluated(2, rating(2, 0.625))  # as a resumed run's first evaluation
+        again.checkpoints.add_evaluation(2, rating(2, 0.625))  # as a resumed run's first evaluation
         assert best_of(again) == "step_2"
         await saved_and_rated(again, 0.5625)
 
@@ -584,7 +581,7 @@ def test_a_run_that_goes_back_has_the_best_of_what_it_goes_on_from(tmp_path):
     assert rated[SUCCESS] == 0.5625
 
 
-def test_without_keep_best_there_is_none(tmp_path):
+def test_without_keep_best_there_is_no_best(tmp_path):
     run = Run(tmp_path)
     asyncio.run(saved_and_rated(run, 0.5))
     assert best_of(run) is None and not (run.folder / "step_1/evaluation.json").exists()

@@ -1,4 +1,4 @@
-"""Failed samples: each is counted and written down with its prompt, and too many end the run."""
+"""Failed samples are counted and recorded with their prompts; too many end the run."""
 
 import json
 import math
@@ -47,17 +47,17 @@ def records(tmp_path):
     return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
-def test_where_nothing_fails_nothing_is_written(failures, tmp_path, notes):
-    assert failures.in_group(entry(3), summary()) is False
-    assert len(failures.in_evaluation(4, results(None, None))) == 2
-    assert failures.count() == 0 and not notes and list(tmp_path.iterdir()) == []
+def test_without_failures_nothing_is_written(failures, tmp_path, notes):
+    assert failures.count_group(entry(3), summary()) is False
+    assert len(failures.count_evaluation(4, results(None, None))) == 2
+    assert failures.take_count() == 0 and not notes and list(tmp_path.iterdir()) == []
 
 
 def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
     failures, tmp_path, notes
 ):
-    assert failures.in_group(entry(3), summary("a", "b", "a")) is False
-    scored = failures.in_evaluation(4, results(None, "c\x1b[2J", None))
+    assert failures.count_group(entry(3), summary("a", "b", "a")) is False
+    scored = failures.count_evaluation(4, results(None, "c\x1b[2J", None))
     assert [result["prompt_index"] for result in scored] == [0, 2]
     group, evaluation = records(tmp_path)
     assert group == {
@@ -72,23 +72,23 @@ def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
     assert "\x1b" not in (tmp_path / "failed_samples.jsonl").read_text()
     (note,) = notes
     assert "3 failed in group 103: a" in note and str(tmp_path) in note
-    assert failures.count() == 4
-    assert failures.count() == 0
+    assert failures.take_count() == 4
+    assert failures.take_count() == 0
 
 
-def test_a_group_in_which_nothing_was_scored_says_so(failures):
-    assert failures.in_group(entry(3), summary("a", "b", scored=0)) is True
+def test_a_group_whose_samples_all_failed_is_reported(failures):
+    assert failures.count_group(entry(3), summary("a", "b", scored=0)) is True
 
 
 def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file(
     failures, tmp_path
 ):
-    for _ in range(3):  # rare ones never do, however long the run is
-        failures.in_group(entry(1), summary("a", "b", "c", "d"))
-        assert failures.count() == 4
-    failures.in_group(entry(1), summary("a", "b", "c", "d"))
+    for _ in range(3):  # the count starts anew at every step
+        failures.count_group(entry(1), summary("a", "b", "c", "d"))
+        assert failures.take_count() == 4
+    failures.count_group(entry(1), summary("a", "b", "c", "d"))
     with pytest.raises(FailedSamplesError) as ended:
-        failures.in_group(entry(7), summary("x" * 5000))
+        failures.count_group(entry(7), summary("x" * 5000))
     text = str(ended.value)
     assert text.startswith("max_failed_samples: 5 given, ")
     assert "prompt 7: xxx" in text and text.endswith(str(tmp_path / "failed_samples.jsonl"))
@@ -98,5 +98,5 @@ def test_too_many_between_two_steps_end_the_run_with_the_last_error_and_the_file
 
 def test_an_evaluation_without_any_score_ends_the_run(failures):
     with pytest.raises(FailedSamplesError) as ended:
-        failures.in_evaluation(0, results("timed out", "crashed"))
+        failures.count_evaluation(0, results("timed out", "crashed"))
     assert "step 0" in str(ended.value) and "timed out" in str(ended.value)

@@ -1,4 +1,4 @@
-"""A folder has one living process at most; a dead one keeps nobody out, whoever has its pid."""
+"""A folder has at most one running holder; a dead one never blocks it, even with a reused pid."""
 
 import errno
 import fcntl
@@ -82,7 +82,7 @@ def no_locks(monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
-def test_a_folder_in_use_is_refused_with_pid_host_and_start(tmp_path, start):
+def test_a_folder_in_use_is_refused_with_pid_host_and_start_of_the_holder(tmp_path, start):
     process = start(tmp_path / "run")
     holder = read_holder(tmp_path / "run")
     assert holder is not None and holder.pid == process.pid
@@ -95,12 +95,12 @@ def test_a_folder_in_use_is_refused_with_pid_host_and_start(tmp_path, start):
 
 
 @pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
-def test_however_a_process_ends_the_next_one_gets_the_folder(tmp_path, start, end):
+def test_the_next_process_gets_the_folder_however_the_last_one_ended(tmp_path, start, end):
     process = start(tmp_path)
     if end == "exit":
         process.communicate()
         assert not (tmp_path / LOCK).exists()
-    else:  # and nobody has asked how it ended: it is a zombie
+    else:  # not waited for: it is a zombie
         process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGTERM)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         refuse_folder_in_use(tmp_path)
@@ -118,7 +118,7 @@ def test_a_stopped_process_still_has_its_folder(tmp_path, start):
     assert f"pid {process.pid} on " in refusal(tmp_path)
 
 
-def test_the_lock_ends_with_what_holds_it_and_is_released_once(tmp_path):
+def test_the_lock_ends_with_its_object_and_is_released_once(tmp_path):
     lock = lock_folder(tmp_path)
     assert f"pid {os.getpid()} on " in refusal(tmp_path)
     lock.release()
@@ -131,7 +131,7 @@ def test_the_lock_ends_with_what_holds_it_and_is_released_once(tmp_path):
     assert not any(str(tmp_path) in thread.name for thread in threading.enumerate())
 
 
-def test_a_fork_does_not_release_what_its_parent_has(tmp_path):
+def test_a_fork_does_not_release_the_lock_of_its_parent(tmp_path):
     lock = lock_folder(tmp_path)
     if (pid := os.fork()) == 0:
         lock.release()
@@ -140,7 +140,7 @@ def test_a_fork_does_not_release_what_its_parent_has(tmp_path):
     assert f"pid {os.getpid()} on " in refusal(tmp_path)
 
 
-def test_a_pid_that_another_process_has_now_is_no_obstacle(tmp_path, no_locks):
+def test_a_reused_pid_does_not_block_the_folder(tmp_path, no_locks):
     ours = write_holder(tmp_path)
     assert f"pid {os.getpid()} on " in refusal(tmp_path)
     write_holder(tmp_path, start_ticks=ours["start_ticks"] - 1)
@@ -158,11 +158,11 @@ def test_another_host_has_the_folder_while_it_updates_the_file(tmp_path, no_lock
     lock_folder(tmp_path)
 
 
-def test_a_lock_of_this_machine_that_is_free_is_stale_however_young(tmp_path):
-    """Its kernel knows: the file was left by a container, say, that was killed."""
+def test_a_free_lock_of_this_machine_is_stale_at_any_age(tmp_path):
+    """The kernel knows all its locks; the file may be of a killed container."""
     write_holder(tmp_path, pid_namespace="another", host="container")
     lock_folder(tmp_path).release()
-    write_holder(tmp_path, boot="another", host="far")  # of other kernels it does not
+    write_holder(tmp_path, boot="another", host="far")  # it does not know those of another kernel
     assert " on far, started " in refusal(tmp_path)
 
 
@@ -177,19 +177,19 @@ def test_the_file_is_updated_until_the_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 1024])
-def test_what_a_crash_left_of_a_lock_is_no_obstacle(tmp_path, content):
+def test_an_empty_lock_file_does_not_block_the_folder(tmp_path, content):
     (tmp_path / LOCK).write_bytes(content)
     lock_folder(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["mine", "{}", '{"pid": 1}', "[" * 900, "[1]", "x" * 5000])
-def test_a_file_of_that_name_that_no_run_wrote_stays_as_it_is(tmp_path, content):
+def test_a_file_with_that_name_that_no_run_wrote_is_not_touched(tmp_path, content):
     (tmp_path / LOCK).write_text(content)
     assert LOCK in refusal(tmp_path)
     assert (tmp_path / LOCK).read_text() == content
 
 
-def test_a_link_or_a_folder_of_that_name_is_refused_and_not_followed(tmp_path):
+def test_a_link_or_folder_with_that_name_is_refused(tmp_path):
     (tmp_path / "mine").write_text("")
     (tmp_path / LOCK).symlink_to(tmp_path / "mine")
     refusal(tmp_path)
@@ -200,7 +200,7 @@ def test_a_link_or_a_folder_of_that_name_is_refused_and_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
-def test_a_run_whose_folder_is_no_longer_its_own_finds_out(tmp_path, how):
+def test_verify_notices_a_folder_that_is_no_longer_the_runs(tmp_path, how):
     folder = tmp_path / "run"
     lock = lock_folder(folder)
     lock.verify()
@@ -213,10 +213,8 @@ def test_a_run_whose_folder_is_no_longer_its_own_finds_out(tmp_path, how):
     assert other is None or read_holder(folder), "it releases its own alone"
 
 
-def test_a_folder_that_was_moved_before_it_could_be_locked_is_looked_for_again(
-    tmp_path, monkeypatch
-):
-    """Who moves a folder aside has locked it; the next must not get the lock of the old one."""
+def test_a_folder_that_was_moved_before_it_was_locked_is_opened_again(tmp_path, monkeypatch):
+    """A process that moves a folder has locked it; the next one must lock the new folder."""
     folder: Path = tmp_path / "run"
     flock, calls = fcntl.flock, []
 

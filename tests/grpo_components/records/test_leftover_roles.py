@@ -1,4 +1,4 @@
-"""Nobody goes on in a folder while a role of a dead driver may still write there."""
+"""No run continues in a folder while a role of a dead driver may still write there."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def role():
 
 @pytest.fixture
 def died(tmp_path):
-    """The driver that had the folder and died."""
+    """A driver that held the folder and died."""
     (tmp_path / "logs").mkdir()
     lock = lock_folder(tmp_path)
     record = (tmp_path / LOCK).read_bytes()
@@ -37,16 +37,18 @@ def record(folder, pid, started, torn='{"role": "tra'):
     (folder / "logs" / "roles.jsonl").write_text(f"[]\n{text}{torn}")
 
 
-def test_a_role_that_still_runs_is_waited_for_and_then_named(tmp_path, monkeypatch, role, died):
+def test_a_running_role_is_waited_for_and_then_named(tmp_path, monkeypatch, role, died):
     record(tmp_path, role.pid, time.time())
     monkeypatch.setattr(leftover_roles, "WAIT_S", 0.1)
     with pytest.raises(ValueError, match=f"^output_dir: .* trainer_0, pid {role.pid}, "):
         wait_for_roles(tmp_path, died)
-    role.kill()  # and nobody has asked how it ended: it is a zombie
+    role.kill()  # not waited for: it is a zombie
     wait_for_roles(tmp_path, died)
 
 
-def test_a_role_that_ends_meanwhile_is_no_obstacle(tmp_path, monkeypatch, role, died):
+def test_a_role_that_ends_during_the_wait_does_not_block_the_folder(
+    tmp_path, monkeypatch, role, died
+):
     record(tmp_path, role.pid, time.time())
     wait_procs = leftover_roles.psutil.wait_procs
 
@@ -60,21 +62,21 @@ def test_a_role_that_ends_meanwhile_is_no_obstacle(tmp_path, monkeypatch, role, 
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
-def test_a_process_with_the_pid_of_a_role_is_not_taken_for_it(
+def test_another_process_with_the_pid_of_a_role_is_ignored(
     tmp_path, monkeypatch, role, died, seconds
 ):
-    """The role was of a run before the driver's, or its time is none that can be."""
+    """The role is of an earlier driver, or its start time is in the future."""
     monkeypatch.setattr(leftover_roles, "WAIT_S", 0.0)
     record(tmp_path, role.pid, time.time() + seconds)
     wait_for_roles(tmp_path, died)
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 4194305, 10**30])
-def test_what_is_no_pid_is_passed_over(tmp_path, monkeypatch, died, pid):
+def test_an_invalid_pid_is_ignored(tmp_path, monkeypatch, died, pid):
     monkeypatch.setattr(leftover_roles, "WAIT_S", 0.0)
     record(tmp_path, pid, time.time())
     wait_for_roles(tmp_path, died)
 
 
-def test_where_no_driver_died_nothing_is_looked_for(tmp_path):
+def test_without_a_dead_driver_there_is_no_wait(tmp_path):
     wait_for_roles(tmp_path, None)

@@ -1,4 +1,4 @@
-"""Every step's metrics reach the file, and torchtune's own loggers as often as asked."""
+"""Metrics of every step reach the file; torchtune's loggers get every n-th step."""
 
 import json
 import math
@@ -20,7 +20,7 @@ LOGGERS = "torchtune.training.metric_logging"
 
 
 class RecordingLogger(MetricLoggerInterface):
-    """Keeps what a logger is told."""
+    """Keeps what it is given."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, Any]]] = []
@@ -37,7 +37,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_step_is_one_line_at_once(tmp_path):
+def test_every_step_is_flushed_as_one_line(tmp_path):
     log = MetricLog(str(tmp_path), RecordingLogger(), log_every_n_steps=10)
     for step in (1, 2, 3):
         log.log(step, {"loss/total": 0.5 * step, "policy_version": step})
@@ -48,7 +48,7 @@ def test_every_step_is_one_line_at_once(tmp_path):
     log.close()
 
 
-def test_what_json_does_not_know_becomes_null_and_stays_a_gap_for_the_logger(tmp_path):
+def test_nan_and_infinity_are_null_in_the_file_and_nan_for_the_logger(tmp_path):
     logger = RecordingLogger()
     log = MetricLog(str(tmp_path), logger, log_every_n_steps=1)
     log.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
@@ -108,7 +108,7 @@ def test_closing_closes_the_logger(tmp_path):
 
 
 def group() -> dict[str, Any]:
-    """Of two responses, the second of which has failed."""
+    """A group of two responses, the second of which failed."""
     known = {"response_tokens": 2, "finish_reason": "stop", "tokens": ["4", "\n"]}
     scored = {"reward": 1.1, "reward_terms": {"right": 1.0, "form": 0.1}, "success": True}
     failed = {"reward": None, "reward_terms": {}, "success": False, "error": "timed out"}
@@ -183,7 +183,7 @@ def test_with_torchtunes_wandb_logger_offline(tmp_path, monkeypatch):
     node = {"_component_": f"{LOGGERS}.WandBLogger", "log_dir": str(tmp_path / "logs")}
     groups = [group(), group() | {"answer": ["4", "four"]}, group() | {"answer": 4}]
     run_with(tmp_path, node, groups)
-    wandb.teardown()  # offline, `finish` returns before the file is written; the exit waits
+    wandb.teardown()  # offline, `finish` returns before the file is written
     [run] = (tmp_path / "logs/wandb").glob("offline-run-*")
     [record] = run.glob("*.wandb")
     assert b"loss/total" in record.read_bytes()

@@ -1,4 +1,4 @@
-"""No run overwrites another or takes its folder: one that ended is moved aside whole."""
+"""No run overwrites another one: the folder of an ended run is moved aside."""
 
 import errno
 import json
@@ -36,13 +36,13 @@ def cfg(**changes):
 
 
 def prepare(folder, **changes):
-    """Start a run; returns its lock and where an earlier one is."""
+    """Start a run; returns its lock and the new path of an earlier run."""
     lock, moved_to = prepare_output_folder(real_path(folder), cfg(**changes), new_identity())
     return lock, moved_to
 
 
 def whole_run(folder, **changes):
-    """A run that starts and ends; returns where an earlier one is."""
+    """Start and end a run; returns the new path of an earlier run."""
     lock, moved_to = prepare(folder, **changes)
     (Path(folder) / "receipts.jsonl").write_text('{"record": "start"}\n')
     lock.release()
@@ -62,7 +62,7 @@ def test_a_fresh_folder_is_made_with_its_parents_and_nothing_is_moved(tmp_path, 
     assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "logs"]
 
 
-def test_the_config_is_written_as_it_was_resolved(tmp_path):
+def test_the_config_is_written_resolved(tmp_path):
     whole_run(tmp_path / "a")
     written = OmegaConf.load(tmp_path / "a" / "config.yaml")
     assert written == {"seed": 1, **CONFIG, "path": "/models/a/x.json"}
@@ -76,7 +76,7 @@ def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
     assert seeds == {"a-1": 0, "a-2": 1, "a-3": 2, "a": 3}
 
 
-def test_whatever_a_run_left_is_moved_with_it(tmp_path):
+def test_all_files_of_a_run_are_moved_with_it(tmp_path):
     whole_run(tmp_path / "a")
     deep = tmp_path / "a" / "checkpoints" / "step_1"
     deep.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_whatever_a_run_left_is_moved_with_it(tmp_path):
 
 @settings(max_examples=20)
 @given(taken=st.sets(st.integers(1, 5)), as_file=st.booleans())
-def test_no_name_that_is_taken_is_used(tmp_path_factory, taken, as_file):
+def test_a_taken_name_is_never_used(tmp_path_factory, taken, as_file):
     parent: Path = tmp_path_factory.mktemp("runs")
     for number in taken:
         other = parent / f"a-{number}"
@@ -107,7 +107,7 @@ def test_a_slash_at_the_end_changes_nothing(tmp_path):
     assert whole_run(f"{tmp_path}/a/") == tmp_path / "a-1"
 
 
-def test_of_a_link_its_target_is_moved_and_the_link_leads_to_the_new_run(tmp_path):
+def test_the_target_of_a_link_is_moved_and_the_link_leads_to_the_new_run(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for seed in (0, 1):
         moved = whole_run(tmp_path / "link", seed=seed)
@@ -116,7 +116,7 @@ def test_of_a_link_its_target_is_moved_and_the_link_leads_to_the_new_run(tmp_pat
 
 
 @pytest.mark.parametrize("spelling", ["{0}", "{0}/", "{0}/../a", "link", "{0}/./logs/..", "a"])
-def test_a_living_run_stays_where_it_is_however_its_folder_is_spelled(
+def test_a_running_run_keeps_its_folder_however_the_path_is_spelled(
     tmp_path, monkeypatch, spelling
 ):
     lock, _ = prepare(tmp_path / "a")
@@ -141,7 +141,7 @@ def race(folder, gate, results, done):
 
 
 @pytest.mark.parametrize("before", ["nothing", "a run", "a run that was killed"])
-def test_of_several_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_path, before):
+def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, before):
     if before != "nothing":
         whole_run(tmp_path / "a")
     if before == "a run that was killed":
@@ -176,8 +176,8 @@ def test_of_several_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_p
     "content",
     [
         {"thesis.tex": "ten years"},
-        {"config.yaml": "seed: 1", "logs/run.log": ""},  # another program's
-        {"config.yaml": OmegaConf.to_yaml(cfg())},  # mine, to start runs with
+        {"config.yaml": "seed: 1", "logs/run.log": ""},  # of another program
+        {"config.yaml": OmegaConf.to_yaml(cfg())},  # a user's, to start runs with
         {"config.yaml": OmegaConf.to_yaml(cfg()), "logs/mine.log": ""},
         {"receipts.jsonl": '{"record": "start"}'},
         {"checkpoints/step_1/model.safetensors": ""},
@@ -185,7 +185,7 @@ def test_of_several_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_p
         {".thesis.tex.swp": ""},
     ],
 )
-def test_what_is_no_runs_is_refused_by_name_and_stays_as_it_is(tmp_path, content):
+def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, content):
     for name, text in content.items():
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).write_text(text)
@@ -198,7 +198,7 @@ def test_what_is_no_runs_is_refused_by_name_and_stays_as_it_is(tmp_path, content
 @pytest.mark.parametrize(
     "name", ["notes.md", "logs/thesis.tex", "checkpoints/step_x/a", "other/run.log", ".a.swp"]
 )
-def test_a_run_with_something_else_in_it_is_refused_with_the_name(tmp_path, name):
+def test_a_run_with_a_foreign_file_is_refused_with_its_name(tmp_path, name):
     whole_run(tmp_path / "a")
     (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "a" / name).write_text("mine")
@@ -208,7 +208,7 @@ def test_a_run_with_something_else_in_it_is_refused_with_the_name(tmp_path, name
     assert not (tmp_path / "a" / LOCK).exists() and not (tmp_path / "a-1").exists()
 
 
-def test_empty_folders_and_placeholders_are_in_nobodys_way(tmp_path):
+def test_empty_folders_and_placeholders_do_not_count(tmp_path):
     (tmp_path / "a" / "data" / "deep").mkdir(parents=True)
     (tmp_path / "a" / ".gitkeep").touch()
     assert whole_run(tmp_path / "a") is None
@@ -216,7 +216,7 @@ def test_empty_folders_and_placeholders_are_in_nobodys_way(tmp_path):
     assert whole_run(tmp_path / "a") == tmp_path / "a-1"
 
 
-def test_a_folder_that_cannot_be_moved_is_refused_and_stays(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_moved_is_refused(tmp_path, monkeypatch):
     whole_run(tmp_path / "a")
 
     def rename(*_):
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_moved_is_refused_and_stays(tmp_path, monkeypatc
     assert whole_run(tmp_path / "a") == tmp_path / "a-1"
 
 
-def test_a_reopened_folder_keeps_everything_but_a_torn_line(tmp_path):
+def test_a_reopened_folder_loses_only_an_incomplete_line(tmp_path):
     folder = tmp_path / "a"
     whole_run(folder, seed=0)
     for name in ("receipts.jsonl", "logs/metrics.jsonl", "logs/roles.jsonl"):
@@ -244,9 +244,9 @@ def test_a_reopened_folder_keeps_everything_but_a_torn_line(tmp_path):
     assert [OmegaConf.load(folder / name).seed for name in names] == [0, 1, 2]
 
 
-def test_a_full_disk_names_the_file_once_and_for_all(tmp_path):
+def test_a_full_disk_is_an_error_that_names_the_file_and_closes_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.symlink_to("/dev/full")  # every write to it finds the disk full
+    path.symlink_to("/dev/full")  # every write fails with ENOSPC
     with path.open("a") as file:
         with pytest.raises(OSError) as failed:
             append_line(file, "a record")

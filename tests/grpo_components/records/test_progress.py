@@ -25,7 +25,7 @@ METRICS = {
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test sets."""
 
     now = 1000.0
 
@@ -61,7 +61,7 @@ def test_a_pipe_gets_a_line_for_some_steps_and_the_last():
     assert steps == [1, 2, 3, 4, 5, 10, 20, 30, 40, 47]
 
 
-def test_a_plain_line_says_it_all_and_is_never_wrapped():
+def test_a_plain_line_has_all_numbers_and_is_never_wrapped():
     clock = Clock()
     console = pipe(clock)
     progress = Progress(100, console)
@@ -86,7 +86,7 @@ def test_a_pipe_sees_no_control_codes_even_with_forced_colours(monkeypatch, capf
     assert "starting roles ..." in out and "saved /somewhere" in out
 
 
-def test_what_is_missing_or_nan_is_a_dash():
+def test_a_missing_or_nan_metric_is_a_dash():
     console = pipe()
     Progress(3, console).update(1, {"rollout/reward_mean": math.nan})
     line = text(console)
@@ -95,7 +95,7 @@ def test_what_is_missing_or_nan_is_a_dash():
 
 
 @pytest.mark.parametrize("note", ["[bold]literal[/bold] {braces} %s", "a" * 200])
-def test_a_note_is_one_line_as_it_is(note):
+def test_a_note_is_printed_unchanged_in_one_line(note):
     console = pipe()
     Progress(1, console).note(note)
     assert text(console) == note + "\n"
@@ -182,7 +182,7 @@ def test_the_summary_comes_last_and_aligned(make):
     assert lines[2:4] == ["next        this", "            that"]
 
 
-def test_closing_twice_is_closing_once():
+def test_a_second_close_does_nothing():
     console = terminal(Clock())
     progress = Progress(10, console)
     progress.close()
@@ -237,12 +237,12 @@ def test_in_a_real_terminal_the_cursor_comes_back_and_prints_are_kept(tmp_path):
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 4096)
-    except OSError:  # Linux says EIO when the other side has closed
+    except OSError:  # Linux raises EIO when the other side is closed
         return b""
 
 
 @pytest.mark.parametrize("make", [pipe, lambda: terminal(Clock())])
-def test_a_note_with_text_of_a_model_is_one_line_that_gives_no_orders(make):
+def test_control_characters_in_a_note_are_escaped(make):
     console = make()
     progress = Progress(3, console)
     progress.note("reward: ValueError: 'a\x1b[2J\x1b]0;mine\x07\nb [bold]c[/bold]'")

@@ -1,4 +1,4 @@
-"""The chain goes on whatever becomes of its writer, and hides nothing that was lost."""
+"""The chain continues after any end of its writer, and never hides lost records."""
 
 import errno
 import json
@@ -32,14 +32,14 @@ def path(tmp_path):
     return tmp_path / "receipts.jsonl"
 
 
-def test_each_hash_is_of_its_record_and_of_those_before(path):
+def test_each_hash_covers_its_record_and_all_before_it(path):
     assert is_chained(path)
     last = json.loads(path.read_text().splitlines()[-1])
     assert read_end(path) == End(3, last["chain"])
     assert {k: v for k, v in last.items() if k != "chain"} == {"value": {"three": 3.5}}
 
 
-def test_the_next_process_goes_on_and_cuts_a_torn_line(path):
+def test_the_next_process_continues_the_chain_and_cuts_an_incomplete_line(path):
     with path.open("a") as file:
         file.write('{"value": 4, "cha')
     write(path, 5)
@@ -48,7 +48,7 @@ def test_the_next_process_goes_on_and_cuts_a_torn_line(path):
     assert read_end(path).records == 4
 
 
-def test_killed_between_record_and_end_file_the_chain_goes_on(path, monkeypatch):
+def test_the_chain_continues_after_a_kill_between_record_and_end_file(path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
@@ -62,7 +62,7 @@ def test_killed_between_record_and_end_file_the_chain_goes_on(path, monkeypatch)
 
 
 @pytest.mark.parametrize("end", [b"", b"damaged", None])
-def test_without_a_readable_end_file_it_goes_on_from_the_last_record(path, end):
+def test_without_a_readable_end_file_the_chain_continues_from_the_last_record(path, end):
     path.with_name(END_FILE).unlink()
     if end is not None:
         path.with_name(END_FILE).write_bytes(end)
@@ -78,7 +78,7 @@ def test_lost_records_leave_a_gap_that_no_later_record_closes(path):
     assert not is_chained(path)
 
 
-def test_records_of_an_older_version_are_chained_by_the_first_new_one(tmp_path):
+def test_the_first_new_record_chains_records_of_an_older_version(tmp_path):
     path = tmp_path / "receipts.jsonl"
     path.write_text('{"value": 1}\n{"value": 2}\n')
     write(path, 3)
@@ -89,7 +89,7 @@ def test_records_of_an_older_version_are_chained_by_the_first_new_one(tmp_path):
     assert read_end(path) == End(3, stated)
 
 
-def test_a_link_in_the_place_of_the_end_file_is_not_followed(path, tmp_path):
+def test_a_link_instead_of_the_end_file_is_not_followed(path, tmp_path):
     own = tmp_path / "own"
     own.write_text("mine")
     path.with_name(END_FILE).unlink()

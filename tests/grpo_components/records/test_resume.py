@@ -1,4 +1,4 @@
-"""A run goes on where its checkpoint says, or says in one line what keeps it from that."""
+"""A run resumes from its checkpoint, or is refused in one line."""
 
 import asyncio
 import json
@@ -96,7 +96,7 @@ def test_without_resume_a_used_folder_is_moved_aside(run):
 
 
 @pytest.mark.parametrize(("path", "step"), [(None, 6), ("checkpoints/step_4", 4)])
-def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
+def test_a_run_resumes_in_its_folder_as_the_next_attempt(run, path, step):
     for attempt in (1, 2):
         cfg = config(run, str(run / path) if path else True, num_steps=30)
         check(cfg)
@@ -109,7 +109,7 @@ def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
         assert [next(whole) for _ in range(5 * step // 2 + 9)][-9:] == [
             next(prompts) for _ in range(9)
         ]
-        # What the run resumes from next time is what it goes on from now.
+        # `latest` is now the checkpoint that it resumed from.
         assert latest(run / "checkpoints") == run_start.checkpoint
         receipts(run, ledger, run_start.attempt)  # killed: it never closes them
         run_start.close()
@@ -119,7 +119,7 @@ def test_a_run_goes_on_in_its_folder_under_the_next_attempt(run, path, step):
     assert [(r["attempt"], r["steps_done"]) for r in starts] == [(0, 0), (1, step), (2, step)]
 
 
-def test_another_folder_can_go_on_from_a_checkpoint_of_this_one(run, tmp_path):
+def test_a_run_can_resume_in_another_folder(run, tmp_path):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     other = tmp_path / "other"
     run_start, ledger, _ = begin(config(other, str(run / "checkpoints/step_4")))
@@ -130,7 +130,7 @@ def test_another_folder_can_go_on_from_a_checkpoint_of_this_one(run, tmp_path):
     assert latest(run / "checkpoints") == run / "checkpoints" / "step_6"
 
 
-def test_another_folder_has_what_the_audit_needs_of_the_earlier_attempts(run, tmp_path):
+def test_another_folder_gets_what_the_audit_needs_of_the_earlier_attempts(run, tmp_path):
     (run / "config_attempt_0.yaml").write_text("seed: 1\n")
     receipts(run, parts()[0], 1).close()
     other = tmp_path / "other"
@@ -144,8 +144,8 @@ def test_another_folder_has_what_the_audit_needs_of_the_earlier_attempts(run, tm
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_cut_tail_is_still_noticed_after_the_run_went_on(run, tmp_path, elsewhere):
-    """The next record is chained to the one that is missing."""
+def test_missing_records_are_still_noticed_after_the_run_resumed(run, tmp_path, elsewhere):
+    """The next record is chained to the missing one."""
     lines = (run / "receipts.jsonl").read_bytes().splitlines(keepends=True)
     for cut in (False, True):
         (run / "receipts.jsonl").write_bytes(b"".join(lines[:-1] if cut else lines))
@@ -168,7 +168,7 @@ def started(folder):
 
 
 def begun(cfg):
-    """An attempt that begins, saves a checkpoint and ends."""
+    """Run an attempt that saves a checkpoint and ends."""
     run_start, ledger, prompts = begin(cfg)
     folder = run_start.output_dir
     receipts(folder, ledger, run_start.attempt, run_start.identity).close()
@@ -181,7 +181,7 @@ def begun(cfg):
 
 
 def test_a_run_keeps_its_id_and_every_process_has_its_own(run, tmp_path):
-    """Also where the run is older than ids are, and where another folder goes on with it."""
+    """Even if the run is older than ids, and if it resumes in another folder."""
     first, second = (begun(config(run, True)) for _ in range(2))
     other = begun(config(tmp_path / "other", str(run / "checkpoints/step_9")))
     assert first.run == second.run == other.run
@@ -193,7 +193,7 @@ def test_a_run_keeps_its_id_and_every_process_has_its_own(run, tmp_path):
     assert begun(config(run, str(run / "checkpoints/step_4"))).run == first.run, "an older one"
 
 
-def test_a_checkpoint_of_another_run_is_not_gone_on_with_here(run, tmp_path):
+def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
     begun(config(run, True))
     begun(config(tmp_path / "other", False))
     shutil.copytree(tmp_path / "other/checkpoints/step_9", run / "checkpoints/step_7")
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_with_here(run, tmp_path):
 
 
 @pytest.mark.parametrize("resume_from", [False, True, "checkpoints/step_4"])
-def test_no_attempt_begins_in_the_folder_of_a_living_one(run, resume_from):
+def test_no_attempt_starts_in_the_folder_of_a_running_one(run, resume_from):
     resume_from = str(run / resume_from) if isinstance(resume_from, str) else resume_from
     living, *_ = begin(config(run, True))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -215,14 +215,14 @@ def test_no_attempt_begins_in_the_folder_of_a_living_one(run, resume_from):
     living.close()
 
 
-def test_a_torn_start_record_is_no_attempt(run):
+def test_an_incomplete_start_record_is_not_an_attempt(run):
     with (run / "receipts.jsonl").open("a") as file:
         file.write('{"record": "start", "attempt": 1, "for')
     assert last_attempt(run) == 0
 
 
 @pytest.mark.parametrize("resume_from", [True, "nowhere", "RUN/checkpoints"])
-def test_where_there_is_no_checkpoint_the_key_is_named(run, tmp_path, resume_from):
+def test_a_missing_checkpoint_is_refused_by_its_key(run, tmp_path, resume_from):
     if isinstance(resume_from, str):
         resume_from = resume_from.replace("RUN", str(run))
     with pytest.raises(ValueError, match=r"^resume_from_checkpoint: .*; allowed: "):
@@ -263,11 +263,11 @@ def test_an_incompatible_change_is_refused_by_its_key(run, change, start, allowe
         {"checkpointer": {"output_dir": "/runs/b"}},
     ],
 )
-def test_a_compatible_change_is_not(run, change):
+def test_a_compatible_change_is_accepted(run, change):
     check(config(run, True, **change))
 
 
-def test_a_data_set_of_another_length_is_refused_before_anything_is_touched(run):
+def test_a_data_set_of_another_length_is_refused_and_nothing_is_touched(run):
     before = sorted(Path(run).rglob("*"))
     with pytest.raises(ValueError, match=r"^dataset: .*8 rows; allowed: .*9 rows"):
         begin(config(run, True), num_rows=8)
@@ -275,7 +275,7 @@ def test_a_data_set_of_another_length_is_refused_before_anything_is_touched(run)
 
 
 def trained_on(ledger, prompts):
-    """A run goes on for a while, with groups in flight."""
+    """Train for a while, with groups in flight."""
     for _ in range(4):
         next(prompts)
     ledger.steps_done = ledger.policy_version = ledger.published_version = 9
@@ -283,13 +283,13 @@ def trained_on(ledger, prompts):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_an_attempt_that_fails_goes_back_to_its_newest_checkpoint(run, tmp_path, resumed):
-    """Of its own; else to where it began: a checkpoint, maybe of another folder, or nothing."""
+def test_a_failed_attempt_rolls_back_to_its_newest_checkpoint(run, tmp_path, resumed):
+    """Without one, to its start: a checkpoint, maybe in another folder, or nothing."""
     folder = tmp_path / "other"
     cfg = config(folder, str(run / "checkpoints/step_4") if resumed else False)
     run_start, ledger, prompts = begin(cfg)
     expected = [next(begin(config(tmp_path / "again", cfg.resume_from_checkpoint))[2])[0]]
-    for number in (1, 2):  # and once more from there
+    for number in (1, 2):  # then once more
         trained_on(ledger, prompts)
         run_start = roll_back(run_start, ledger, prompts)
         assert run_start.attempt == number + resumed

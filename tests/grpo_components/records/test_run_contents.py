@@ -1,4 +1,4 @@
-"""A run's folder is known by what a run writes; anything else in it is found by name."""
+"""A run's folder is recognised by its files; any other file in it is found."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def config(output_dir, **changes):
 
 @pytest.fixture
 def run(tmp_path):
-    """All that runs leave, where none had an id or a lock yet."""
+    """All files of a run, made by a version without ids and locks."""
     folder = tmp_path / "run"
     for name in WRITTEN:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -40,32 +40,32 @@ def run(tmp_path):
     return folder
 
 
-def test_all_that_a_run_writes_is_its_own(run):
+def test_files_of_a_run_are_recognised(run):
     assert is_run(run) and foreign_entry(run) is None and not is_empty(run)
-    (run / "receipts.jsonl").unlink()  # it ended before there was one
+    (run / "receipts.jsonl").unlink()  # the run ended before its first receipt
     assert not is_run(run)
     (run / "logs/events.jsonl").write_text(json.dumps({"event": "start"}) + "\n")
     assert is_run(run)
 
 
-def test_a_run_under_another_name_is_still_one(run):
+def test_a_renamed_run_is_still_a_run(run):
     moved = run.rename(run.with_name("better name"))
     assert is_run(moved) and foreign_entry(moved) is None
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "logs"])
-def test_without_config_or_logs_it_is_none(run, missing):
+def test_a_folder_without_config_or_logs_is_not_a_run(run, missing):
     (run / missing).rename(run.with_name("elsewhere"))
     assert not is_run(run)
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", "seed: 1", "a: !!python/object:os.x {}", "\0", "é"])
-def test_with_a_config_of_another_program_it_is_none(run, text):
+def test_a_folder_with_the_config_of_another_program_is_not_a_run(run, text):
     (run / "config.yaml").write_text(text, encoding="latin-1")
     assert not is_run(run)
 
 
-def test_whoever_died_before_anything_was_written_had_a_run(tmp_path):
+def test_a_folder_with_only_the_lock_of_a_dead_process_is_a_run(tmp_path):
     assert not is_run(tmp_path)
     lock = lock_folder(tmp_path)
     record = (tmp_path / LOCK).read_bytes()
@@ -83,7 +83,7 @@ def test_whoever_died_before_anything_was_written_had_a_run(tmp_path):
         *("profile/run/run.lock", "logs/disk/run.lock", "checkpoints/step_4/run.lock"),
     ],
 )
-def test_anything_else_is_found(run, name):
+def test_a_foreign_file_is_found(run, name):
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).write_text("mine")
     assert foreign_entry(run) == Path(name)
@@ -95,7 +95,7 @@ def test_a_link_that_no_run_made_is_found(run, link):
     assert foreign_entry(run) == Path(link)
 
 
-def test_where_logger_and_profiler_were_told_to_write_is_the_runs(run):
+def test_folders_of_the_logger_and_profiler_belong_to_the_run(run):
     node = {"log_dir": f"{run}/boards/tb"}
     OmegaConf.save(config(run, metric_logger=node), run / "config_attempt_1.yaml")
     OmegaConf.save(config(run, profiler={"output_dir": f"{run}/traces"}), run / "config.yaml")
@@ -108,7 +108,7 @@ def test_where_logger_and_profiler_were_told_to_write_is_the_runs(run):
 
 
 @pytest.mark.parametrize("log_dir", ["", "/", "/../other", "/logs/../.."])
-def test_a_logger_in_the_folder_itself_makes_not_everything_a_runs(run, log_dir):
+def test_with_a_logger_in_the_folder_itself_foreign_files_are_still_found(run, log_dir):
     logger = {"log_dir": f"{run}{log_dir}"}
     OmegaConf.save(config(run, metric_logger=logger), run / "config_attempt_1.yaml")
     (run / "events.out.tfevents.17.host").touch()
@@ -124,7 +124,7 @@ def test_a_logger_in_the_folder_itself_makes_not_everything_a_runs(run, log_dir)
     ("name", "empty"),
     [("a/b/c/", True), ("a/.gitkeep", True), (".DS_Store", True), ("a/b/thesis.tex", False)],
 )
-def test_empty_folders_and_placeholders_are_nothing(tmp_path, name, empty):
+def test_a_folder_with_only_empty_folders_and_placeholders_is_empty(tmp_path, name, empty):
     path = tmp_path / name
     (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
     None if name.endswith("/") else path.touch()
@@ -133,7 +133,7 @@ def test_empty_folders_and_placeholders_are_nothing(tmp_path, name, empty):
     assert not is_empty(tmp_path)
 
 
-def test_a_part_of_a_runs_folder_is_known(run):
+def test_a_folder_inside_a_run_is_recognised(run):
     for name in ("checkpoints", "logs/x/y", "profile/run", "skipped/a"):
         assert lies_in_run(run / name) == run
     for folder in (run, run / "another", run.parent):

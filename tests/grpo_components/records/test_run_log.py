@@ -1,4 +1,4 @@
-"""What a run says of itself: throughput by the wall clock, evaluations where they belong."""
+"""What a run reports: metrics, throughput, evaluations, the summary and the report."""
 
 import json
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ class Logger(MetricLoggerInterface):
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test sets."""
 
     now = 500.0
 
@@ -92,27 +92,27 @@ def throughput(record):
     return [record[f"throughput/{kind}_tokens_per_second"] for kind in kinds]
 
 
-def test_throughput_is_tokens_since_the_step_before_over_the_time_since_then(make, clock, tmp_path):
+def test_throughput_is_tokens_per_second_since_the_last_step(make, clock, tmp_path):
     log, _ = make()
     clock.now += 2
-    log.generated(30)
-    log.generated(10)
+    log.count_generated(30)
+    log.count_generated(10)
     log.step(1, step_metrics(), 100)
     clock.now += 5
-    log.generated(50)
+    log.count_generated(50)
     log.step(2, step_metrics(), 200)
     clock.now += 1
     log.step(3, step_metrics(), 10)
     assert [throughput(r) for r in records(tmp_path)] == [[20, 50], [10, 40], [0, 10]]
 
 
-def test_the_time_of_an_evaluation_counts_except_that_before_the_first_step(make, clock, tmp_path):
+def test_throughput_includes_the_time_of_all_evaluations_but_the_first(make, clock, tmp_path):
     log, _ = make()
     clock.now += 1000
-    log.generated(7)
+    log.count_generated(7)
     log.evaluation(0, eval_metrics())
     clock.now += 4
-    log.generated(80)
+    log.count_generated(80)
     log.step(1, step_metrics(), 40)
     clock.now += 3
     log.evaluation(2, eval_metrics(version=2))
@@ -130,7 +130,7 @@ def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path
     assert logger.logged == [(0, expected)]
 
 
-def test_a_later_evaluation_is_part_of_its_steps_record_and_no_record_of_its_own(make, tmp_path):
+def test_a_later_evaluation_has_no_record_of_its_own(make, tmp_path):
     log, _ = make()
     log.evaluation(5, eval_metrics(version=5))
     assert records(tmp_path) == []
@@ -154,7 +154,7 @@ def test_the_file_has_every_step_and_the_logger_every_nth(make, clock, tmp_path)
     assert [step for step, _ in logger.logged] == [3, 6]
 
 
-def test_an_evaluation_and_a_checkpoint_are_said_in_a_line_each(make, capsys):
+def test_an_evaluation_and_a_checkpoint_are_shown_in_a_line_each(make, capsys):
     log, _ = make()
     log.evaluation(25, eval_metrics(success=0.5, version=24))
     log.checkpoint(25, "/runs/a/checkpoints/step_25")
@@ -165,13 +165,13 @@ def test_an_evaluation_and_a_checkpoint_are_said_in_a_line_each(make, capsys):
 
 
 def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock, tmp_path, capsys):
-    """The step's record is the earlier attempt's; throughput counts from here all the same."""
+    """The earlier attempt has logged the step; throughput counts from here."""
     log, _ = make(attempt=1)
     clock.now += 1000
-    log.generated(7)
+    log.count_generated(7)
     log.evaluation(4, eval_metrics(success=0.5, version=4))
     clock.now += 4
-    log.generated(80)
+    log.count_generated(80)
     log.step(5, step_metrics(), 40)
     assert [record["step"] for record in records(tmp_path)] == [5]
     assert throughput(records(tmp_path)[0]) == [20, 10]
@@ -181,7 +181,7 @@ def test_the_evaluation_of_a_restored_policy_is_shown_and_not_logged(make, clock
 def test_sampled_groups_are_written_with_their_step_and_attempt(make, tmp_path):
     log, _ = make(attempt=2)
     entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8, 9, 10)]
-    texts = [None, {"prompt": "1+1?"}, {"prompt": "2+2?"}]  # a checkpoint has brought group 7
+    texts = [None, {"prompt": "1+1?"}, {"prompt": "2+2?"}]  # group 7 is from a checkpoint
     log.rollouts(3, entries, texts, [0.5, 1.5, 2.5, 3.5], {})
     lines = (tmp_path / "logs/rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
@@ -190,8 +190,8 @@ def test_sampled_groups_are_written_with_their_step_and_attempt(make, tmp_path):
     ]
 
 
-def test_logprobs_stand_with_the_responses_that_they_are_of(make, tmp_path):
-    """Of two groups the first comes from a checkpoint, which has no text."""
+def test_logprobs_are_written_with_their_responses(make, tmp_path):
+    """The first of two groups is from a checkpoint, which has no text."""
     log, _ = make()
     entries = [LedgerEntry(group_id, {}, 0, 0, 0, 2) for group_id in (7, 8)]
     text = {"responses": [{"response": "2"}, {"response": "3"}]}
@@ -205,7 +205,7 @@ def test_logprobs_stand_with_the_responses_that_they_are_of(make, tmp_path):
 
 
 def shown(capsys):
-    """The rows of the summary by their label; only a first line is looked at."""
+    """The rows of the summary by label; only the first line of each."""
     lines = capsys.readouterr().out.splitlines()
     return dict(line.split("  ", 1) for line in lines if "  " in line.strip())
 
@@ -215,14 +215,14 @@ def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_pat
     log.evaluation(0, eval_metrics(success=0.25))
     for step in range(1, 31):
         clock.now += 2
-        log.generated(300)
+        log.count_generated(300)
         reward = 0.1 if step <= 10 else 0.4 if step <= 20 else 0.9
         stalest = 7 if step == 15 else 1
         log.step(step, step_metrics(reward, staleness=step / 30, stalest=stalest), 100)
     log.evaluation(30, eval_metrics(success=0.75, version=30))
     log.checkpoint(30, "/runs/a/checkpoints/step_30")
     capsys.readouterr()
-    clock.now += 1000  # nothing is measured after the last step
+    clock.now += 1000  # time after the last step does not count
     log.summary({"stale": 3, "failed": 1}, skipped_steps="2 of 30, the first was step 7")
     rows = {label: value.strip() for label, value in shown(capsys).items()}
     assert rows["reward"] == "0.10 at the start, 0.90 at the end (means of 10 steps)"
@@ -235,7 +235,7 @@ def test_the_summary_compares_the_first_steps_with_the_last(make, clock, tmp_pat
     assert rows["metrics"] == str(tmp_path / "logs" / "metrics.jsonl")
 
 
-def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys):
+def test_the_summary_shows_that_nothing_was_dropped(make, clock, capsys):
     log, _ = make(num_steps=1)
     log.evaluation(0, eval_metrics())
     clock.now += 1
@@ -246,7 +246,7 @@ def test_the_summary_of_a_run_that_dropped_nothing_says_none(make, clock, capsys
     assert "(one step each)" in rows["reward"]
 
 
-def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys):
+def test_close_writes_the_report_and_shows_its_path(make, clock, tmp_path, capsys):
     log, _ = make()
     log.close()
     assert not (tmp_path / "report.html").exists(), "there is nothing to see yet"
@@ -258,7 +258,7 @@ def test_closing_writes_the_report_and_says_where(make, clock, tmp_path, capsys)
     assert (tmp_path / "report.html").stat().st_size > 1e6
 
 
-def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
+def test_a_failed_report_is_shown_in_a_line_and_does_not_fail_the_run(
     make, clock, monkeypatch, capsys
 ):
     def broken(folder):
@@ -282,7 +282,7 @@ def test_a_report_that_cannot_be_written_is_told_in_a_line_and_is_no_failure(
         (KeyboardInterrupt(), "interrupted; 1"),
     ],
 )
-def test_the_report_of_a_failed_run_tells_what_ended_it(make, clock, tmp_path, error, shown):
+def test_the_report_of_a_failed_run_has_the_error(make, clock, tmp_path, error, shown):
     start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9}
     (tmp_path / "receipts.jsonl").write_text(json.dumps(start) + "\n")
     log, _ = make()
@@ -316,7 +316,7 @@ def test_an_attempt_that_fails_before_its_first_step_is_in_the_report(make, cloc
     assert "no such model" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_summary_of_an_evaluation_alone_has_its_interval_and_nothing_of_training(make, capsys):
+def test_the_summary_of_eval_only_has_the_confidence_interval_and_nothing_of_training(make, capsys):
     log, _ = make(num_steps=1)
     ends = {"eval/success_rate_low": 0.125, "eval/success_rate_high": 0.5}
     log.evaluation(0, eval_metrics() | ends)
@@ -350,7 +350,7 @@ def cfg(tmp_path):
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_what_was_left_out_of_the_data_or_is_not_held_out_is_told_at_the_start(cfg, capsys, trains):
+def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains):
     cfg.eval_only = not trains
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
     dataset, held_out = Prompts([1, 2], left_out), Prompts([2, 3], left_out)
@@ -360,7 +360,7 @@ def test_what_was_left_out_of_the_data_or_is_not_held_out_is_told_at_the_start(c
     assert capsys.readouterr().out.splitlines() == told
 
 
-def test_of_data_sets_without_notes_that_share_no_prompt_nothing_is_told(cfg, capsys):
+def test_data_sets_without_notes_and_shared_prompts_show_nothing(cfg, capsys):
     datasets = ([{"prompt_ids": [number]}] for number in (1, 2))
     open_log(cfg, 0, "", *datasets).close()
     assert capsys.readouterr().out == ""

@@ -61,10 +61,10 @@ def test_only_skipped_steps_in_a_row_end_the_run_and_the_error_names_them(tmp_pa
     notes = []
     skipped_steps = SkippedSteps(2, str(tmp_path), notes.append)
     for step, trained in enumerate([False, True, False, True], start=1):
-        skipped_steps.count_step(step, trained, "" if trained else f"reason {step}")
-    skipped_steps.count_step(5, False, "reason 5")
+        skipped_steps.record(step, trained, "" if trained else f"reason {step}")
+    skipped_steps.record(5, False, "reason 5")
     with pytest.raises(SkippedStepsError) as error:
-        skipped_steps.count_step(6, False, "reason 6")
+        skipped_steps.record(6, False, "reason 6")
     message = str(error.value)
     assert message.startswith("max_skipped_steps: 2 given")
     assert all(fact in message for fact in ("5 to 6", "reason 6", f"{tmp_path}/skipped"))
@@ -79,11 +79,11 @@ def test_a_run_that_trained_nothing_is_an_error_with_the_first_reason(tmp_path, 
     skipped_steps = SkippedSteps(10, str(tmp_path), lambda note: None)
     skipped_steps.check_trained()  # no step yet
     assert skipped_steps.summary() == ""
-    skipped_steps.count_step(1, again, "reason 1")
-    skipped_steps.count_step(2, False, "reason 2")
+    skipped_steps.record(1, again, "reason 1")
+    skipped_steps.record(2, False, "reason 2")
     if again:  # a rollback to the start of the run loses what was trained
         skipped_steps.check_trained()
-        skipped_steps.count_step(1, False, "reason 1")
-        skipped_steps.count_step(2, False, "reason 2")
+        skipped_steps.record(1, False, "reason 1")
+        skipped_steps.record(2, False, "reason 2")
     with pytest.raises(SkippedStepsError, match=r"all 2 steps .* reason 1;"):
         skipped_steps.check_trained()
