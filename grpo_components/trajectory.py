@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -119,8 +120,7 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
     packed: PackedTrajectories = {}
     for name, dtype in _RAGGED.items():
         values = [getattr(t, name) for t in trajectories]
-        if name == "reference_logprobs" and any(v is None for v in values):
-            assert all(v is None for v in values), "reference_logprobs on some trajectories only"
+        if _all_missing(values, name):
             packed[name] = None
             continue
         flat = np.concatenate([np.asarray(v, dtype=dtype) for v in values] or [np.empty(0, dtype)])
@@ -130,6 +130,22 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
     for name in _OBJECTS:
         packed[name] = [getattr(t, name) for t in trajectories]
     return packed
+
+
+def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
+    """Cut one [P] or [R] field into its trajectories.
+
+    Args:
+        packed: what `pack` returned.
+        name: of the field; `reference_logprobs` only where they were added.
+
+    Returns:
+        One array per trajectory, a view of the flat one.
+    """
+    flat, lengths = packed[name]
+    sizes = lengths.tolist()
+    ends = itertools.accumulate(sizes)
+    return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def unpack(packed: PackedTrajectories) -> list[Trajectory]:
@@ -142,13 +158,9 @@ def unpack(packed: PackedTrajectories) -> list[Trajectory]:
         The records, in order. Their arrays are views of the flat ones.
     """
     size = len(packed["group_id"])
-    columns: dict[str, list[Any]] = {}
-    for name in _RAGGED:
-        if packed[name] is None:
-            columns[name] = [None] * size
-            continue
-        flat, lengths = packed[name]
-        columns[name] = np.split(flat, np.cumsum(lengths)[:-1]) if size else []
+    columns: dict[str, list[Any]] = {
+        name: [None] * size if packed[name] is None else split(packed, name) for name in _RAGGED
+    }
     for name in _SCALAR:
         columns[name] = packed[name].tolist()
     for name in _OBJECTS:
@@ -156,9 +168,60 @@ def unpack(packed: PackedTrajectories) -> list[Trajectory]:
     return [Trajectory(**{name: columns[name][i] for name in columns}) for i in range(size)]
 
 
+class TokenSequence(NamedTuple):
+    """What a forward pass reads of a trajectory."""
+
+    prompt_ids: NDArray[np.int64]
+    """[P]"""
+    response_ids: NDArray[np.int64]
+    """[R]"""
+    temperature: float
+    """Logits are divided by it."""
+
+
+def token_sequences(packed: PackedTrajectories) -> list[TokenSequence]:
+    """View packed trajectories as token sequences, in order.
+
+    Args:
+        packed: what `pack` returned.
+    """
+    columns = (split(packed, "prompt_ids"), split(packed, "response_ids"))
+    parts = zip(*columns, packed["temperature"].tolist(), strict=True)
+    return [TokenSequence(*part) for part in parts]
+
+
 def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
-    """Join packed groups into one packed batch, in the order given."""
-    return pack([trajectory for group in groups for trajectory in unpack(group)])
+    """Join packed groups into one packed batch, in the order given.
+
+    Args:
+        groups: any number of them; `reference_logprobs` in all of them or in none. A group without
+            trajectories counts as neither.
+
+    Returns:
+        What `pack` returns for all their trajectories; the arrays are new.
+    """
+    parts = [group for group in groups if len(group["group_id"])]
+    if not parts:
+        return pack([])
+    joined: PackedTrajectories = {}
+    for name in _RAGGED:
+        columns = [part[name] for part in parts]
+        if _all_missing(columns, name):
+            joined[name] = None
+            continue
+        flats, lengths = zip(*columns, strict=True)
+        joined[name] = (np.concatenate(flats), np.concatenate(lengths))
+    for name in _SCALAR:
+        joined[name] = np.concatenate([part[name] for part in parts])
+    for name in _OBJECTS:
+        joined[name] = [value for part in parts for value in part[name]]
+    return joined
+
+
+def _all_missing(values: Sequence[Any], name: str) -> bool:
+    missing = [value is None for value in values]
+    assert all(missing) or not any(missing), f"{name} on some trajectories only"
+    return any(missing)
 
 
 def batch_hash(packed: PackedTrajectories) -> str:
@@ -210,25 +273,28 @@ class GroupSummary:
     """The messages of the failed samples."""
 
 
-def summarize(group: Sequence[Trajectory]) -> GroupSummary:
+def summarize(group: PackedTrajectories) -> GroupSummary:
     """Reduce one group to the numbers that scheduling, advantages and metrics need.
 
     Args:
-        group: the trajectories of one prompt; at least one token was sampled, or all have failed.
+        group: the packed trajectories of one prompt; at least one token was sampled, or all of
+            them failed.
     """
-    versions = np.concatenate([t.token_versions[t.response_mask] for t in group])
+    masks, group_id = split(group, "response_mask"), int(group["group_id"][0])
+    versions = group["token_versions"][0][group["response_mask"][0]]
     if not len(versions):
-        assert all(t.failed for t in group), f"group {group[0].group_id} has no sampled token"
+        failed = all(reason == "error" for reason in group["finish_reason"])
+        assert failed, f"group {group_id} has no sampled token"
         versions = np.array([-1])
     return GroupSummary(
-        group_id=group[0].group_id,
-        prompt_index=group[0].prompt_index,
-        rewards=[t.reward for t in group],
-        successes=[t.success for t in group],
-        response_tokens=[int(t.response_mask.sum()) for t in group],
-        response_lengths=[len(t.response_ids) for t in group],
+        group_id=group_id,
+        prompt_index=int(group["prompt_index"][0]),
+        rewards=group["reward"].tolist(),
+        successes=group["success"].tolist(),
+        response_tokens=[int(mask.sum()) for mask in masks],
+        response_lengths=[len(mask) for mask in masks],
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),
-        finish_reasons=[t.finish_reason for t in group],
-        errors=[t.error for t in group if t.error is not None],
+        finish_reasons=list(group["finish_reason"]),
+        errors=[error for error in group["error"] if error is not None],
     )

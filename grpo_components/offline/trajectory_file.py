@@ -204,8 +204,8 @@ class RecordedGroups:
         """
         row = prompt["prompt_index"]
         identity = {"prompt_index": row, "epoch": epoch, "group_id": group_id, "attempt": attempt}
-        group = [replace(trajectory, **identity) for trajectory in self._groups[row]]
-        return pack(group), summarize(group), None
+        group = pack([replace(trajectory, **identity) for trajectory in self._groups[row]])
+        return group, summarize(group), None
 
     def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]

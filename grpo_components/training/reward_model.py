@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -13,19 +14,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.micro_batches import plan_micro_batches
-from grpo_components.trajectory import (
-    GroupSummary,
-    PackedTrajectories,
-    Trajectory,
-    pack,
-    summarize,
-    unpack,
-)
+from grpo_components.trajectory import GroupSummary, PackedTrajectories, summarize
 
 REWARD_TERM = "reward_model"
 """Its name among the reward terms."""
 
-_SHOWN = 200
+_CHANGED_LISTS, _CHANGED_ARRAYS = ("finish_reason", "reward_terms", "error"), ("reward", "success")
+"""Fields that a score may change, by how they are packed."""
+MAX_ERROR_CHARS = 200
 
 
 class RewardModel:
@@ -70,7 +66,7 @@ class RewardModel:
             raise ValueError(f"reward_model.path: {labels}; allowed: a classifier with one")
         missing = sorted(loading["missing_keys"])
         if missing:  # as in a language model: they are random now
-            problem = f"{path} has no weights for {', '.join(missing)[:_SHOWN]}"
+            problem = f"{path} has no weights for {', '.join(missing)[:MAX_ERROR_CHARS]}"
             raise ValueError(f"reward_model.path: {problem}; allowed: a trained classifier")
         if chat_template and not self._tokenizer.chat_template:
             problem = f"true given, and the tokenizer of {path} has no chat template"
@@ -92,35 +88,39 @@ class RewardModel:
         Returns:
             The three things that the generator returned, with the new rewards and reward terms.
         """
-        trajectories = unpack(group)
-        scored = [i for i, trajectory in enumerate(trajectories) if not trajectory.failed]
+        columns: dict[str, list[Any]] = {name: list(group[name]) for name in _CHANGED_LISTS}
+        columns |= {name: group[name].tolist() for name in _CHANGED_ARRAYS}
+        scored = [i for i, reason in enumerate(columns["finish_reason"]) if reason != "error"]
         responses = [text["responses"][i]["response"] for i in scored]
         scores = self._scores(text["prompt"], responses)
         for i, score in zip(scored, scores, strict=True):
-            self._add(trajectories[i], score)
-        told = [
-            {
-                **shown,
-                "finish_reason": trajectory.finish_reason,
-                "reward": trajectory.reward,
-                "reward_terms": trajectory.reward_terms,
-                "success": trajectory.success,
-                "error": trajectory.error,
-            }
-            for shown, trajectory in zip(text["responses"], trajectories, strict=True)
+            changes = self._outcome(columns["reward"][i], columns["reward_terms"][i], score)
+            for name, value in changes.items():
+                columns[name][i] = value
+        arrays = {name: np.array(columns[name], group[name].dtype) for name in _CHANGED_ARRAYS}
+        packed = {**group, **columns, **arrays}
+        outcomes = zip(*columns.values(), strict=True)
+        shown = [
+            {**response, **dict(zip(columns, outcome, strict=True))}
+            for response, outcome in zip(text["responses"], outcomes, strict=True)
         ]
-        return pack(trajectories), summarize(trajectories), {**text, "responses": told}
+        return packed, summarize(packed), {**text, "responses": shown}
 
-    def _add(self, trajectory: Trajectory, score: float | str) -> None:
-        reward = math.nan if isinstance(score, str) else trajectory.reward + self._weight * score
-        if not isinstance(score, str) and math.isfinite(reward):
-            trajectory.reward = reward
-            trajectory.reward_terms = {**trajectory.reward_terms, REWARD_TERM: score}
-            return
+    def _outcome(
+        self, reward: float, terms: dict[str, float], score: float | str
+    ) -> dict[str, Any]:
+        """The fields that a score changes; a score that is a text says why there is none."""
+        total = math.nan if isinstance(score, str) else reward + self._weight * score
+        if math.isfinite(total):
+            return {"reward": total, "reward_terms": {**terms, REWARD_TERM: score}}
         problem = score if isinstance(score, str) else f"gave {score}"
-        trajectory.error = f"reward {REWARD_TERM}: {problem}"
-        trajectory.finish_reason, trajectory.success = "error", False
-        trajectory.reward, trajectory.reward_terms = math.nan, {}
+        return {
+            "finish_reason": "error",
+            "reward": math.nan,
+            "reward_terms": {},
+            "success": False,
+            "error": f"reward {REWARD_TERM}: {problem}",
+        }
 
     @torch.no_grad()
     def _scores(self, prompt: str, responses: list[str]) -> list[float | str]:

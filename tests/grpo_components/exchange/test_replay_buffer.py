@@ -29,7 +29,7 @@ def group(group_id, version=0, size=2):
         )
         for i in range(size)
     ]
-    return pack(members), summarize(members)
+    return pack(members), summarize(pack(members))
 
 
 def make(capacity=8, eta=2, groups_per_step=2, timeout_s=5.0, **options):
@@ -41,7 +41,7 @@ def mixed_group(group_id, oldest, newest):
     """Its weights were swapped while the second response was sampled."""
     members = unpack(group(group_id, oldest)[0])
     members[1].token_versions = np.array([oldest, newest, newest], np.int32)
-    return pack(members), summarize(members)
+    return pack(members), summarize(pack(members))
 
 
 def ids(batch):

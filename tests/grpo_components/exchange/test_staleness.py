@@ -187,7 +187,7 @@ class Run:
             if generator.life != life:  # what was in flight went with it
                 await self.ledger.drop([entry.group_id], "failed", reissue=True)
                 continue
-            summary = summarize(group)
+            summary = summarize(pack(group))
             await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
             if self.happens("failed"):
                 await self.ledger.drop([entry.group_id], "failed")

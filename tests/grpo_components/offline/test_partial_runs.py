@@ -17,7 +17,7 @@ from grpo_components.offline.partial_runs import (
 from grpo_components.offline.trajectory_file import group_line
 from grpo_components.records.failed_samples import FailedSamples
 from grpo_components.state_files import write_state
-from grpo_components.trajectory import Trajectory, summarize
+from grpo_components.trajectory import Trajectory, pack, summarize
 
 
 def group(version=0, size=2):
@@ -141,7 +141,7 @@ def test_a_recorded_sample_that_failed_is_told_of_by_its_line(recorded, tmp_path
     failures = FailedSamples(9, tmp_path, 0, note=print)
     entry = LedgerEntry(5, RecordedPrompts(recorded)[2], 0, 0, 0, 0)
     failed = replace(group()[0], finish_reason="error", error="it failed", reward=float("nan"))
-    assert not failures.in_group(entry, summarize([failed, *group(size=1)]))
+    assert not failures.in_group(entry, summarize(pack([failed, *group(size=1)])))
     assert "(line 3 of " in (tmp_path / "failed_samples.jsonl").read_text()
 
 

@@ -79,7 +79,7 @@ def test_batches_become_lines_and_lines_the_groups_of_another_run(tmp_path):
         assert trajectory.temperature == before.temperature == 0.7
         assert np.array_equal(trajectory.prompt_ids, before.prompt_ids)
         assert np.array_equal(trajectory.generator_logprobs, before.generator_logprobs)
-    assert summary == summarize(unpack(packed)) and text is None
+    assert summary == summarize(packed) and text is None
 
 
 def test_the_first_responses_return_what_is_known_of_their_tokens(tmp_path):

@@ -233,7 +233,7 @@ class Run:
             attempt=0,
             finish_reason="stop",
         )
-        parts = (pack([member]), summarize([member]))
+        parts = (pack([member]), summarize(pack([member])))
         self.ledger.enter_buffer(*parts)
         await self.buffer.add(*parts)
         self.checkpoints.hold()

@@ -184,7 +184,7 @@ class Run:
                 for sampled in [generator.engine.submit(name, None) for name in names]
             ]
             await self.work()
-            summary = summarize(group)
+            summary = summarize(pack(group))
             self.spanning += summary.oldest_version != summary.newest_version
             await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
             if mixed(entry.group_id, "failed") % 11 == 0:

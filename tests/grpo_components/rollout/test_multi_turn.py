@@ -483,7 +483,7 @@ def test_a_slow_slot_keeps_neither_its_siblings_nor_other_groups_waiting(make_ge
     groups = asyncio.run(both())
     assert release.is_set()
     for packed, summary, _ in groups:
-        assert summary.errors == [] and summary == summarize(unpack(packed))
+        assert summary.errors == [] and summary == summarize(packed)
 
 
 def test_a_world_that_fails_costs_its_own_sample_only(make_generator):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from grpo_components.training.reward_model import RewardModel
-from grpo_components.trajectory import Trajectory, pack, unpack
+from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
 
 WORDS = [
     "[UNK]",
@@ -141,6 +141,7 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
         assert (new.success, new.finish_reason) == (old.success, old.finish_reason)
         assert new.response_ids.tolist() == old.response_ids.tolist()
     assert summary.rewards == [t.reward for t in after]
+    assert batch_hash(scored) == batch_hash(pack(after))
     assert told["prompt"] == text["prompt"] and told["responses"][0]["response"] == RESPONSES[0]
     assert unpack(group)[1].reward == 1.0  # what came in is as it was
 
