@@ -86,6 +86,7 @@ class TrainerSide:
         from torchtune.models.qwen2 import qwen2
         from torchtune.training import FullModelHFCheckpointer
 
+        from grpo_components.exchange.staleness import StalenessContract
         from grpo_components.models.meshes import Sharding
         from grpo_components.objective.aggregation import TokenMean
         from grpo_components.objective.losses import GRPOLoss
@@ -125,7 +126,7 @@ class TrainerSide:
             aggregation=TokenMean(),
             off_policy=NoCorrection(),
             learning_rate=None,
-            max_staleness=0,
+            contract=StalenessContract(0, 1),
             mask_overlong=False,
             model_type="QWEN2",
             base_model_path=folder,

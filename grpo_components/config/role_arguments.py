@@ -74,7 +74,6 @@ def role_arguments(
         return cfg[f"gpus_per_{role}"] if cfg.device == "cuda" else 0
 
     replay_buffer = {
-        "capacity": (cfg.max_staleness + 1) * cfg.groups_per_step,
         "contract": contract,
         "stale_tokens": cfg.stale_tokens,
         "timeout_s": cfg.timeouts.batch_s,
@@ -97,7 +96,7 @@ def role_arguments(
         "build_lr_scheduler": cfg.lr_scheduler
         and partial(config.instantiate, cfg.lr_scheduler, num_training_steps=cfg.num_steps),
         "learning_rate": learning_rate,
-        "max_staleness": cfg.max_staleness,
+        "contract": contract,
         "mask_overlong": cfg.mask_overlong,
         "model_type": cfg.checkpointer.model_type,
         "base_model_path": cfg.base_model_path,

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
 from grpo_components.replay.event_order import Turns
@@ -32,7 +33,7 @@ class Evaluation:
         held_out: rows of the evaluation data set; without any there are no evaluations.
         every_n_steps: between two of them; one more comes after the last step.
         num_steps: of the run.
-        max_staleness: policy versions that training may be ahead of the weights it is about.
+        contract: how far training may be ahead of the weights under evaluation.
         first_version: policy version of the weights that generators start with.
         samples: responses to each row.
         batch: responses that one generator samples at a time.
@@ -49,7 +50,7 @@ class Evaluation:
         *,
         every_n_steps: int,
         num_steps: int,
-        max_staleness: int,
+        contract: StalenessContract,
         first_version: int,
         samples: int,
         batch: int,
@@ -61,7 +62,7 @@ class Evaluation:
     ) -> None:
         self._held_out, self._samples, self._batch = held_out, samples, batch
         self._every_n_steps, self._num_steps = every_n_steps, num_steps
-        self._max_staleness, self._began = max_staleness, 0
+        self._contract, self._began = contract, 0
         self._first_version = first_version
         self._temperature, self._timeout_s = temperature, timeout_s
         self._scored, self._turns, self._on_result = scored, turns, on_result
@@ -91,7 +92,7 @@ class Evaluation:
         self._running = tasks.create_task(self._evaluate(step, generators, pull, pinned))
         await pinned.wait()  # where it fails, the task group cancels this wait
 
-    async def finished(self, step: int | None = None) -> dict[str, float]:
+    async def collect(self, step: int | None = None) -> dict[str, float]:
         """Metrics of the evaluation that has ended since the last call; nothing where none has.
 
         Args:
@@ -99,12 +100,14 @@ class Evaluation:
                 after another step, or none will come, or the groups of another step need newer
                 weights than it lets the generators load. None waits always.
         """
-        ahead = self._began + self._max_staleness
-        due = step is None or step >= min(self._num_steps, ahead + 1) or self.due(step + 1)
-        if due and self._running is not None:
+        if self._running is not None and (step is None or self._must_end(step)):
             await asyncio.wait([self._running])
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def _must_end(self, step: int) -> bool:
+        needs_newer_weights = not self._contract.may_train(self._began, step)
+        return step >= self._num_steps or self.due(step + 1) or needs_newer_weights
 
     async def _evaluate(
         self,
@@ -192,7 +195,7 @@ def build_evaluation(
         () if cfg.rollout_only or cfg.train_from else held_out,
         every_n_steps=cfg.eval_every_n_steps,
         num_steps=cfg.num_steps,
-        max_staleness=cfg.max_staleness,
+        contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
         first_version=evaluated_version(cfg),
         samples=cfg.eval.samples_per_prompt,
         batch=cfg.group_size * cfg.rollouts_in_flight,

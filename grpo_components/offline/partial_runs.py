@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from grpo_components.errors import fail, shown
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.offline.trajectory_file import read_groups
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory
@@ -178,9 +179,10 @@ def _check_recorded(values: Mapping[str, Any]) -> None:
     if other := {len(group) for group in groups} - {values["group_size"]}:
         problem = f"{values['group_size']} given, and {path} has groups of {min(other)}"
         fail("group_size", problem, str(min(other)))
-    oldest = min(map(_oldest, groups))
-    needed = values["num_steps"] - 1 - oldest
-    if values["max_staleness"] < needed:
+    contract = StalenessContract(values["max_staleness"], values["groups_per_step"])
+    oldest, last_step = min(map(_oldest, groups)), values["num_steps"] - 1
+    if not contract.may_train(oldest, last_step):
+        needed = contract.staleness(oldest, last_step)
         problem = f"{values['max_staleness']} given, and {path} has tokens of policy version "
         problem += f"{oldest}, which the last step would find {needed} versions old"
         fail("max_staleness", problem, f"at least {needed} (or fewer num_steps)")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune.training import OffloadActivations
 
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
 from grpo_components.models.hf_weights import hf_converter, layer_groups
 from grpo_components.models.loading import DTYPES, load_sharded_model
@@ -69,7 +70,7 @@ class Trainer:
         aggregation: trained tokens of each response [S] -> weight of each token's loss [S].
         off_policy: log ratios [N] of trainer to generator, response of each token [N] -> weights.
         learning_rate: by training step; None leaves it to optimizer and scheduler.
-        max_staleness: tokens older than this many policy versions are masked.
+        contract: tokens older than it allows are masked.
         mask_overlong: responses that were cut off are not trained.
         model_type: torchtune's name of the family, for the conversion to Hugging Face names.
         base_model_path: folder of the base model.
@@ -108,7 +109,7 @@ class Trainer:
         aggregation: Callable[[NDArray[np.int64]], NDArray[np.float64]],
         off_policy: Callable[..., Tensor],
         learning_rate: Schedule | None,
-        max_staleness: int,
+        contract: StalenessContract,
         mask_overlong: bool,
         model_type: str,
         base_model_path: str,
@@ -160,7 +161,7 @@ class Trainer:
         self._aggregation, self._is_first_update, self._skipped_because = aggregation, True, ""
         self._token_advantages = token_advantages
         self._learning_rate, self._step = learning_rate, 0
-        self._max_staleness, self._mask_overlong = max_staleness, mask_overlong
+        self._contract, self._mask_overlong = contract, mask_overlong
         base, scheduler = Path(base_model_path), self._lr_scheduler
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
@@ -243,7 +244,7 @@ class Trainer:
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
         """[R] which response tokens are trained: sampled by the policy, and none of the masked."""
         cut_off = self._mask_overlong and trajectory.finish_reason == "length"
-        fresh = trajectory.token_versions >= self.policy_version - self._max_staleness
+        fresh = trajectory.token_versions >= self._contract.oldest_trainable(self.policy_version)
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
     def _plan(self, samples: list[Sample]) -> list[list[int]]:
@@ -330,7 +331,9 @@ class Trainer:
             generator_logprobs=generator_logprobs,
             advantages=flat([cast(Any, sample.advantages) for sample in members]),
             sequence_ids=sequence_ids,
-            staleness=self.policy_version - recorded("token_versions").long(),
+            staleness=self._contract.staleness(
+                recorded("token_versions").long(), self.policy_version
+            ),
             step=self._step,
             reference_logprobs=recorded("reference_logprobs") if has_reference else None,
             proximal_logprobs=start if self._policy_loss.from_proximal else None,

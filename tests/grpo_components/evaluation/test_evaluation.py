@@ -9,6 +9,7 @@ import pytest
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.replay.event_order import Turns
 
@@ -63,18 +64,15 @@ def fake_generator(fails_with=None):
 class Run:
     """A driver that has published version 7."""
 
-    def __init__(self, *generators, rows=10, samples=1, temperature=1.0, **schedule):
+    def __init__(
+        self, *generators, rows=10, samples=1, temperature=1.0, max_staleness=9, **schedule
+    ):
         self.generators, self.published, self.told = generators, 7, []
         self.turns = Turns()
         self.evaluation = Evaluation(
             range(rows),
-            **{
-                "every_n_steps": 5,
-                "num_steps": 50,
-                "max_staleness": 9,
-                "first_version": 0,
-                **schedule,
-            },
+            **{"every_n_steps": 5, "num_steps": 50, "first_version": 0, **schedule},
+            contract=StalenessContract(max_staleness, 1),
             samples=samples,
             batch=4,
             temperature=as_schedule("eval.temperature", temperature),
@@ -96,7 +94,7 @@ class Run:
         async def evaluate():
             async with asyncio.TaskGroup() as tasks:
                 await self.begin(tasks)
-                return await self.evaluation.finished()
+                return await self.evaluation.collect()
 
         return asyncio.run(evaluate())
 
@@ -129,15 +127,15 @@ def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
         async with asyncio.TaskGroup() as tasks:
             await run.begin(tasks)
             assert (first.version, second.version) == (7, 7)
-            assert await run.evaluation.finished(3) == {}
+            assert await run.evaluation.collect(3) == {}
             run.published = 8
             for _ in range(20):
                 await asyncio.sleep(0)
             assert first.swapping.locked(), "no generator goes on before all answers are there"
             second.role.may_answer.set()
-        metrics = await run.evaluation.finished(3)
+        metrics = await run.evaluation.collect(3)
         assert metrics["eval/policy_version"] == 7
-        assert await run.evaluation.finished(3) == {}, "once"
+        assert await run.evaluation.collect(3) == {}, "once"
 
     asyncio.run(train())
 
@@ -151,7 +149,7 @@ def waits_at(**schedule):
         run = Run(generator, **schedule)
         async with asyncio.TaskGroup() as tasks:
             await run.begin(tasks)
-            record = tasks.create_task(run.evaluation.finished(number))
+            record = tasks.create_task(run.evaluation.collect(number))
             await asyncio.sleep(0)
             waited = not record.done()
             generator.role.may_answer.set()

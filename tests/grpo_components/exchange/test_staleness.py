@@ -35,9 +35,20 @@ def test_a_bound_of_two_admits_two_more_batches():
 def test_a_group_trained_in_its_turn_is_never_too_old(eta, groups_per_step, version, ahead):
     contract = StalenessContract(eta, groups_per_step)
     needed = contract.needed_version(version, ahead)
-    turn = (version * groups_per_step + ahead) // groups_per_step
-    assert contract.may_train(needed, turn)
-    assert not contract.may_train(needed - 1, turn)
+    step = (version * groups_per_step + ahead) // groups_per_step
+    assert contract.step_of(version, ahead) == step
+    assert contract.may_train(needed, step) and contract.oldest_trainable(step) == needed
+    assert not contract.may_train(needed - 1, step)
+    assert contract.staleness(needed, step) == eta
+
+
+@given(st.integers(0, 5), st.integers(1, 9), st.integers(0, 50))
+def test_admission_lets_in_as_many_groups_as_the_buffer_has_room_for(eta, groups_per_step, version):
+    """With the newest weights published; one group more would have to wait for newer ones."""
+    contract = StalenessContract(eta, groups_per_step)
+    most = contract.max_living_groups
+    assert contract.needed_version(version, most - 1) <= version
+    assert contract.needed_version(version, most) > version
 
 
 def test_a_step_waits_only_where_those_in_flight_could_not_all_be_trained_later():
@@ -119,7 +130,6 @@ class Run:
         )
         self.ledger = Ledger(contract, NUM_STEPS, self.prompts)
         self.buffer = ReplayBuffer(
-            capacity=(s.max_staleness + 1) * s.groups_per_step,
             contract=contract,
             timeout_s=TIMEOUT_S,
             stale_tokens=s.stale_tokens,

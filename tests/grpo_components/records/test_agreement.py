@@ -84,7 +84,7 @@ def test_the_end_is_a_failed_run_in_one_line(capsys):
 def test_the_run_ends_at_the_first_such_step_before_its_checkpoint():
     parts = {name: MagicMock() for name in ("log", "receipts", "failures", "skipped_steps")}
     checkpoints, evaluation, ledger = MagicMock(save=AsyncMock()), MagicMock(), MagicMock()
-    evaluation.due.return_value, evaluation.finished = False, AsyncMock(return_value={})
+    evaluation.due.return_value, evaluation.collect = False, AsyncMock(return_value={})
     ledger.finish_step, ledger.steps_done, ledger.policy_version = AsyncMock(), 1, 0
     run = Run(
         MagicMock(),

@@ -198,7 +198,7 @@ class Run:
         self.ledger, self.policy, self.told = Account(), Policy(base), []
         self.identity = new_identity()
         contract = StalenessContract(9, 1)
-        self.buffer = ReplayBuffer(capacity=9, contract=contract, timeout_s=5.0)
+        self.buffer = ReplayBuffer(contract=contract, timeout_s=5.0)
         self.checkpoints = Checkpoints(
             self.folder,
             OmegaConf.create({"seed": 7}),

@@ -134,11 +134,7 @@ class Run:
             }
         )
         self.turns = self.ledger.turns = open_turns(cfg, 0)
-        self.buffer = ReplayBuffer(
-            capacity=(plan.max_staleness + 1) * plan.groups_per_step,
-            contract=contract,
-            timeout_s=20,
-        )
+        self.buffer = ReplayBuffer(contract=contract, timeout_s=20)
         self.receipts = Receipts(
             folder / "receipts.jsonl",
             self.ledger,

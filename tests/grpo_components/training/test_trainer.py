@@ -27,6 +27,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
 from torchtune.training import FullModelHFCheckpointer, setup_torch_profiler
 
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import checkpoint_shapes, unpack_bucket
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
@@ -201,7 +202,7 @@ class Ranks:
                 "aggregation": TokenMean(),
                 "off_policy": NoCorrection(),
                 "learning_rate": None,
-                "max_staleness": 9,
+                "contract": StalenessContract(9, 1),
                 "mask_overlong": False,
                 "model_type": "QWEN2",
                 "base_model_path": str(base),
@@ -598,7 +599,7 @@ def test_what_the_environment_said_is_read_and_not_learned(ranks, base):
         assert trajectory.reference_logprobs is not None
         trajectory.reference_logprobs[said] = math.nan
         trajectory.token_versions[said] = -1
-    changes = {"tokens_per_micro_batch": SMALL, "max_staleness": 0}
+    changes = {"tokens_per_micro_batch": SMALL, "contract": StalenessContract(0, 1)}
     results = ranks.run(base, 2, [step(batch, ADVANTAGES), *export(1)], **changes)
     assert_metrics_close(results[0][0], metrics)
     assert_weights_close(exported(results, 2), weights)
@@ -654,7 +655,11 @@ def test_s_counts_the_responses_without_a_trained_token(
     advantages = np.concatenate(
         [[5.0], ADVANTAGES[:3], [math.nan, 1.0], ADVANTAGES[3:], [3.0]], dtype=np.float32
     )
-    options = {"aggregation": aggregation, "max_staleness": 2, "mask_overlong": True}
+    options = {
+        "aggregation": aggregation,
+        "contract": StalenessContract(2, 1),
+        "mask_overlong": True,
+    }
     results = ranks.run(
         base,
         num_ranks,
@@ -674,7 +679,7 @@ def test_s_is_the_number_of_responses_of_each_update(ranks, base, aggregation):
     advantages = np.array([1.0, -1.0, 0.5, -0.5, 9.0, 2.0, 9.0, 9.0, 9.0], np.float32)
     options = {
         "aggregation": aggregation,
-        "max_staleness": 9,
+        "contract": StalenessContract(9, 1),
         "mask_overlong": True,
         "updates_per_batch": 2,
     }
@@ -739,7 +744,7 @@ def test_the_ratio_of_a_partly_stale_response_is_that_of_its_trained_tokens(
         base,
         1,
         [step(partly, advantages), *export(1)],
-        **{"loss": loss, "off_policy": off_policy, "max_staleness": 2},
+        **{"loss": loss, "off_policy": off_policy, "contract": StalenessContract(2, 1)},
     )
     metrics |= {"mismatch/fresh_kl": math.nan, "mismatch/fresh_tokens": math.nan}  # none is new
     assert_metrics_close(results[0][0], metrics)
@@ -871,7 +876,7 @@ def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base, 
         step([*trained, cut_off], [*ADVANTAGES, 5.0], 3),
         *export(4),
     ]
-    options = {"loss": loss, "max_staleness": 2, "mask_overlong": True}
+    options = {"loss": loss, "contract": StalenessContract(2, 1), "mask_overlong": True}
     results = ranks.run(base, num_ranks, calls, **options)
     fresh = [t for t in kept if t.response_mask.any()]
     advantages = [a for t, a in zip(kept, ADVANTAGES, strict=True) if t.response_mask.any()]
@@ -891,7 +896,9 @@ def test_fresh_tokens_are_those_of_responses_that_the_trainers_version_sampled(
     long[2].token_versions[1:] = 1
     zeros = np.zeros(len(RAGGED))
     calls = [step(RAGGED, zeros), step(batch, ADVANTAGES, 1), step(RAGGED, zeros, 2)]
-    results = ranks.run(base, num_ranks, calls, logged_responses=99, max_staleness=9)
+    results = ranks.run(
+        base, num_ranks, calls, logged_responses=99, contract=StalenessContract(9, 1)
+    )
     metrics, after = results[0][1:]
     told = [row for rows in metrics["token_logprobs"].values() for row in rows]
     gaps = [
