@@ -1,4 +1,4 @@
-"""The record that flows through a run: one response to one prompt, and how it travels."""
+"""The record that flows through a run, one response to one prompt, and its packed form."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Trajectory:
     response_mask: NDArray[np.bool_]
     """[R] True where the policy sampled the token, False for tool or environment tokens."""
     generator_logprobs: NDArray[np.float32]
-    """[R] natural logs, of the distribution sampled from (temperature applied)."""
+    """[R] natural logs, of the sampling distribution (temperature applied)."""
     token_versions: NDArray[np.int32]
     """[R] policy version that sampled each token."""
     prompt_index: int
@@ -62,18 +62,18 @@ class Trajectory:
     group_id: int
     """Number of the group in the order of admission, from 0."""
     attempt: int
-    """Which life of the run (0 until it is resumed)."""
+    """Attempt of the run: 0, plus 1 for each resume or rollback."""
     finish_reason: FinishReason
     temperature: float = 1.0
-    """Of sampling: logits were divided by it."""
+    """Logits were divided by it when sampling."""
     reward: float = float("nan")
-    """Weighted sum of the reward terms; NaN until scored and where `finish_reason` is error."""
+    """Weighted sum of the reward terms; NaN until scored, and if `finish_reason` is error."""
     reward_terms: dict[str, float] = field(default_factory=dict)
-    """Each reward by its name in the config, unweighted; `reward_model` is the learned one's."""
+    """Unweighted rewards by their names in the config; `reward_model` is the learned one."""
     success: bool = False
-    """The reward marked `is_success` is at its maximum."""
+    """Whether the reward marked `is_success` is at its maximum."""
     error: str | None = None
-    """Why `finish_reason` is error."""
+    """Error message if `finish_reason` is error."""
     reference_logprobs: NDArray[np.float32] | None = None
     """[R] natural logs of the frozen reference; None without a reference."""
     advantage: float = float("nan")
@@ -83,26 +83,27 @@ class Trajectory:
         """Assert the record's invariants: equal lengths, finite logprobs, known versions.
 
         Raises:
-            AssertionError: naming the field that is wrong.
+            AssertionError: an invariant is broken; names the field.
         """
         length = len(self.response_ids)
-        assert len(self.prompt_ids) > 0, "prompt_ids is empty"
+        assert len(self.prompt_ids) > 0, "prompt_ids: empty"
         for name in ("response_mask", "generator_logprobs", "token_versions"):
-            assert len(getattr(self, name)) == length, f"{name} has not {length} entries"
+            assert len(getattr(self, name)) == length, f"{name}: expected {length} entries"
         sampled = self.response_mask
-        assert np.isfinite(self.generator_logprobs[sampled]).all(), "generator_logprobs not finite"
-        assert (self.token_versions[sampled] >= 0).all(), "token_versions missing"
+        assert np.isfinite(self.generator_logprobs[sampled]).all(), "generator_logprobs: not finite"
+        assert (self.token_versions[sampled] >= 0).all(), "token_versions: missing"
         if self.reference_logprobs is not None:
-            assert len(self.reference_logprobs) == length, "reference_logprobs has another length"
+            expected = f"reference_logprobs: expected {length} entries"
+            assert len(self.reference_logprobs) == length, expected
 
     @property
     def failed(self) -> bool:
-        """Whether the sample must not be learned from (its reward or environment failed)."""
+        """Whether the reward or environment failed, so that the sample must not be trained."""
         return self.finish_reason == "error"
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version among the sampled tokens; None where nothing was sampled."""
+        """The oldest policy version among the sampled tokens; None without any."""
         versions = self.token_versions[self.response_mask]
         return int(versions.min()) if len(versions) else None
 
@@ -111,7 +112,7 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
     """Turn records into flat arrays plus lengths.
 
     Args:
-        trajectories: any number of records; `reference_logprobs` on all of them or on none.
+        trajectories: any number of records; all have `reference_logprobs`, or none has.
 
     Returns:
         One entry per field: `(flat, lengths)` for [P] and [R] fields, an array for scalars, a list
@@ -194,11 +195,11 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     """Join packed groups into one packed batch, in the order given.
 
     Args:
-        groups: any number of them; `reference_logprobs` in all of them or in none. A group without
-            trajectories counts as neither.
+        groups: any number of them; all have `reference_logprobs`, or none has. Groups without
+            trajectories are skipped.
 
     Returns:
-        What `pack` returns for all their trajectories; the arrays are new.
+        The same as `pack` of all their trajectories, bit for bit, in new arrays.
     """
     parts = [group for group in groups if len(group["group_id"])]
     if not parts:
@@ -220,19 +221,19 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
 
 def _all_missing(values: Sequence[Any], name: str) -> bool:
     missing = [value is None for value in values]
-    assert all(missing) or not any(missing), f"{name} on some trajectories only"
+    assert all(missing) or not any(missing), f"{name}: set on some trajectories only"
     return any(missing)
 
 
 def batch_hash(packed: PackedTrajectories) -> str:
-    """A fingerprint of a batch: equal for equal trajectories in the same order, and only for them.
+    """Compute a fingerprint of a batch: equal only for equal trajectories in the same order.
 
     Args:
         packed: what `pack` or `concatenate` returned.
 
     Returns:
-        xxh3 (128 bits, hexadecimal) over every field but `attempt`, which a resumed run counts up,
-        and `error`, whose text may name a process and is not learned from.
+        xxh3 (128 bits, hexadecimal) over all fields but two: `attempt`, which a resume increments,
+        and `error`, whose text may name a process and is not trained on.
     """
     digest = xxhash.xxh3_128()
 
@@ -254,37 +255,36 @@ def batch_hash(packed: PackedTrajectories) -> str:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What the driver needs to know of a group without its tokens."""
+    """What the driver needs to know of a group, without its tokens."""
 
     group_id: int
     prompt_index: int
     rewards: list[float]
-    """[G] NaN where the sample failed."""
+    """[G] NaN for failed samples."""
     successes: list[bool]
     response_tokens: list[int]
     """[G] sampled tokens of each response."""
     response_lengths: list[int]
-    """[G] all tokens of each response, the environment's included: what the length limit counts."""
+    """[G] all tokens of each response, also the environment's; the length limit counts these."""
     oldest_version: int
-    """-1 where nothing was sampled, as in a group whose environment failed."""
+    """-1 if nothing was sampled, for example because the environment failed."""
     newest_version: int
     finish_reasons: list[str]
     errors: list[str]
-    """The messages of the failed samples."""
+    """Messages of the failed samples."""
 
 
 def summarize(group: PackedTrajectories) -> GroupSummary:
     """Reduce one group to the numbers that scheduling, advantages and metrics need.
 
     Args:
-        group: the packed trajectories of one prompt; at least one token was sampled, or all of
-            them failed.
+        group: packed trajectories of one prompt. At least one token was sampled, or all failed.
     """
     masks, group_id = split(group, "response_mask"), int(group["group_id"][0])
     versions = group["token_versions"][0][group["response_mask"][0]]
     if not len(versions):
         failed = all(reason == "error" for reason in group["finish_reason"])
-        assert failed, f"group {group_id} has no sampled token"
+        assert failed, f"group {group_id}: no sampled token"
         versions = np.array([-1])
     return GroupSummary(
         group_id=group_id,

@@ -19,17 +19,17 @@ from grpo_components.trajectory import PackedTrajectories, split, token_sequence
 
 
 class Reference:
-    """Logprobs of the base model, through the same code as the trainer's.
+    """Computes logprobs of the base model, with the trainer's own code.
 
     Args:
-        build_model: makes the torchtune decoder.
-        build_checkpointer: makes the torchtune checkpointer of the base model.
+        build_model: builds the torchtune decoder.
+        build_checkpointer: builds the torchtune checkpointer of the base model.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
-        kl_estimator: k1, k2 or k3, of the divergence that is reported.
+        kl_estimator: estimator of the reported divergence: k1, k2 or k3.
         tokens_per_micro_batch: padded tokens in one forward pass.
         logprob_chunk_tokens: positions projected at a time.
-        packing: sequences of a micro-batch share one row, for flex attention.
+        packing: put the sequences of a micro-batch into one row, for flex attention.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Reference:
             group: packed trajectories.
 
         Returns:
-            The same group, packed, with [R] float32 reference logprobs; and for each trajectory the
-            estimated KL(generator || reference), in nats, summed over the tokens sampled.
+            The packed group with [R] float32 reference logprobs, and for each trajectory the
+            estimated KL(generator || reference) in nats, summed over its sampled tokens.
         """
         sequences = token_sequences(group)
         lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]

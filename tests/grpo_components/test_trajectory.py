@@ -1,4 +1,4 @@
-"""A group survives its travel as flat arrays, and a broken record is noticed."""
+"""A group survives packing, and a broken record is noticed."""
 
 import dataclasses
 import math
@@ -157,7 +157,7 @@ def test_check_names_the_broken_field(field, value, message):
 
 
 @given(groups(with_reference=False) | groups(with_reference=True))
-def test_the_batch_hash_is_that_of_the_content_alone(group):
+def test_the_batch_hash_depends_only_on_the_content(group):
     copies = [dataclasses.replace(t, attempt=t.attempt + 1) for t in deepcopy(group)]
     assert batch_hash(pack(copies)) == batch_hash(pack(group))
     assert batch_hash(concatenate([pack(group)])) == batch_hash(pack(group))
@@ -181,13 +181,13 @@ def test_the_batch_hash_is_that_of_the_content_alone(group):
         ("finish_reason", "length"),
     ],
 )
-def test_any_other_content_has_another_batch_hash(field, value):
+def test_a_change_of_content_changes_the_batch_hash(field, value):
     other = dataclasses.replace(make([3, 4]), **{field: value})
     same = make([3, 4])
     assert batch_hash(pack([same, other])) != batch_hash(pack([same, same]))
 
 
-def test_the_batch_hash_knows_where_a_response_ends_and_in_which_order_they_come():
+def test_the_batch_hash_depends_on_where_responses_end_and_on_their_order():
     batches = [[make([0, 0]), make([0])], [make([0]), make([0, 0])]]
     assert len({batch_hash(pack(batch)) for batch in batches}) == 2
     assert batch_hash(pack([])) != batch_hash(pack(batches[0]))

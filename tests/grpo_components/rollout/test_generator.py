@@ -508,10 +508,10 @@ DAMAGED = {
         ],
         "tensor a is damaged",
     ),
-    "a bucket lost": ([bucket_of("a")], "lack the tensor b"),
-    "a tensor lost": ([bucket_of("a"), bucket_of()], "lack the tensor b"),
-    "none came": ([], "lack the tensor a"),
-    "a bucket twice": ([bucket_of("a"), bucket_of("b"), bucket_of("a")], "tensor a came twice"),
+    "a bucket lost": ([bucket_of("a")], "missing tensor b"),
+    "a tensor lost": ([bucket_of("a"), bucket_of()], "missing tensor b"),
+    "none came": ([], "missing tensor a"),
+    "a bucket twice": ([bucket_of("a"), bucket_of("b"), bucket_of("a")], "tensor a appears twice"),
     "another rank's": ([bucket_of("a"), bucket_of("b", "c")], "unknown tensor c"),
 }
 

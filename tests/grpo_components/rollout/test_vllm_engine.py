@@ -185,7 +185,7 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("model.norm.weight"), "lack the tensor model.norm.weight"),
+        (lambda w: w.pop("model.norm.weight"), "missing tensor model.norm.weight"),
         (lambda w: w.update(extra=torch.zeros(1)), "unknown tensor extra"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(5)}),
