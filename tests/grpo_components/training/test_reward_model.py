@@ -132,11 +132,11 @@ def scores_alone(path, texts):
 def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pad_token, budget):
     path = make_classifier(tmp_path, kind, pad_token=pad_token)
     group, text = group_of(RESPONSES)
-    scored, summary, new_text = build(path, tokens_per_micro_batch=budget).add_scores(group, text)
+    scored, summary, out_text = build(path, tokens_per_micro_batch=budget).add_scores(group, text)
     expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
     assert len({round(score, 3) for score in expected}) == len(RESPONSES)
     before, after = unpack(group), unpack(scored)
-    for old, new, score, shown in zip(before, after, expected, new_text["responses"], strict=True):
+    for old, new, score, shown in zip(before, after, expected, out_text["responses"], strict=True):
         assert new.reward_terms["reward_model"] == pytest.approx(score, abs=1e-5)
         assert new.reward == pytest.approx(old.reward + 0.5 * score, abs=1e-5)
         assert new.reward_terms["correctness"] == old.reward_terms["correctness"]
@@ -146,8 +146,8 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
     assert summary.rewards == [t.reward for t in after]
     assert batch_hash(scored) == batch_hash(pack(after))
     assert (
-        new_text["prompt"] == text["prompt"]
-        and new_text["responses"][0]["response"] == RESPONSES[0]
+        out_text["prompt"] == text["prompt"]
+        and out_text["responses"][0]["response"] == RESPONSES[0]
     )
     assert unpack(group)[1].reward == 1.0  # the input is unchanged
 
@@ -182,7 +182,7 @@ def test_the_texts_may_be_messages_of_a_chat(tmp_path):
 def test_a_failed_sample_stays_failed_and_a_response_that_is_too_long_fails(tmp_path):
     path = make_classifier(tmp_path)
     group, text = group_of(["five", "six", "five " * 99], failed=[0])
-    scored, summary, new_text = build(path).add_scores(group, text)
+    scored, summary, out_text = build(path).add_scores(group, text)
     first, second, third = unpack(scored)
     assert first.error == "reward correctness: KeyError" and first.reward_terms == {}
     assert second.error is None and math.isfinite(second.reward)
@@ -191,7 +191,7 @@ def test_a_failed_sample_stays_failed_and_a_response_that_is_too_long_fails(tmp_
     assert (
         summary.errors
         == [first.error, third.error]
-        == [new_text["responses"][i]["error"] for i in (0, 2)]
+        == [out_text["responses"][i]["error"] for i in (0, 2)]
     )
     assert np.isnan(summary.rewards).tolist() == [True, False, True]
 
