@@ -104,6 +104,7 @@ class Evaluation:
         return metrics
 
     def _must_end(self, step: int) -> bool:
+        # Steps stand for versions here: a skipped step only makes the wait start earlier.
         needs_newer_weights = not self._contract.may_train(self._began, step)
         return step >= self._num_steps or self.due(step + 1) or needs_newer_weights
 
