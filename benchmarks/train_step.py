@@ -44,6 +44,7 @@ from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2_5 import qwen2_5_0_5b, qwen2_5_1_5b_base, qwen2_5_3b
 from torchtune.training import FullModelHFCheckpointer
 
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
@@ -68,7 +69,7 @@ GROUP_SIZE = 8
 PROMPT_LENGTHS = (32, 64)
 SHORTEST_RESPONSE = 8
 CLIP, KL_COEFF, LEARNING_RATE = 0.2, 0.001, 1e-6
-NEVER_STALE = 10**6
+NEVER_STALE = StalenessContract(10**6, 1)
 """Every repeat trains the same tokens, while the trainer's version increases."""
 TIMEOUT_S = 600.0
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -1,4 +1,4 @@
-"""Files of one record per line, to which one life of a process after the other appends."""
+"""Append-only files of one record per line, continued by each restart of a process."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TextIO
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove what a killed process wrote of a record that it did not end."""
+    """Remove the incomplete last line that a killed process may have left."""
     if path.exists():
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def append_line(file: TextIO, line: str) -> None:
-    """Write one line of a run's file, out to the operating system.
+    """Append one line and flush it to the operating system.
 
     Args:
         file: opened for appending.
-        line: without its end.
+        line: without the line end.
 
     Raises:
-        OSError: naming the file, if it cannot be written; no part of the line is written later.
+        OSError: the line cannot be written; names the file, and closes it.
     """
     try:
         file.write(line + "\n")
         file.flush()
     except OSError as error:
-        with contextlib.suppress(OSError):  # or what is left of the line is tried at every close
+        with contextlib.suppress(OSError):  # else every later close would retry the unwritten rest
             file.close()
         raise OSError(error.errno, f"cannot be written: {error.strerror}", file.name) from error

@@ -1,4 +1,4 @@
-"""Text of a model, a user's code or a library, made safe to show: a terminal must not obey it."""
+"""Makes text from models, user code and libraries safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 
 
 def plain(text: str) -> str:
-    r"""The text with control characters as escapes (`\x1b`), but for line ends and tabs."""
+    r"""Escape control characters (`\x1b`); line ends and tabs stay."""
     return "".join(
         repr(character)[1:-1]
         if unicodedata.category(character) in _UNPRINTABLE and character not in "\n\t"
@@ -17,25 +17,25 @@ def plain(text: str) -> str:
 
 
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Control and formatting characters (of direction, too), surrogates, line and paragraph ends."""
+"""Unicode categories: control, format (text direction too), surrogate, line and paragraph ends."""
 
 
 def one_line(text: str) -> str:
-    """The same in one line, any white space as one space."""
+    """Escape control characters and turn each run of white space into one space."""
     return plain(" ".join(text.split()))
 
 
-def shortened(text: str, most: int) -> str:
-    """The text, or its start and end with " ... " between them: at most `most` characters."""
-    if len(text) <= most:
+def shortened(text: str, max_chars: int) -> str:
+    """Cut text to `max_chars` characters: its start and its end, joined by " ... "."""
+    if len(text) <= max_chars:
         return text
-    end = most // 4
-    return f"{text[: most - end - 5].rstrip()} ... {text[-end:].lstrip()}"
+    end = max_chars // 4
+    return f"{text[: max_chars - end - 5].rstrip()} ... {text[-end:].lstrip()}"
 
 
 class PlainFormatter(logging.Formatter):
-    """Log records, and the tracebacks in them, as plain text: an error may quote a response."""
+    """Formats log records without control characters: a traceback may quote a response."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text."""
+        """Format one record, with its traceback."""
         return plain(super().format(record))

@@ -1,4 +1,4 @@
-"""Nested plain values, arrays and tensors among them, in a JSON and an npz file: no pickle."""
+"""Nested plain values, arrays and tensors in a JSON and an npz file, without pickle."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 _MARK = "__is__"
-"""Key of the JSON objects that stand for what JSON does not know."""
+"""Key of the JSON objects that encode types which JSON lacks."""
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:
-    """Write `<name>.json` and, for the arrays in it, `<name>.npz`.
+    """Write `<name>.json`, and its arrays to `<name>.npz`.
 
     Args:
-        folder: made where it is missing.
-        name: of the files.
+        folder: created if missing.
+        name: file name without suffix.
         state: None, bool, int, float, str, numpy arrays and scalars, torch tensors, and lists,
             tuples and dicts of these.
 
     Raises:
-        TypeError: naming the place of any other value.
-        OSError: if it cannot be written.
+        TypeError: a value has another type; names its place in `state`.
+        OSError: a file cannot be written.
     """
     arrays: dict[str, np.ndarray] = {}
     text = json.dumps(_encode(state, arrays, name))
@@ -37,11 +37,11 @@ def write_state(folder: Path, name: str, state: Any) -> None:
 
 
 def read_state(folder: Path, name: str) -> Any:
-    """What `write_state` was given: the same types, every bit the same.
+    """Read what `write_state` wrote, with the same types and bits.
 
     Args:
-        folder: that it was written to.
-        name: of the files.
+        folder: of the files.
+        name: file name without suffix.
     """
     text = (folder / f"{name}.json").read_text(encoding="utf-8")
     with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
@@ -68,7 +68,7 @@ def _encode(value: Any, arrays: dict[str, np.ndarray], path: str) -> Any:
         return _store("tensor", value.detach().cpu().numpy(), arrays)
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return _store("array" if isinstance(value, np.ndarray) else "scalar", value, arrays)
-    raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+    raise TypeError(f"{path}: a checkpoint cannot store type {type(value).__name__}")
 
 
 def _store(kind: str, value: Any, arrays: dict[str, np.ndarray]) -> dict[str, str]:

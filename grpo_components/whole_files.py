@@ -1,4 +1,4 @@
-"""Files that are replaced whole: written under a name of nobody's, then renamed."""
+"""Atomic file writes: write a temporary file under a random name, then rename it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 def write_whole(target: Path, text: str, durable: bool = False) -> None:
-    """Write a file, or leave the one that was there as it was.
+    """Replace a file as a whole; on failure the old file stays unchanged.
 
-    The unfinished file is made exclusively and beside the target, so that no link or file which
-    somebody put into the folder is followed or overwritten. A link, pipe or file in the target's
-    own place is replaced, not written to.
+    The temporary file is created exclusively in the target's folder, so a link or file that someone
+    else put there is neither followed nor overwritten. A link or pipe at the target's own path is
+    replaced, not written to.
 
     Args:
-        target: of the text; its folder exists.
+        target: path of the file; its folder exists.
         text: written as UTF-8.
-        durable: on the disk before the target is replaced.
+        durable: sync the text to disk before the target is replaced.
 
     Raises:
-        OSError: if it cannot be written, as where the target is a folder.
+        OSError: the file cannot be written, for example because the target is a folder.
     """
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -48,6 +48,7 @@ from grpo_components.config.training_checks import check_heads, check_training, 
 from grpo_components.config_text import MAX_DEPTH, check_values
 from grpo_components.errors import fail, shown
 from grpo_components.evaluation.metrics import check_keep_best
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.offline.partial_runs import check_partial_run
 from grpo_components.quiet import quiet_libraries
@@ -128,7 +129,8 @@ def check(cfg: DictConfig) -> DictConfig:
 
 
 def _check_values_together(v: dict[str, Any]) -> None:
-    push, most = v["push_every_n_steps"], v["max_staleness"] + 1
+    contract = StalenessContract(v["max_staleness"], v["groups_per_step"])
+    push, most = v["push_every_n_steps"], contract.max_push_interval
     if push > most:
         problem = f"{push} given: groups would wait for a push that waits for those groups"
         fail("push_every_n_steps", problem, f"at most max_staleness + 1 = {most}")

@@ -92,7 +92,6 @@ def _gpus(cfg: DictConfig, per_role: float) -> float:
 
 def _replay_buffer(cfg: DictConfig, contract: StalenessContract) -> dict[str, Any]:
     return {
-        "capacity": (cfg.max_staleness + 1) * cfg.groups_per_step,
         "contract": contract,
         "stale_tokens": cfg.stale_tokens,
         "timeout_s": cfg.timeouts.batch_s,

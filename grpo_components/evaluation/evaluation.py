@@ -1,4 +1,4 @@
-"""Evaluation while training: held-out prompts, through the generators, at one policy version."""
+"""Evaluation during training: the generators answer held-out prompts, at one policy version."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
 from grpo_components.replay.event_order import Turns
@@ -19,28 +20,26 @@ from grpo_components.replay.event_order import Turns
 Results = list[dict[str, Any]]
 Scored = Callable[[int, Results], Results]
 OnResult = Callable[[int, dict[str, float]], None]
-
-
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
-"""Brings a generator to the published weights; the second argument says what for."""
+"""Loads the published weights into a generator; the second argument names the cause."""
 
 
 class Evaluation:
-    """Held-out success of the published weights; rollouts and training go on beside it.
+    """Measures held-out success of the published weights while rollouts and training go on.
 
     Args:
-        held_out: rows of the evaluation data set; without any there are no evaluations.
-        every_n_steps: between two of them; one more comes after the last step.
-        num_steps: of the run.
-        max_staleness: policy versions that training may be ahead of the weights it is about.
+        held_out: rows of the evaluation data set; empty turns evaluation off.
+        every_n_steps: training steps from one evaluation to the next; the last step has one too.
+        num_steps: training steps of the run.
+        contract: how far training may run ahead of the weights under evaluation.
         first_version: policy version of the weights that generators start with.
         samples: responses to each row.
         batch: responses that one generator samples at a time.
-        temperature: by training step; 0 is greedy.
+        temperature: sampling temperature by training step; 0 is greedy.
         timeout_s: longest wait for one batch.
-        scored: by step and results, those results that have a score; it counts the others.
-        turns: of the run.
-        on_result: called with step and metrics of each evaluation.
+        scored: gets step and results, counts the failed results and returns the others.
+        turns: event order of the run.
+        on_result: each is called with the step and metrics of every evaluation.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Evaluation:
         *,
         every_n_steps: int,
         num_steps: int,
-        max_staleness: int,
+        contract: StalenessContract,
         first_version: int,
         samples: int,
         batch: int,
@@ -61,7 +60,7 @@ class Evaluation:
     ) -> None:
         self._held_out, self._samples, self._batch = held_out, samples, batch
         self._every_n_steps, self._num_steps = every_n_steps, num_steps
-        self._max_staleness, self._began = max_staleness, 0
+        self._contract, self._began = contract, 0
         self._first_version = first_version
         self._temperature, self._timeout_s = temperature, timeout_s
         self._scored, self._turns, self._on_result = scored, turns, on_result
@@ -69,7 +68,7 @@ class Evaluation:
         self._metrics: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
-        """Whether there is an evaluation after so many training steps."""
+        """Whether an evaluation follows this training step."""
         return step % self._every_n_steps == 0 or step >= self._num_steps
 
     async def begin(
@@ -79,32 +78,35 @@ class Evaluation:
 
         Args:
             step: training steps done.
-            generators: of the run; those that were given up take no part.
-            pull: brings a generator to the published weights.
-            tasks: what it runs in from here on, as soon as every generator holds the weights: only
-                until then may no newer ones be published.
+            generators: all of the run; lost ones are skipped.
+            pull: loads the published weights into a generator.
+            tasks: runs the evaluation. This method returns once every generator holds the weights;
+                no newer ones may be published before.
         """
         if not self._held_out:
             return
         assert self._running is None or self._running.done(), "two evaluations at once"
         pinned, self._began = asyncio.Event(), step
         self._running = tasks.create_task(self._evaluate(step, generators, pull, pinned))
-        await pinned.wait()  # where it fails, the task group cancels this wait
+        await pinned.wait()  # if the evaluation fails, the task group cancels this wait
 
-    async def finished(self, step: int | None = None) -> dict[str, float]:
-        """Metrics of the evaluation that has ended since the last call; nothing where none has.
+    async def collect(self, step: int | None = None) -> dict[str, float]:
+        """Collect the metrics of the evaluation that ended since the last call; empty if none did.
 
         Args:
-            step: training steps done; one that still runs is waited for where the next is due
-                after another step, or none will come, or the groups of another step need newer
-                weights than it lets the generators load. None waits always.
+            step: training steps done. A running evaluation is waited for if this is the last step,
+                if the next evaluation follows the next step, or if the next step's groups need
+                newer weights than the generators may load now. None always waits.
         """
-        ahead = self._began + self._max_staleness
-        due = step is None or step >= min(self._num_steps, ahead + 1) or self.due(step + 1)
-        if due and self._running is not None:
+        if self._running is not None and (step is None or self._must_end(step)):
             await asyncio.wait([self._running])
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def _must_end(self, step: int) -> bool:
+        # Steps stand for versions here: a skipped step only makes the wait start earlier.
+        needs_newer_weights = not self._contract.may_train(self._began, step)
+        return step >= self._num_steps or self.due(step + 1) or needs_newer_weights
 
     async def _evaluate(
         self,
@@ -115,7 +117,7 @@ class Evaluation:
     ) -> None:
         async with AsyncExitStack() as held:
             held.enter_context(self._turns.pinning())
-            for generator in generators:  # nobody swaps the weights during an evaluation
+            for generator in generators:  # no weight swap during an evaluation
                 if not generator.lost:
                     await held.enter_async_context(generator.swapping)
             results = None
@@ -133,7 +135,7 @@ class Evaluation:
         pull: Pull,
         pinned: asyncio.Event,
     ) -> Results | None:
-        """All results, at one version; None where a generator was given up or restarted."""
+        """All results, at one version; None if a generator was lost or restarted."""
         cause = f"evaluation {step}"
         living = [generator for generator in generators if not generator.lost]
         pulled = await _none_lost(pull(generator, cause) for generator in living)
@@ -144,10 +146,10 @@ class Evaluation:
             self._ask(generator, range(i, len(self._held_out), len(living)), step)
             for i, generator in enumerate(living)
         )
-        if shares is None:  # the others do its share
+        if shares is None:  # the next try shares its prompts among the others
             return None
         results = [result for share in shares for result in share]
-        # One that was restarted has the newest weights, which training may have published since.
+        # A restarted generator loads the newest weights, which may be newer than the others'.
         versions = {result[v] for result in results for v in ("oldest_version", "newest_version")}
         return results if len(versions - {None}) <= 1 else None
 
@@ -160,7 +162,7 @@ class Evaluation:
 
 
 async def _none_lost(calls: Iterable[Awaitable[Any]]) -> list[Any] | None:
-    """The results of calls side by side; None where a generator was given up meanwhile."""
+    """Results of concurrent calls; None if a generator was lost meanwhile."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     for failure in failures:
@@ -177,26 +179,28 @@ def build_evaluation(
     turns: Turns,
     on_result: Sequence[OnResult],
 ) -> Evaluation:
-    """The evaluation that a config asks for.
+    """Build the evaluation from the config.
 
     Args:
         cfg: checked by preflight.
         held_out: rows of the evaluation data set.
-        temperature: of training, by step: that of evaluations, too, unless the config has another.
-        scored: by step and results, those results that have a score; it counts the others.
-        turns: of the run.
-        on_result: called with step and metrics of each evaluation.
+        temperature: of training, by step; used unless the config sets `eval.temperature`.
+        scored: gets step and results, counts the failed results and returns the others.
+        turns: event order of the run.
+        on_result: each is called with the step and metrics of every evaluation.
     """
-    own = cfg.eval.temperature
+    eval_temperature = cfg.eval.temperature
     return Evaluation(
         () if cfg.rollout_only or cfg.train_from else held_out,
         every_n_steps=cfg.eval_every_n_steps,
         num_steps=cfg.num_steps,
-        max_staleness=cfg.max_staleness,
+        contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
         first_version=evaluated_version(cfg),
         samples=cfg.eval.samples_per_prompt,
         batch=cfg.group_size * cfg.rollouts_in_flight,
-        temperature=temperature if own is None else as_schedule("eval.temperature", own),
+        temperature=temperature
+        if eval_temperature is None
+        else as_schedule("eval.temperature", eval_temperature),
         timeout_s=cfg.timeouts.rollout_s,
         scored=scored,
         turns=turns,

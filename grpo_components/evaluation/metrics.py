@@ -1,4 +1,4 @@
-"""What held-out answers say: success, pass@k and reward, each with how sure one can be of it."""
+"""Held-out metrics: success rate, pass@k and reward, each with a 95 % interval."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from grpo_components.errors import fail, shown
 
 _Z = 1.959964
-"""Of a two-sided 95 % interval of the normal distribution."""
+"""Normal quantile of a two-sided 95 % interval."""
 
 
 def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Held-out success and reward, stamped with the version that sampled all of it.
+    """Compute held-out success and reward, with the version that sampled every response.
 
     Args:
-        results: one per response that was scored: prompt_index, reward, success, oldest_version,
+        results: one per scored response: prompt_index, reward, success, oldest_version,
             newest_version.
 
     Returns:
         Means over prompts, each with the ends of its 95 % interval under `_low` and `_high`.
-        Where prompts have several responses: `eval/pass_at_<k>` for the powers of two up to
-        their number, over the prompts with so many scored ones.
+        With several responses to a prompt also `eval/pass_at_<k>`, for each power of two up to
+        their number, over the prompts with at least k scored responses.
     """
     versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
-    assert len(versions) == 1, f"an evaluation saw several policy versions: {sorted(versions)}"
+    assert len(versions) == 1, f"evaluation: several policy versions: {sorted(versions)}"
     by_prompt: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for result in results:
         by_prompt[result["prompt_index"]].append(result)
@@ -46,28 +46,28 @@ def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 
 def pass_at(k: int, scored: int, right: int) -> float:
-    """Unbiased estimate of the chance that one of k responses to a prompt is right.
+    """Estimate, without bias, the chance that at least one of k responses to a prompt is right.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
 
     Args:
-        k: responses that one would draw, at most `scored`.
-        scored: responses that were drawn.
-        right: how many of them were right.
+        k: responses in the hypothetical draw, at most `scored`.
+        scored: responses that were scored.
+        right: scored responses that were right.
     """
     return 1.0 - math.comb(scored - right, k) / math.comb(scored, k)
 
 
 def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, float]:
-    """95 % interval of a mean of shares, for prompts drawn at random.
+    """Compute the 95 % interval of a mean of shares, for prompts drawn at random.
 
-    Wilson's score interval at the effective number of responses: their number over Kish's design
-    effect, because responses to one prompt are alike. With one response each it is Wilson's own;
-    of a single prompt it is that of one response, however many it has.
+    Wilson's score interval at the effective number of responses: their number divided by Kish's
+    design effect, because responses to one prompt are alike. With one response per prompt, this is
+    the plain Wilson interval. A single prompt counts as one response.
 
     Args:
-        shares: of right responses to each prompt, between 0 and 1.
-        num_responses: to all prompts together; the effective number is at most that.
+        shares: [P] share of right responses to each prompt, between 0 and 1.
+        num_responses: to all prompts together; bounds the effective number.
     """
     mean, between = fmean(shares), pvariance(shares)
     n = float(len(shares))
@@ -76,15 +76,15 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
         n = min(alone / between, num_responses) if between else float(num_responses)
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
-    # Where the mean is 0 or 1, one end is, too, but for rounding.
+    # With a mean of 0 or 1, one end equals the mean; min and max remove its rounding error.
     return min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half))
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean by the normal distribution; NaN of a single value.
+    """Compute the 95 % interval of a mean by the normal distribution; NaN for a single value.
 
     Args:
-        values: one per prompt.
+        values: [P] one per prompt.
     """
     if len(values) < 2:
         return math.nan, math.nan
@@ -93,13 +93,13 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def check_keep_best(values: Mapping[str, Any]) -> None:
-    """Refuse a `keep_best` that no evaluation measures, or that misses checkpoints.
+    """Refuse a `keep_best` that no evaluation measures, or that would not rate every checkpoint.
 
     Args:
-        values: of the config.
+        values: values of the config, by key.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a key has a wrong value; names the key.
     """
     metric, samples = values["keep_best"], values["eval"]["samples_per_prompt"]
     allowed = ["eval/success_rate", "eval/reward_mean"]
@@ -108,7 +108,7 @@ def check_keep_best(values: Mapping[str, Any]) -> None:
         fail("keep_best", f"{shown(metric)} given", f"null | {' | '.join(allowed)}")
     save, evaluate = values["save_every_n_steps"], values["eval_every_n_steps"]
     if metric is not None and save % evaluate:
-        problem = f"{save} given with keep_best, and checkpoints without an evaluation have no rank"
+        problem = f"{save} given with keep_best, which ranks checkpoints by their evaluation"
         fail("save_every_n_steps", problem, f"a multiple of eval_every_n_steps: {evaluate}")
 
 

@@ -150,7 +150,7 @@ class Ledger:
             return None
         needed = self._needed_version()
         # Counted in steps, not versions: after a skipped step the two differ.
-        target_step = self.steps_done + len(self._living) // self._contract.groups_per_step
+        target_step = self._contract.step_of(self.steps_done, len(self._living))
         if self._interrupted:
             entry = self._interrupted.popleft()
             entry.needed_version = entry.start_version = needed
@@ -347,7 +347,7 @@ class Ledger:
         buffered.sort(key=lambda entry: (entry.start_version, entry.group_id))
         kept: set[int] = set()
         for entry in buffered:
-            turn = self.policy_version + len(kept) // self._contract.groups_per_step
+            turn = self._contract.step_of(self.policy_version, len(kept))
             if self._contract.may_train(entry.start_version, turn):
                 kept.add(entry.group_id)
         self._living = {entry.group_id: entry for entry in entries if entry.group_id in kept}
@@ -385,7 +385,7 @@ class Ledger:
         return self._contract.needed_version(self.policy_version, len(self._living))
 
     def _may_start(self) -> bool:
-        still_needed = (self.num_steps - self.steps_done) * self._contract.groups_per_step
+        still_needed = self._contract.groups_of(self.num_steps - self.steps_done)
         if len(self._living) >= still_needed:
             return False
         return self.published_version >= self._needed_version()

@@ -1,4 +1,4 @@
-"""The parameter server: which weights are newest, where they are, and who has loaded which."""
+"""The parameter server: the newest weights, where to get them, and who loaded which version."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 class VLLMParameterServer:
     """Versioned snapshots of the policy: the trainer pushes, generators pull.
 
-    It holds references to immutable buckets in the object store, never the bytes: no lock, no torn
-    read, no GPU, one copy per node. Superseded snapshots are freed when their last reader is done.
+    It holds references to immutable buckets in the object store, never the bytes. So it needs no
+    lock and no GPU, no read is torn, and each node has one copy. A superseded snapshot is freed
+    when its last reader is done.
     """
 
     def __init__(self) -> None:
@@ -22,38 +23,39 @@ class VLLMParameterServer:
         """Publish a snapshot.
 
         Args:
-            version: policy version of the weights; above the last one.
-            buckets: references to each trainer rank's `(manifest, bytes)`.
-            manifests: references to the same manifests alone.
+            version: policy version of the weights, above the last pushed one.
+            buckets: one reference per trainer rank, to its `(manifest, bytes)`.
+            manifests: one reference per trainer rank, to its manifest alone.
 
         Raises:
-            ValueError: if the version is not newer than the published one.
+            ValueError: the version is not newer than the last pushed one.
         """
         if version <= self._version:
-            raise ValueError(f"push of version {version} after version {self._version}")
+            raise ValueError(f"parameter server: version {version} pushed after {self._version}")
         self._version = version
         self._buckets, self._manifests = list(buckets), list(manifests)
 
     def newest(self) -> tuple[int, list[Any], list[Any]]:
-        """The newest version and the references to its buckets and manifests.
+        """Return the newest version, and the references to its buckets and manifests.
 
         Raises:
-            LookupError: before the first push.
+            LookupError: nothing was pushed yet.
         """
         if self._version < 0:
-            raise LookupError("no weights were pushed yet")
+            raise LookupError("parameter server: no weights were pushed yet")
         return self._version, self._buckets, self._manifests
 
     def acknowledge(self, generator: str, version: int) -> None:
-        """Record that a generator has validated and loaded a version.
+        """Record that a generator validated and loaded a version.
 
         Raises:
-            ValueError: if that version was never published.
+            ValueError: the version is newer than any that was pushed.
         """
         if version > self._version:
-            raise ValueError(f"{generator} acknowledges {version}, newest is {self._version}")
+            problem = f"acknowledged version {version}, newest is {self._version}"
+            raise ValueError(f"{generator}: {problem}")
         self._acknowledged[generator] = version
 
     def acknowledged(self) -> dict[str, int]:
-        """The version that each generator last loaded."""
+        """Return the version that each generator last loaded."""
         return dict(self._acknowledged)

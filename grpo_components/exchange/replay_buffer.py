@@ -1,4 +1,4 @@
-"""The replay buffer: whole groups, consumed once, oldest weights first, never stale."""
+"""The replay buffer: whole groups, each consumed once, oldest weights first, never stale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Item:
 
 
 class _Slots:
-    """Which storage slots are free and which hold a group that was not consumed yet."""
+    """Which storage slots are free, and which hold a group that was not consumed yet."""
 
     def __init__(self, capacity: int) -> None:
         self.free = list(range(capacity - 1, -1, -1))
@@ -35,7 +35,7 @@ class _Slots:
 
 
 class _FreeSlotWriter(Writer):
-    """A torchrl writer that fills free slots; torchrl's own overwrite live ones when full."""
+    """Writes to free slots; torchrl's own writers overwrite live ones when full."""
 
     def __init__(self, slots: _Slots) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class _FreeSlotWriter(Writer):
         self._slots.live.clear()
 
     def dumps(self, path: Any) -> None:
-        raise RuntimeError("the buffer travels through state_dict")
+        raise RuntimeError("save groups with write_state")
 
     def loads(self, path: Any) -> None:
-        raise RuntimeError("the buffer travels through state_dict")
+        raise RuntimeError("save groups with write_state")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -68,7 +68,7 @@ class _FreeSlotWriter(Writer):
 
 
 class _OldestVersionSampler(Sampler):
-    """A torchrl sampler that consumes the groups with the oldest weights, ties by group id."""
+    """Consumes the groups with the oldest weights first; ties are broken by group id."""
 
     def __init__(self, slots: _Slots) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class _OldestVersionSampler(Sampler):
             self._slots.free.append(slot)
 
     def dumps(self, path: Any) -> None:
-        raise RuntimeError("the buffer travels through state_dict")
+        raise RuntimeError("save groups with write_state")
 
     def loads(self, path: Any) -> None:
-        raise RuntimeError("the buffer travels through state_dict")
+        raise RuntimeError("save groups with write_state")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -106,7 +106,7 @@ class _OldestVersionSampler(Sampler):
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """What the driver learns about a batch without its tokens."""
+    """What the driver needs to know of a batch without its tokens."""
 
     groups: list[GroupSummary]
     """The batch's groups, in the order of group ids."""
@@ -115,32 +115,30 @@ class BatchSummary:
     buffered: int
     """Groups left in the buffer."""
     batch_hash: str
-    """Of everything in the batch (see `trajectory.batch_hash`); empty where there is none."""
+    """See `trajectory.batch_hash`; empty if there is no batch."""
 
 
 class ReplayBuffer:
     """A bounded store of whole groups between generators and trainer.
 
-    Producers wait while it is full, the consumer waits while it holds less than a batch; both
-    waits end with an error that says who waited for whom.
+    Producers wait while it is full. The consumer waits while it holds less than a batch. A wait
+    that is too long ends with an error that says who waited for whom.
 
     Args:
-        capacity: groups.
-        contract: which groups may still be trained.
-        timeout_s: longest wait, of a producer or the consumer.
-        stale_tokens: drop a group with a token older than the contract allows, or keep it for a
-            trainer that masks such tokens, until its newest token is too old.
+        contract: which groups may still be trained, and how many groups can be alive at once.
+        timeout_s: longest wait of a producer or the consumer.
+        stale_tokens: "drop" drops a group once its oldest token is too old for the contract.
+            "mask" keeps it until its newest token is too old; the trainer masks older ones.
     """
 
     def __init__(
         self,
         *,
-        capacity: int,
         contract: StalenessContract,
         timeout_s: float,
         stale_tokens: Literal["mask", "drop"] = "drop",
     ) -> None:
-        self._make_room(capacity)
+        self._make_room(contract.max_living_groups)
         self._contract, self._timeout_s = contract, timeout_s
         self._stale_tokens = stale_tokens
         self._changed = asyncio.Condition()
@@ -164,17 +162,17 @@ class ReplayBuffer:
             summary: of the same group.
 
         Returns:
-            Groups in the buffer.
+            Number of groups in the buffer.
 
         Raises:
-            TimeoutError: if it stayed full.
+            TimeoutError: the buffer stayed full.
         """
         async with self._changed:
             await self._wait_until(
                 lambda: len(self._slots.live) < self._capacity,
                 lambda: (
                     f"group {summary.group_id} waited {self._timeout_s:g} s for room in "
-                    f"replay_buffer (full with {self._capacity} groups: the trainer takes none)"
+                    f"replay_buffer (full with {self._capacity} groups; the trainer takes none)"
                 ),
             )
             self._buffer.add(_Item(group, summary))
@@ -190,18 +188,18 @@ class ReplayBuffer:
         """Consume one batch of whole groups, waiting until there are enough fresh ones.
 
         Args:
-            num_groups: groups of the batch.
-            policy_version: version that the training step starts from; groups that are too old
-                for it are dropped, never returned.
-            recorded: ids of the very groups to take and to drop, of a run that is replayed.
+            num_groups: groups in the batch.
+            policy_version: version that the training step starts from. Groups too old for it are
+                dropped.
+            recorded: in a replay, the ids of the groups that the recorded run took and dropped.
 
         Returns:
-            The batch, packed, sorted by group id, and its summary.
+            The packed batch, sorted by group id, and its summary. The batch is empty where drops
+            left too few groups: they are reported at once, so that they are replaced.
 
         Raises:
-            TimeoutError: if there were never enough.
+            TimeoutError: there were too few groups.
         """
-
         if recorded is not None:
             return await self._take_as_recorded(*recorded)
 
@@ -218,7 +216,6 @@ class ReplayBuffer:
                 ),
             )
             dropped, self._dropped = self._dropped, []
-            # Too few are left: report the drops at once, so that they are replaced.
             if len(self._slots.live) < num_groups:
                 return self._batch([], dropped)
             items: list[_Item] = self._buffer.sample(num_groups)
@@ -236,8 +233,8 @@ class ReplayBuffer:
             await self._wait_until(
                 lambda: not missing(),
                 lambda: (
-                    f"the training loop waited {self._timeout_s:g} s in a replay for the groups "
-                    f"{missing()} in replay_buffer"
+                    f"replay: the training loop waited {self._timeout_s:g} s for the recorded "
+                    f"groups {missing()} in replay_buffer"
                 ),
             )
             slots = {item.summary.group_id: slot for slot, item in self._slots.live.items()}
@@ -252,11 +249,11 @@ class ReplayBuffer:
         self._changed.notify_all()
         batch = concatenate(item.group for item in items)
         groups = [item.summary for item in items]
-        found = batch_hash(batch) if items else ""
-        return batch, BatchSummary(groups, dropped, len(self._slots.live), found)
+        content = batch_hash(batch) if items else ""
+        return batch, BatchSummary(groups, dropped, len(self._slots.live), content)
 
     async def refill(self, *parts: Any) -> None:
-        """Hold these groups and no others, over the capacity if need be.
+        """Replace all groups, beyond the capacity if there are more.
 
         Args:
             parts: group, summary, group, summary, ...
@@ -267,14 +264,14 @@ class ReplayBuffer:
             self._buffer.add(item)
 
     def write_state(self, folder: str, *parts: Any) -> str | None:
-        """Write groups of this buffer, of whatever moment; safe beside everything else.
+        """Write groups to a checkpoint; safe while others use the buffer.
 
         Args:
-            folder: of a checkpoint that is being written.
-            parts: group, summary, group, summary, ...
+            folder: of the unfinished checkpoint.
+            parts: group, summary, group, summary, ...; the buffer's own groups do not matter.
 
         Returns:
-            Why they could not be written; None where they were.
+            Why writing failed; None on success.
         """
         pairs = zip(parts[::2], parts[1::2], strict=True)
         groups = [{"group": group, "summary": asdict(summary)} for group, summary in pairs]
@@ -285,33 +282,33 @@ class ReplayBuffer:
         return None
 
     def read_state(self, folder: str, group_ids: Sequence[int]) -> list[Any]:
-        """Groups of a checkpoint, which this buffer does not hold by that.
+        """Load groups from a checkpoint, without adding them to the buffer.
 
         Args:
-            folder: that `write_state` was given.
-            group_ids: of the groups that are wanted.
+            folder: the one given to `write_state`.
+            group_ids: which groups to load.
 
         Returns:
-            group, summary, group, summary, ... in the order of `group_ids`, and two more that are
-            None, so that there are several always.
+            group, summary, group, summary, ... in the order of `group_ids`, then None twice, so
+            that there are always several results.
         """
         saved = {
             each["summary"]["group_id"]: (each["group"], GroupSummary(**each["summary"]))
             for each in read_state(Path(folder), "buffer")
         }
-        lacking = set(group_ids) - saved.keys()
-        assert not lacking, f"{folder} lacks groups of the ledger: {sorted(lacking)}"
+        missing = sorted(set(group_ids) - saved.keys())
+        assert not missing, f"{folder}: groups {missing} of the ledger are missing"
         return [part for group_id in group_ids for part in saved[group_id]] + [None] * 2
 
     def _drop_stale(self, policy_version: int) -> None:
-        def decisive(summary: GroupSummary) -> int:
+        def deciding_version(summary: GroupSummary) -> int:
             masks = self._stale_tokens == "mask"
             return summary.newest_version if masks else summary.oldest_version
 
         stale = [
             slot
             for slot, item in self._slots.live.items()
-            if not self._contract.may_train(decisive(item.summary), policy_version)
+            if not self._contract.may_train(deciding_version(item.summary), policy_version)
         ]
         if stale:
             self._dropped += [self._slots.live[slot].summary for slot in stale]
@@ -319,7 +316,7 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool], message: Callable[[], str]) -> None:
-        # asyncio.wait_for swallows a cancellation that comes with the result (Python 3.11).
+        # Not asyncio.wait_for: it swallows a cancellation that arrives with the result (3.11).
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._changed.wait_for(condition)

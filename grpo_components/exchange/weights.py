@@ -1,4 +1,4 @@
-"""Weights on their way: buckets of bytes with checksums, and what a model's must be."""
+"""Weights in transit: buckets of bytes with checksums, checked against the model's shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ StateDict = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies in a bucket."""
+    """Position and checksum of one tensor in a bucket."""
 
     name: str
     dtype: str
@@ -36,7 +36,7 @@ Manifest = tuple[TensorEntry, ...]
 
 
 def checksum(name: str, dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]) -> int:
-    """The xxh3 (64 bits) of a tensor: bytes under another name or shape have another one."""
+    """Compute the xxh3 (64 bits) of a tensor's name, dtype, shape and bytes."""
     digest = xxhash.xxh3_64(f"{name} {dtype} {list(shape)}".encode())
     digest.update(cast(Any, raw))
     return digest.intdigest()
@@ -45,13 +45,13 @@ def checksum(name: str, dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]
 def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArray[np.uint8]]:
     """Copy named tensors into one flat array of bytes.
 
-    numpy has no bfloat16, so that bytes travel, with dtype and shape beside them.
+    Bytes, because numpy has no bfloat16; the manifest keeps dtypes and shapes.
 
     Args:
         tensors: names and CPU tensors of any dtype.
 
     Returns:
-        The manifest and the bytes [sum of nbytes] uint8.
+        The manifest, and the bytes [sum of nbytes] uint8.
     """
     entries, parts, offset = [], [], 0
     for name, tensor in tensors:
@@ -73,51 +73,51 @@ def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArra
 
 
 def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
-    """Views of a bucket's tensors, each checked against its checksum first.
+    """View the tensors of a bucket; verifies their checksums first.
 
     Args:
-        manifest: what `pack_bucket` returned with it.
+        manifest: what `pack_bucket` returned with the bucket.
         bucket: [nbytes] uint8, may be read-only.
 
     Raises:
-        ValueError: naming the first tensor that is not as it was packed, or is there twice.
+        ValueError: a tensor's checksum differs, or it appears twice; names the first such tensor.
     """
     tensors: StateDict = {}
     for entry in manifest:
         raw = bucket[entry.offset : entry.offset + entry.nbytes]
         given = checksum(entry.name, entry.dtype, entry.shape, raw)
         if raw.nbytes != entry.nbytes or given != entry.checksum:
-            raise ValueError(f"weight tensor {entry.name} is damaged: its checksum is another")
+            raise ValueError(f"weight tensor {entry.name} is damaged: checksum mismatch")
         if entry.name in tensors:
-            raise ValueError(f"weight tensor {entry.name} came twice")
+            raise ValueError(f"weight tensor {entry.name} appears twice")
         flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype), count=-1)
         tensors[entry.name] = flat.view(entry.shape)
     return tensors
 
 
 def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> StateDict:
-    """The tensors of all buckets of a snapshot; see `unpack_bucket`.
+    """View the tensors of all buckets of a snapshot; verifies their checksums first.
 
     Args:
-        buckets: each trainer rank's part, in any order.
+        buckets: each trainer rank's manifest and bytes, in any order.
 
     Raises:
-        ValueError: naming the first tensor that is damaged, or is there twice.
+        ValueError: a tensor's checksum differs, or it appears twice; names the first such tensor.
     """
     tensors: StateDict = {}
     for manifest, bucket in buckets:
         part = unpack_bucket(manifest, bucket)
         for name in sorted(part.keys() & tensors.keys()):
-            raise ValueError(f"weight tensor {name} came twice")
+            raise ValueError(f"weight tensor {name} appears twice")
         tensors |= part
     return tensors
 
 
 def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
-    """One checksum of a whole snapshot, the same whatever the number of buckets.
+    """Compute one checksum of a whole snapshot; it does not depend on the number of buckets.
 
     Args:
-        manifests: of all the snapshot's buckets, in any order.
+        manifests: of all buckets of the snapshot, in any order.
 
     Returns:
         xxh3 (64 bits, hexadecimal) over name, dtype, shape and checksum of every tensor.
@@ -131,24 +131,27 @@ def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
 
 
 def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, read from the safetensors headers.
+    """Read names and shapes of a checkpoint's tensors from the safetensors headers.
 
-    The copy that some checkpoints have of a tied head is left out: nobody loads it.
+    Some checkpoints store a copy of a tied head. It is never loaded, so it is left out.
+
+    Args:
+        model_path: folder with `model.safetensors`, or with several files and their index.
 
     Raises:
-        ValueError: if the folder has no safetensors of that layout.
+        ValueError: a safetensors file is missing.
     """
     index = model_path / "model.safetensors.index.json"
     names = {"model.safetensors"}
-    if index.is_file():  # beside it may lie copies in other formats
+    if index.is_file():  # not every file: the folder may also hold copies in other formats
         names = set(json.loads(index.read_text())["weight_map"].values())
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(model_path / name for name in names):
         if not file.is_file():
             raise ValueError(f"base_model_path: no file {file}")
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
-                if not name.endswith("rotary_emb.inv_freq"):  # a constant; nobody loads it
+            for name in tensors.keys():  # noqa: SIM118 -- safe_open is not a mapping
+                if not name.endswith("rotary_emb.inv_freq"):  # a constant, never loaded
                     shapes[name] = tuple(tensors.get_slice(name).get_shape())
     config = model_path / "config.json"
     hf_config = json.loads(config.read_text()) if config.is_file() else {}
@@ -163,16 +166,16 @@ def check_names_and_shapes(
     """Compare new weights with the model's, before anything is loaded.
 
     Args:
-        given: shape by name of the new weights.
-        expected: shape by name of the checkpoint that the engine was loaded from.
+        given: shape of each new tensor, by name.
+        expected: shape of each tensor of the checkpoint that the engine was loaded from, by name.
 
     Raises:
-        ValueError: naming the first tensor that is missing, unknown or of another shape.
+        ValueError: a tensor is missing, unknown or has another shape; names the first one.
     """
     for name in sorted(set(expected) - set(given)):
-        raise ValueError(f"weights: lack the tensor {name}")
+        raise ValueError(f"weights: missing tensor {name}")
     for name in sorted(set(given) - set(expected) - {_HEAD}):  # a tied head may be sent twice
-        raise ValueError(f"weights: have an unknown tensor {name}")
+        raise ValueError(f"weights: unknown tensor {name}")
     for name in sorted(set(given) & set(expected)):
         if tuple(given[name]) != tuple(expected[name]):
             raise ValueError(

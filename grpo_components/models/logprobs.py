@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_components.models.packing import document_mask, row_layout
-from grpo_components.trajectory import Trajectory
+from grpo_components.trajectory import TokenSequence, Trajectory
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TokenBatch:
 
 
 def token_batch(
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory | TokenSequence],
     masks: Sequence[NDArray[np.bool_]] | None = None,
     *,
     packed_width: int | None = None,

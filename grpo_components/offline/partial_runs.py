@@ -1,4 +1,4 @@
-"""Runs of one half: evaluation alone, generators without trainers, trainers without generators."""
+"""Partial runs: evaluation only, generators without trainers, trainers without generators."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from grpo_components.errors import fail, shown
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.offline.trajectory_file import read_groups
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl"
-"""What `rollout_only` leaves in the run's folder, for `train_from`."""
+"""File that `rollout_only` writes into the run's folder, for `train_from`."""
 _WRITER = "grpo_components.offline.trajectory_file.TrajectoryWriter"
 _RECORDED = "grpo_components.offline.trajectory_file.RecordedGroups"
 
 
 class RecordedPrompts(Dataset[dict[str, Any]]):
-    """The prompts of a file of trajectories, as a data set: one row per group.
+    """The prompts of a trajectory file as a data set, one row per group.
 
     Args:
-        path: of the file.
+        path: of the trajectory file.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._prompts: list[list[int]] = []
         self._lengths: list[int] = []
-        """Tokens of each group's longest prompt and response."""
+        """Per group, tokens of its longest prompt and response together."""
         self._largest_ids: list[int] = []
         for group in read_groups(path):
             self._prompts.append(group[0].prompt_ids.tolist())
@@ -42,26 +43,26 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
             self._lengths.append(max(map(len, tokens)))
             self._largest_ids.append(int(np.concatenate(tokens).max()))
         self.max_prompt_length = max(map(len, self._prompts))
-        """Tokens of the longest prompt."""
+        """Of any prompt, in tokens."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        # There is no text, and whoever tells of a failed sample shows one.
+        # The file has no text, but reports of failed samples show one.
         text = f"(line {row + 1} of {self._path})"
         return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
 
     def check(self, longest: int, limit: str, num_ids: int | None) -> None:
-        """Refuse what the policy cannot read.
+        """Refuse groups that the policy cannot read.
 
         Args:
-            longest: tokens of a prompt and its response at most.
-            limit: what says so.
-            num_ids: token ids that the model has; None where that is not known.
+            longest: most tokens of a prompt and its response.
+            limit: where that limit comes from, for the message.
+            num_ids: number of token ids of the model; None if unknown.
 
         Raises:
-            ValueError: naming the line of the file.
+            ValueError: a group is too long or has an unknown token id; names its line.
         """
         for row, (length, largest) in enumerate(zip(self._lengths, self._largest_ids, strict=True)):
             where = f"{self._path}, line {row + 1}, has"
@@ -73,12 +74,12 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
 
 
 def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
-    """Dotted paths of the roles that train and generate in this run, or stand in for those.
+    """Return the dotted paths of the run's trainer and generator, or of their stand-ins.
 
     Args:
         cfg: checked by preflight.
-        trainer: of a whole run.
-        generator: of a whole run.
+        trainer: dotted path in a whole run.
+        generator: dotted path in a whole run.
     """
     trains = not (cfg.eval_only or cfg.rollout_only)
     return trainer if trains else _WRITER, _RECORDED if cfg.train_from else generator
@@ -87,12 +88,12 @@ def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
 def stand_in_arguments(
     cfg: DictConfig, trainer: dict[str, Any], generator: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments of what `roles_of` returns.
+    """Return the keyword arguments of the classes that `roles_of` returns.
 
     Args:
         cfg: checked by preflight.
-        trainer: arguments of a whole run's.
-        generator: arguments of a whole run's.
+        trainer: arguments of the trainer in a whole run.
+        generator: arguments of the generator in a whole run.
     """
     if cfg.eval_only or cfg.rollout_only:
         path = str(Path(cfg.output_dir) / TRAJECTORIES)
@@ -106,13 +107,16 @@ def stand_in_arguments(
 
 
 def evaluated_version(cfg: DictConfig) -> int:
-    """Policy version of the weights that generators start with: 0, or that of our checkpoint.
+    """Return the policy version of the weights that generators start with.
 
     Args:
         cfg: checked by preflight.
+
+    Returns:
+        The version of a checkpoint that `eval_only` evaluates; else 0.
     """
     if not cfg.eval_only:
-        return 0  # where a checkpoint's weights are the base model, versions begin anew
+        return 0  # versions start at 0, even if the base model is a checkpoint of ours
     state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
     if not (state / "driver.json").is_file():
         return 0
@@ -120,20 +124,21 @@ def evaluated_version(cfg: DictConfig) -> int:
 
 
 def check_partial_run(values: Mapping[str, Any]) -> None:
-    """Refuse a part of a run that cannot be, before anything starts.
+    """Refuse an impossible partial run before anything starts.
 
     Args:
-        values: of the config.
+        values: values of the config, by key.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a key has a wrong value; names the key.
     """
     given = [key for key in ("eval_only", "rollout_only", "train_from") if values[key]]
     if not given:
         return
     key, *others = given
     if others:
-        fail(others[0], f"{shown(values[others[0]])} given with {key}", "one of the two")
+        other = others[0]
+        fail(other, f"{shown(values[other])} given with {key}", f"only one of {key} and {other}")
     if values["replay_events"]:
         fail(key, "given with replay_events, which repeats a whole run", "false or null")
     if key != "train_from" and values["resume_from_checkpoint"] is not False:
@@ -154,7 +159,8 @@ def _check_checkpoint(folder: Path) -> None:
         config = {}
     if not has_weights or "architectures" not in config:
         problem = (
-            f"{folder} is no Hugging Face folder with weights, and architectures in config.json"
+            f"{folder} is not a Hugging Face folder with weights and a config.json that names "
+            "architectures"
         )
         fail("eval_only", problem, "true for base_model_path, or the path of another model")
 
@@ -174,19 +180,19 @@ def _check_recorded(values: Mapping[str, Any]) -> None:
     if not groups:
         fail("train_from", f"{path} is empty", allowed)
     if len(groups) < values["groups_per_step"]:
-        problem = f"{path} has {len(groups)} groups, fewer than a step trains"
-        given = f"{values['groups_per_step']} given, and {problem}"
-        fail("groups_per_step", given, f"at most {len(groups)}")
+        problem = f"{values['groups_per_step']} given, but {path} has {len(groups)} groups"
+        fail("groups_per_step", problem, f"at most {len(groups)}")
     if other := {len(group) for group in groups} - {values["group_size"]}:
-        problem = f"{values['group_size']} given, and {path} has groups of {min(other)}"
+        problem = f"{values['group_size']} given, but {path} has groups of {min(other)}"
         fail("group_size", problem, str(min(other)))
-    oldest = min(map(_oldest, groups))
-    needed = values["num_steps"] - 1 - oldest
-    if values["max_staleness"] < needed:
-        problem = f"{values['max_staleness']} given, and {path} has tokens of policy version "
-        problem += f"{oldest}, which the last step would find {needed} versions old"
+    contract = StalenessContract(values["max_staleness"], values["groups_per_step"])
+    oldest, last_step = min(map(_oldest_version, groups)), values["num_steps"] - 1
+    if not contract.may_train(oldest, last_step):
+        needed = contract.staleness(oldest, last_step)
+        problem = f"{values['max_staleness']} given, but {path} has tokens of policy version "
+        problem += f"{oldest}, which are {needed} versions old in the last step"
         fail("max_staleness", problem, f"at least {needed} (or fewer num_steps)")
 
 
-def _oldest(group: list[Trajectory]) -> int:
+def _oldest_version(group: list[Trajectory]) -> int:
     return min((v for v in (t.oldest_version for t in group) if v is not None), default=0)

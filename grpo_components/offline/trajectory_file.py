@@ -1,4 +1,4 @@
-"""Trajectories in a file: who writes them instead of training, and who hands them out again."""
+"""Trajectory files, and the stand-ins for trainer and generator that write and read them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _ARRAYS = {
     "token_versions": np.int32,
 }
 _ROUNDING = 1e-3
-"""By so much a logarithm of 1 may be above 0."""
+"""How far rounding may lift a logprob above 0, in nats."""
 _PLAIN = ("finish_reason", "temperature", "reward_terms", "success", "error")
 
 
 def group_line(group: Sequence[Trajectory]) -> str:
-    """One JSON object of a group: `prompt_index`, `prompt_ids`, and a list `responses`.
+    """Format a group as one line of JSON: `prompt_index`, `prompt_ids` and a list `responses`.
+
+    The line keeps everything that training needs, logprobs bit for bit. A failed reward is null.
 
     Args:
-        group: the trajectories of one prompt. All that training needs is kept, logprobs bit for
-            bit; a reward that failed is null.
+        group: the trajectories of one prompt.
     """
     responses = [
         {name: getattr(t, name).tolist() for name in _ARRAYS}
@@ -56,24 +57,24 @@ def group_line(group: Sequence[Trajectory]) -> str:
 
 
 def read_groups(path: str | Path) -> Iterator[list[Trajectory]]:
-    """The groups of a file that has a `group_line` each.
+    """Read the groups of a trajectory file, one `group_line` each.
 
     Args:
-        path: of the file.
+        path: of the trajectory file.
 
     Raises:
-        ValueError: naming the line (from 1) that is no such group, and why.
+        ValueError: a line is not a valid group; names the line, from 1, and the reason.
     """
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line.decode("utf-8"))
                 group = [_trajectory(record, each) for each in record["responses"]]
-                _require(len(group) > 0, "it has no responses")
-            # An OverflowError of a number, a RecursionError of brackets.
+                _require(len(group) > 0, "responses: empty")
+            # Large numbers raise OverflowError, deeply nested brackets RecursionError.
             except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
                 kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-                problem = f"no group of responses, {kind}{error}"
+                problem = f"not a group of responses: {kind}{error}"
                 raise ValueError(f"{path}, line {number}: {problem}") from error
             yield group
 
@@ -91,51 +92,53 @@ def _trajectory(record: Mapping[str, Any], response: Mapping[str, Any]) -> Traje
     )
     try:
         trajectory.check()
-    except AssertionError as error:  # it is the file's fault here, and not ours
+    except AssertionError as error:  # here the file is wrong, not our code
         raise ValueError(str(error)) from None
     for name in ("prompt_ids", "response_ids"):
-        _require((getattr(trajectory, name) >= 0).all(), f"{name} below 0")
+        _require((getattr(trajectory, name) >= 0).all(), f"{name}: below 0")
     reasons = get_args(FinishReason)
-    _require(trajectory.finish_reason in reasons, f"finish_reason is none of {', '.join(reasons)}")
+    _require(trajectory.finish_reason in reasons, f"finish_reason: allowed: {', '.join(reasons)}")
     scored = math.isfinite(trajectory.reward) and trajectory.error is None
     failed = response["reward"] is None and isinstance(trajectory.error, str)
     right = failed if trajectory.failed else scored
-    _require(right, "reward must be a number, or null beside finish_reason error and an error text")
-    _require(trajectory.failed or trajectory.response_mask.any(), "response_mask has no true")
+    _require(right, "reward: allowed: a number, or null with finish_reason error and an error text")
+    _require(
+        trajectory.failed or trajectory.response_mask.any(), "response_mask: must contain true"
+    )
     logprobs = trajectory.generator_logprobs[trajectory.response_mask]
-    _require((logprobs <= _ROUNDING).all(), "generator_logprobs above 0 are no logs")
-    warmth = trajectory.temperature
-    warm = type(warmth) in (int, float) and 0 < warmth < math.inf
-    _require(warm, "temperature must be a number above 0")
-    _require(type(trajectory.success) is bool, "success must be true or false")
+    _require((logprobs <= _ROUNDING).all(), "generator_logprobs: above 0")
+    temperature = trajectory.temperature
+    positive = type(temperature) in (int, float) and 0 < temperature < math.inf
+    _require(positive, "temperature: must be a number above 0")
+    _require(type(trajectory.success) is bool, "success: must be true or false")
     terms = trajectory.reward_terms
     numeric = isinstance(terms, dict) and all(type(v) in (int, float) for v in terms.values())
-    _require(numeric, "reward_terms must be numbers by name")
+    _require(numeric, "reward_terms: must be numbers by name")
     return trajectory
 
 
 def _array(values: Mapping[str, Any], name: str, dtype: type[np.generic]) -> NDArray[Any]:
-    """A list of a file, whose items are of this kind; NumPy alone would make a number of a text."""
+    """Convert a JSON list, after a check of its type: NumPy would turn text into numbers."""
     array = np.array(values[name])
     kinds = {np.bool_: "b", np.float32: "fiu"}.get(dtype, "iu")
     fits = array.ndim == 1 and (array.dtype.kind in kinds or not array.size)
     what = {"b": "true and false", "fiu": "numbers"}.get(kinds, "whole numbers")
-    _require(fits, f"{name} must be a list of {what}")
+    _require(fits, f"{name}: must be a list of {what}")
     return np.array(values[name], dtype)
 
 
-def _require(fulfilled: Any, problem: str) -> None:
-    if not fulfilled:
+def _require(condition: Any, problem: str) -> None:
+    if not condition:
         raise ValueError(problem)
 
 
 class TrajectoryWriter:
-    """Stands where a trainer does, and writes each batch down: the policy stays version 0.
+    """Stand-in for a trainer that writes each batch to a file; the policy stays at version 0.
 
     Args:
-        rank: only the first one writes.
-        path: of the file, which begins anew with this object.
-        logged_responses: so many of each batch's first return the logprobs of their tokens.
+        rank: of this process; only rank 0 writes.
+        path: of the trajectory file; an existing one is emptied.
+        logged_responses: how many responses of each batch, from its first, return token logprobs.
     """
 
     def __init__(self, *, rank: int, path: str, logged_responses: int = 0) -> None:
@@ -147,15 +150,15 @@ class TrajectoryWriter:
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> StepResult:
-        """Write a batch, one line a group, in the place of `Trainer.train_step`.
+        """Write a batch, one line per group; called in place of `Trainer.train_step`.
 
         Args:
-            batch: whole groups.
-            advantages: [S] one per trajectory; they are not kept.
+            batch: whole groups, packed.
+            advantages: [S] float32, one per trajectory; not written.
             step: steps done before this one.
 
         Returns:
-            What the training loop counts with.
+            The outcome of a step that trained nothing.
         """
         trajectories = unpack(batch)
         if self._path is not None:
@@ -177,11 +180,11 @@ class TrajectoryWriter:
 
 
 class RecordedGroups:
-    """Stands where a generator does, and hands out the groups of a file.
+    """Stand-in for a generator that hands out the groups of a file.
 
     Args:
-        number: which of the generators.
-        path: of the file.
+        number: of this generator, from 0.
+        path: of the trajectory file.
     """
 
     def __init__(self, *, number: int, path: str) -> None:
@@ -190,28 +193,28 @@ class RecordedGroups:
     def generate_group(
         self, prompt: dict[str, Any], epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, None]:
-        """The recorded group of a prompt, in the place of `Generator.generate_group`.
+        """Return the recorded group of a prompt; called in place of `Generator.generate_group`.
 
         Args:
-            prompt: a row of the recorded prompts; its `prompt_index` is the group's line, from 0.
-            epoch: pass over the file.
+            prompt: a row of `RecordedPrompts`; its `prompt_index` is the group's line, from 0.
+            epoch: pass over the file, from 0.
             group_id: of the new run.
-            attempt: life of the new run.
-            temperature: not used: the responses have that which they were sampled at.
+            attempt: of the new run.
+            temperature: unused; the responses keep the one they were sampled with.
 
         Returns:
-            The packed group and its summary; there is no text to show.
+            The packed group, its summary, and None: there is no text for the rollout log.
         """
         row = prompt["prompt_index"]
         identity = {"prompt_index": row, "epoch": epoch, "group_id": group_id, "attempt": attempt}
-        group = [replace(trajectory, **identity) for trajectory in self._groups[row]]
-        return pack(group), summarize(group), None
+        group = pack([replace(trajectory, **identity) for trajectory in self._groups[row]])
+        return group, summarize(group), None
 
     def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]
     ) -> tuple[int, str]:
-        """Acknowledge new weights, which nothing here is sampled with."""
+        """Acknowledge new weights without using them."""
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
 
     def begin_attempt(self) -> None:
-        """Nothing changes here when the run goes back to a checkpoint."""
+        """Do nothing: the groups do not depend on the attempt."""

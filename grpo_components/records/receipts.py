@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from grpo_components.errors import ReplayError
 from grpo_components.exchange.ledger import GroupEvent, Ledger
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.replay.recorded_run import Original, read_original
@@ -155,7 +156,9 @@ class Receipts:
             trained_from=self._policy_version,
             policy_version=policy_version,
             token_versions=versions,
-            max_staleness=self._policy_version - min(versions) if versions else None,
+            max_staleness=StalenessContract.staleness(min(versions), self._policy_version)
+            if versions
+            else None,
             correction_mass=correction_mass if math.isfinite(correction_mass) else None,
             batch_hash=batch_hash,
             generators=self._generators,

@@ -92,7 +92,7 @@ class Run:
         self._tasks = tasks
         self.log.phase("evaluating the policy")
         await self._evaluate(self._ledger.steps_done)
-        await self.evaluation.finished()
+        await self.evaluation.collect()
 
     def has_trainable(self, group: Group) -> bool:
         """Count a group's tokens and failed samples; whether any sample is left to train."""
@@ -122,7 +122,7 @@ class Run:
         metrics["time/step"] = time.perf_counter() - batch.began
         if self.evaluation.due(step):
             await self._evaluate(step)
-        metrics |= await self.evaluation.finished(step)
+        metrics |= await self.evaluation.collect(step)
         await self._log(step, batch, advantages, result, metrics)
         self._agreement.check(step, metrics)
         why = result.skipped_because

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.trajectory import GroupSummary
 
 
@@ -28,15 +29,15 @@ def rollout_metrics(
     ]
     scored = [(reward, success) for reward, success in samples if not math.isnan(reward)]
     tokens = [n for group in groups for n in group.response_tokens]
-    trained = sum(token_versions.values())
+    trained, staleness = sum(token_versions.values()), StalenessContract.staleness
     version_sum = sum(version * count for version, count in token_versions.items())
     return {
         "rollout/reward_mean": mean([reward for reward, _ in scored]),
         "rollout/success_rate": mean([success for _, success in scored]),
         "rollout/response_tokens_mean": mean(tokens),
         "rollout/trained_tokens": trained,
-        "staleness/mean": policy_version - version_sum / trained if trained else math.nan,
-        "staleness/max": policy_version - min(token_versions, default=policy_version),
+        "staleness/mean": staleness(version_sum / trained, policy_version) if trained else math.nan,
+        "staleness/max": staleness(min(token_versions, default=policy_version), policy_version),
     }
 
 

@@ -136,7 +136,8 @@ class Generator:
             "answer": prompt["answer"],
             "responses": [self._readable(t) for t in group],
         }
-        return pack(group), summarize(group), text
+        packed = pack(group)
+        return packed, summarize(packed), text
 
     async def evaluate(
         self, prompts: Sequence[Prompt], temperature: float, samples: int = 1

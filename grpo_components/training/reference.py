@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from grpo_components.models.loading import load_whole_model
@@ -14,21 +15,21 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.packing import row_width
 from grpo_components.objective.reward_shaping import sequence_kl
-from grpo_components.trajectory import PackedTrajectories, pack, unpack
+from grpo_components.trajectory import PackedTrajectories, split, token_sequences
 
 
 class Reference:
-    """Logprobs of the base model, through the same code as the trainer's.
+    """Computes logprobs of the base model, with the trainer's own code.
 
     Args:
-        build_model: makes the torchtune decoder.
-        build_checkpointer: makes the torchtune checkpointer of the base model.
+        build_model: builds the torchtune decoder.
+        build_checkpointer: builds the torchtune checkpointer of the base model.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
-        kl_estimator: k1, k2 or k3, of the divergence that is reported.
+        kl_estimator: estimator of the reported divergence: k1, k2 or k3.
         tokens_per_micro_batch: padded tokens in one forward pass.
         logprob_chunk_tokens: positions projected at a time.
-        packing: sequences of a micro-batch share one row, for flex attention.
+        packing: put the sequences of a micro-batch into one row, for flex attention.
     """
 
     def __init__(
@@ -57,24 +58,27 @@ class Reference:
             group: packed trajectories.
 
         Returns:
-            The same group, packed, with [R] float32 reference logprobs; and for each trajectory the
-            estimated KL(generator || reference), in nats, summed over the tokens sampled.
+            The packed group with [R] float32 reference logprobs, and for each trajectory the
+            estimated KL(generator || reference) in nats, summed over its sampled tokens.
         """
-        trajectories = unpack(group)
-        lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
+        sequences = token_sequences(group)
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
         packed = self._packed_width is not None
         (plan,) = plan_micro_batches(lengths, lengths, 1, self._token_budget, packed=packed)
+        logprobs: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
         for indices in plan:
-            members = [trajectories[i] for i in indices]
+            members = [sequences[i] for i in indices]
             batch = token_batch(members, packed_width=self._packed_width).to(self._device)
-            flat = self._logprobs(batch)[0].cpu()
-            parts = flat.split([len(t.response_ids) for t in members])
-            for trajectory, logprobs in zip(members, parts, strict=True):
-                trajectory.reference_logprobs = logprobs.numpy()
-        sampled = np.concatenate([t.response_mask for t in trajectories])
-        generator, reference = (
-            torch.from_numpy(np.concatenate([getattr(t, name) for t in trajectories])[sampled])
-            for name in ("generator_logprobs", "reference_logprobs")
+            parts = self._logprobs(batch)[0].cpu().split([len(s.response_ids) for s in members])
+            for index, part in zip(indices, parts, strict=True):
+                logprobs[index] = part.numpy()
+        flat = np.concatenate(logprobs)
+        sampled = group["response_mask"][0]
+        divergences = sequence_kl(
+            torch.from_numpy(group["generator_logprobs"][0][sampled]),
+            torch.from_numpy(flat[sampled]),
+            [int(mask.sum()) for mask in split(group, "response_mask")],
+            self._kl_estimator,
         )
-        lengths = [int(t.response_mask.sum()) for t in trajectories]
-        return pack(trajectories), sequence_kl(generator, reference, lengths, self._kl_estimator)
+        added = (flat, group["response_ids"][1])
+        return {**group, "reference_logprobs": added}, divergences

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -13,39 +14,34 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.micro_batches import plan_micro_batches
-from grpo_components.trajectory import (
-    GroupSummary,
-    PackedTrajectories,
-    Trajectory,
-    pack,
-    summarize,
-    unpack,
-)
+from grpo_components.trajectory import GroupSummary, PackedTrajectories, summarize
 
 REWARD_TERM = "reward_model"
-"""Its name among the reward terms."""
+"""Name of the score among the reward terms."""
 
-_SHOWN = 200
+_CHANGED_LISTS, _CHANGED_ARRAYS = ("finish_reason", "reward_terms", "error"), ("reward", "success")
+"""Fields that a score may change, by how they are packed."""
+MAX_ERROR_CHARS = 200
 
 
 class RewardModel:
     """Adds weight * score to the reward: the score is the one logit of a Hugging Face classifier.
 
-    The classifier reads the text of prompt and response with its own tokenizer. Samples that failed
-    before stay failed; one that it cannot score fails with it.
+    The classifier reads the text of prompt and response with its own tokenizer. A sample that
+    already failed is not scored. A sample that cannot be scored fails.
 
     Args:
         path: folder or hub name of the model.
-        weight: of the score in the reward.
-        chat_template: the texts are a user's and an assistant's message in the template of the
-            classifier's tokenizer; else they are read end to end.
+        weight: factor of the score in the reward.
+        chat_template: format prompt and response as a user's and an assistant's message, with the
+            chat template of the classifier's tokenizer. False joins the two texts.
         tokens_per_micro_batch: padded tokens in one forward pass.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
 
     Raises:
-        ValueError: if it has not one output, or not all of its weights, or no chat template where
-            one is asked for.
+        ValueError: the model does not have exactly one output, lacks weights, or has no chat
+            template although `chat_template` is set.
     """
 
     def __init__(
@@ -69,68 +65,72 @@ class RewardModel:
             labels = f"{path} has {config.num_labels} outputs"
             raise ValueError(f"reward_model.path: {labels}; allowed: a classifier with one")
         missing = sorted(loading["missing_keys"])
-        if missing:  # as in a language model: they are random now
-            problem = f"{path} has no weights for {', '.join(missing)[:_SHOWN]}"
+        if missing:  # a language model has no score head: it would be random
+            problem = f"{path} has no weights for {', '.join(missing)[:MAX_ERROR_CHARS]}"
             raise ValueError(f"reward_model.path: {problem}; allowed: a trained classifier")
         if chat_template and not self._tokenizer.chat_template:
-            problem = f"true given, and the tokenizer of {path} has no chat template"
+            problem = f"true given, but the tokenizer of {path} has no chat template"
             raise ValueError(f"reward_model.chat_template: {problem}; allowed: false")
         self._pad_id: int | None = config.pad_token_id
         self._chat_template, self._token_budget = chat_template, tokens_per_micro_batch
-        known = _positions(self._model)
-        self._longest = min(self._tokenizer.model_max_length, known or math.inf)
+        positions = _num_positions(self._model)
+        self._max_tokens = min(self._tokenizer.model_max_length, positions or math.inf)
 
     def add_scores(
         self, group: PackedTrajectories, text: dict[str, Any]
     ) -> tuple[PackedTrajectories, GroupSummary, dict[str, Any]]:
-        """Score a group, and add the scores to its rewards.
+        """Score a group and add the scores to its rewards.
 
         Args:
             group: packed trajectories.
-            text: the same group as a person would read it.
+            text: the same group in readable form, for the rollout log.
 
         Returns:
-            The three things that the generator returned, with the new rewards and reward terms.
+            The group, its summary and its text, with the new rewards and reward terms.
         """
-        trajectories = unpack(group)
-        scored = [i for i, trajectory in enumerate(trajectories) if not trajectory.failed]
+        columns: dict[str, list[Any]] = {name: list(group[name]) for name in _CHANGED_LISTS}
+        columns |= {name: group[name].tolist() for name in _CHANGED_ARRAYS}
+        scored = [i for i, reason in enumerate(columns["finish_reason"]) if reason != "error"]
         responses = [text["responses"][i]["response"] for i in scored]
         scores = self._scores(text["prompt"], responses)
         for i, score in zip(scored, scores, strict=True):
-            self._add(trajectories[i], score)
-        told = [
-            {
-                **shown,
-                "finish_reason": trajectory.finish_reason,
-                "reward": trajectory.reward,
-                "reward_terms": trajectory.reward_terms,
-                "success": trajectory.success,
-                "error": trajectory.error,
-            }
-            for shown, trajectory in zip(text["responses"], trajectories, strict=True)
+            changes = self._outcome(columns["reward"][i], columns["reward_terms"][i], score)
+            for name, value in changes.items():
+                columns[name][i] = value
+        arrays = {name: np.array(columns[name], group[name].dtype) for name in _CHANGED_ARRAYS}
+        packed = {**group, **columns, **arrays}
+        outcomes = zip(*columns.values(), strict=True)
+        shown = [
+            {**response, **dict(zip(columns, outcome, strict=True))}
+            for response, outcome in zip(text["responses"], outcomes, strict=True)
         ]
-        return pack(trajectories), summarize(trajectories), {**text, "responses": told}
+        return packed, summarize(packed), {**text, "responses": shown}
 
-    def _add(self, trajectory: Trajectory, score: float | str) -> None:
-        reward = math.nan if isinstance(score, str) else trajectory.reward + self._weight * score
-        if not isinstance(score, str) and math.isfinite(reward):
-            trajectory.reward = reward
-            trajectory.reward_terms = {**trajectory.reward_terms, REWARD_TERM: score}
-            return
+    def _outcome(
+        self, reward: float, terms: dict[str, float], score: float | str
+    ) -> dict[str, Any]:
+        """Fields that a score changes; a `score` of type str says why there is none."""
+        total = math.nan if isinstance(score, str) else reward + self._weight * score
+        if math.isfinite(total):
+            return {"reward": total, "reward_terms": {**terms, REWARD_TERM: score}}
         problem = score if isinstance(score, str) else f"gave {score}"
-        trajectory.error = f"reward {REWARD_TERM}: {problem}"
-        trajectory.finish_reason, trajectory.success = "error", False
-        trajectory.reward, trajectory.reward_terms = math.nan, {}
+        return {
+            "finish_reason": "error",
+            "reward": math.nan,
+            "reward_terms": {},
+            "success": False,
+            "error": f"reward {REWARD_TERM}: {problem}",
+        }
 
     @torch.no_grad()
     def _scores(self, prompt: str, responses: list[str]) -> list[float | str]:
-        """The classifier's logit for each response, or why there is none."""
+        """The classifier's logit for each response, or a message why it has none."""
         token_ids = [self._tokens(prompt, response) for response in responses]
         lengths = [len(ids) for ids in token_ids]
         scores: list[float | str] = [
-            f"{length} tokens, and the model reads 1 to {self._longest}" for length in lengths
+            f"{length} tokens, the model reads 1 to {self._max_tokens}" for length in lengths
         ]
-        fit = [i for i, length in enumerate(lengths) if 0 < length <= self._longest]
+        fit = [i for i, length in enumerate(lengths) if 0 < length <= self._max_tokens]
         costs = [lengths[i] for i in fit]
         (plan,) = plan_micro_batches(costs, costs, 1, self._token_budget)
         for indices in plan:
@@ -143,8 +143,8 @@ class RewardModel:
     def _logits(self, texts: list[Tensor]) -> Tensor:
         pad_id = self._pad_id
         if pad_id is None:
-            # A decoder looks for a text's last token by what is not padding: one that no text has,
-            # or a text that ends in that token would be scored at another one.
+            # A decoder scores at the last token that is not padding. So the padding token must not
+            # occur in any text, or a text that ends in it would be scored at an earlier token.
             used = set(torch.cat(texts).tolist())
             pad_id = next(number for number in itertools.count() if number not in used)
             self._model.config.pad_token_id = pad_id
@@ -160,14 +160,14 @@ class RewardModel:
             {"role": "user", "content": prompt},
             {"role": "assistant", "content": response},
         ]
-        # To text first: with token ids, its return type changed between versions.
+        # As text first: the return type for token ids differs between versions of transformers.
         whole = self._tokenizer.apply_chat_template(messages, tokenize=False)
         return self._tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
-def _positions(model: Any) -> int | None:
-    """How many tokens a model has positions for, where it has a limit."""
+def _num_positions(model: Any) -> int | None:
+    """Number of token positions that a model supports; None without a limit."""
     known = getattr(model.config, "max_position_embeddings", None)
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
-    first = getattr(table, "padding_idx", None)  # RoBERTa counts from there
+    first = getattr(table, "padding_idx", None)  # RoBERTa counts positions from there
     return known if known is None or first is None else known - first - 1

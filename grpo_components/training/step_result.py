@@ -14,11 +14,11 @@ class StepResult:
     policy_version: int
     """After the step; a skipped step leaves it unchanged."""
     token_versions: Mapping[int, int]
-    """Policy version -> how many trained tokens it sampled; each token counts once."""
+    """Policy version -> number of trained tokens that it sampled; each token counts once."""
     token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]]
-    """Group id -> logprobs of each logged response; see `gather_logprobs`."""
+    """Group id -> logprobs of each logged response (see `gather_logprobs`)."""
     trained_tokens: int
     skipped_because: str
-    """Why the step trained nothing; empty where it did."""
+    """Why the step trained nothing; empty if it trained."""
     metrics: dict[str, float]
-    """By the keys of `logs/metrics.jsonl`."""
+    """Named as in `logs/metrics.jsonl`."""

@@ -222,7 +222,7 @@ class Trainer:
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
         """[R] which response tokens are trained: sampled by the policy and not masked."""
         cut_off = self._batch.mask_overlong and trajectory.finish_reason == "length"
-        oldest = self.policy_version - self._batch.contract.max_staleness
+        oldest = self._batch.contract.oldest_trainable(self.policy_version)
         fresh = trajectory.token_versions >= oldest
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
@@ -320,7 +320,9 @@ class Trainer:
             generator_logprobs=generator_logprobs,
             advantages=flat([cast(Any, sample.advantages) for sample in members]),
             sequence_ids=sequence_ids,
-            staleness=self.policy_version - recorded("token_versions").long(),
+            staleness=self._contract.staleness(
+                recorded("token_versions").long(), self.policy_version
+            ),
             step=self._step,
             reference_logprobs=recorded("reference_logprobs") if has_reference else None,
             proximal_logprobs=start if self._policy_loss.from_proximal else None,

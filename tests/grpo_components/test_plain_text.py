@@ -1,4 +1,4 @@
-"""What a model writes is shown, and not obeyed."""
+"""Text of a model is shown, and gives the terminal no orders."""
 
 import logging
 import sys
@@ -26,7 +26,7 @@ ORDERS = {
 def test_an_order_to_the_terminal_is_shown_as_text(order):
     shown = plain(ORDERS[order])
     assert shown.isprintable() and "\\" in shown
-    shown.encode()  # a half pair could not be written
+    shown.encode()  # half a surrogate pair could not be written
 
 
 @given(st.text())
@@ -40,7 +40,7 @@ def test_no_control_character_is_left_and_printable_text_is_unchanged(text):
         assert plain(text) == text
 
 
-def test_an_error_in_a_log_is_told_with_its_traceback_and_gives_no_orders():
+def test_a_logged_error_keeps_its_traceback_and_gives_no_orders():
     try:
         raise ValueError("in '\x1b[2J'")
     except ValueError:

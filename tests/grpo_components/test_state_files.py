@@ -1,4 +1,4 @@
-"""What is written comes back the same in type and bits, and nothing is pickled."""
+"""State survives its files with the same types and bits, and nothing is pickled."""
 
 import json
 
@@ -49,7 +49,7 @@ def assert_same(left, right):
         assert repr(left) == repr(right)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NESTED)
 def test_a_state_comes_back_the_same(tmp_path_factory, state):
     folder = tmp_path_factory.mktemp("state") / "new"
@@ -60,15 +60,15 @@ def test_a_state_comes_back_the_same(tmp_path_factory, state):
 
 @pytest.mark.parametrize(
     ("value", "place"),
-    [({"b": [1, object()]}, r"a\.b\[1\] is a object"), (np.array([None]), "a is a ndarray")],
+    [({"b": [1, object()]}, r"^a\.b\[1\]: .* object"), (np.array([None]), "^a: .* ndarray")],
 )
-def test_what_would_have_to_be_pickled_is_refused_with_its_place(tmp_path, value, place):
+def test_a_value_that_only_pickle_could_store_is_refused_by_its_place(tmp_path, value, place):
     with pytest.raises(TypeError, match=place):
         write_state(tmp_path, "a", value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_key_of_ours_in_the_users_data_changes_nothing(tmp_path):
+def test_user_data_may_contain_our_own_marker_key(tmp_path):
     state = {"__is__": "tuple", "items": [1]}
     write_state(tmp_path, "a", state)
     assert read_state(tmp_path, "a") == state

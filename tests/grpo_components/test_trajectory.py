@@ -1,4 +1,4 @@
-"""A group survives its travel as flat arrays, and a broken record is noticed."""
+"""A group survives packing, and a broken record is noticed."""
 
 import dataclasses
 import math
@@ -6,10 +6,19 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack, summarize, unpack
+from grpo_components.trajectory import (
+    Trajectory,
+    batch_hash,
+    concatenate,
+    pack,
+    split,
+    summarize,
+    token_sequences,
+    unpack,
+)
 
 
 @st.composite
@@ -29,7 +38,8 @@ def trajectories(draw, with_reference):
         group_id=draw(st.integers(0, 10**6)),
         attempt=draw(st.integers(0, 3)),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort", "error"])),
-        reward=draw(st.floats(-2, 2)),
+        temperature=draw(st.floats(0.1, 2)),
+        reward=draw(st.floats(-2, 2) | st.just(math.nan)),
         reward_terms=draw(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=2)),
         success=draw(st.booleans()),
         error=draw(st.none() | st.text(max_size=9)),
@@ -53,9 +63,50 @@ def test_unpack_is_the_inverse_of_pack(group):
     assert_same(group, unpack(pack(group)))
 
 
-@given(groups(with_reference=True), groups(with_reference=True))
-def test_concatenated_packs_hold_all_records_in_order(first, second):
-    assert_same([*first, *second], unpack(concatenate([pack(first), pack(second)])))
+@pytest.mark.parametrize("with_reference", [False, True])
+@settings(max_examples=40)
+@given(st.data())
+def test_joined_packs_are_the_pack_of_all_records_bit_for_bit(with_reference, data):
+    """Arrays, dtypes and hash; a group may be empty, and so may a response."""
+    batch = data.draw(st.lists(groups(with_reference), max_size=3))
+    joined = concatenate(pack(group) for group in batch)
+    whole = pack([trajectory for group in batch for trajectory in group])
+    assert list(joined) == list(whole)
+    for name, column in whole.items():
+        assert_same_bits(joined[name], column, name)
+    assert batch_hash(joined) == batch_hash(whole)
+
+
+def assert_same_bits(left, right, name):
+    assert type(left) is type(right), name
+    if isinstance(left, tuple):
+        for part in zip(left, right, strict=True):
+            assert_same_bits(*part, name)
+    elif isinstance(left, np.ndarray):
+        assert (left.dtype, left.shape) == (right.dtype, right.shape), name
+        assert left.tobytes() == right.tobytes(), name
+    else:
+        assert left == right, name
+
+
+def test_a_group_with_reference_logprobs_is_not_joined_to_one_without():
+    with_reference = make([0])
+    with_reference.reference_logprobs = np.zeros(1, np.float32)
+    with pytest.raises(AssertionError, match="reference_logprobs"):
+        concatenate([pack([make([0])]), pack([with_reference])])
+
+
+@given(groups(with_reference=True))
+def test_a_field_is_split_into_views_of_each_trajectory(group):
+    packed = pack(group)
+    for name in ("prompt_ids", "response_mask", "reference_logprobs"):
+        parts = split(packed, name)
+        assert [part.tolist() for part in parts] == [getattr(t, name).tolist() for t in group]
+        assert all(np.shares_memory(part, packed[name][0]) for part in parts if len(part))
+    for sequence, trajectory in zip(token_sequences(packed), group, strict=True):
+        np.testing.assert_equal(sequence.prompt_ids, trajectory.prompt_ids)
+        np.testing.assert_equal(sequence.response_ids, trajectory.response_ids)
+        assert sequence.temperature == trajectory.temperature
 
 
 def make(versions, mask=None, reward=1.0):
@@ -76,14 +127,14 @@ def make(versions, mask=None, reward=1.0):
 
 
 def test_summary_counts_only_tokens_that_the_policy_sampled():
-    summary = summarize([make([3, -1, 5], mask=[True, False, True]), make([4])])
+    summary = summarize(pack([make([3, -1, 5], mask=[True, False, True]), make([4])]))
     assert (summary.oldest_version, summary.newest_version) == (3, 5)
     assert (summary.response_tokens, summary.response_lengths) == ([2, 1], [3, 1])
     assert make([3, -1, 5], mask=[True, False, True]).oldest_version == 3
 
 
 def test_a_failed_sample_keeps_its_nan_reward_through_the_summary():
-    summary = summarize([make([0], reward=math.nan), make([0], reward=0.5)])
+    summary = summarize(pack([make([0], reward=math.nan), make([0], reward=0.5)]))
     assert math.isnan(summary.rewards[0])
     assert summary.rewards[1] == 0.5
 
@@ -107,7 +158,7 @@ def test_check_names_the_broken_field(field, value, message):
 
 
 @given(groups(with_reference=False) | groups(with_reference=True))
-def test_the_batch_hash_is_that_of_the_content_alone(group):
+def test_the_batch_hash_depends_only_on_the_content(group):
     copies = [dataclasses.replace(t, attempt=t.attempt + 1) for t in deepcopy(group)]
     assert batch_hash(pack(copies)) == batch_hash(pack(group))
     assert batch_hash(concatenate([pack(group)])) == batch_hash(pack(group))
@@ -131,13 +182,13 @@ def test_the_batch_hash_is_that_of_the_content_alone(group):
         ("finish_reason", "length"),
     ],
 )
-def test_any_other_content_has_another_batch_hash(field, value):
+def test_a_change_of_content_changes_the_batch_hash(field, value):
     other = dataclasses.replace(make([3, 4]), **{field: value})
     same = make([3, 4])
     assert batch_hash(pack([same, other])) != batch_hash(pack([same, same]))
 
 
-def test_the_batch_hash_knows_where_a_response_ends_and_in_which_order_they_come():
+def test_the_batch_hash_depends_on_where_responses_end_and_on_their_order():
     batches = [[make([0, 0]), make([0])], [make([0]), make([0, 0])]]
     assert len({batch_hash(pack(batch)) for batch in batches}) == 2
     assert batch_hash(pack([])) != batch_hash(pack(batches[0]))

@@ -1,4 +1,4 @@
-"""A file is replaced whole, and nothing that somebody put into its folder is written to."""
+"""A file is replaced as a whole, and links that someone put into its folder are not followed."""
 
 import os
 import stat
@@ -23,7 +23,7 @@ def target(tmp_path):
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_it_replaces_what_was_there_and_leaves_nothing_else(target, durable):
+def test_it_replaces_the_old_file_and_leaves_no_other(target, durable):
     target.write_text("before")
     write_whole(target, "äfter", durable=durable)
     assert target.read_bytes() == "äfter".encode()
@@ -71,14 +71,14 @@ def test_even_a_guessed_name_is_not_followed(target, own, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", ["write", "replace"])
-def test_a_failure_leaves_the_file_that_was_there(target, monkeypatch, failure):
+def test_a_failure_keeps_the_old_file(target, monkeypatch, failure):
     target.write_text("before")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(whole_files.os, "fsync" if failure == "write" else "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError):
         write_whole(target, "after", durable=True)
     assert target.read_text() == "before"
     assert [path.name for path in target.parent.iterdir()] == ["report.html"]

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_components.cluster.handles import Batch
 from grpo_components.objective.reward_shaping import RewardShaping
-from grpo_components.trajectory import Trajectory, summarize
+from grpo_components.trajectory import Trajectory, pack, summarize
 
 
 def response(mask, reward=1.0, finish_reason="stop"):
@@ -34,7 +34,7 @@ def test_the_overlong_penalty_counts_what_the_environment_said(said, length, los
     mask = np.arange(length) >= said
     mask[0] = True  # the policy begins
     shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
-    group = summarize([response(mask), response([True])])
+    group = summarize(pack([response(mask), response([True])]))
     batch = Batch(cast(Any, None), [group], [], "", 0, 0, 0.0)
     shaped = shaping(batch, 0)
     assert shaped.tolist() == [[1.0 - loses, 1.0]]
@@ -44,7 +44,7 @@ def test_the_overlong_penalty_counts_what_the_environment_said(said, length, los
 def test_a_conversation_that_the_limit_ended_loses_all_of_the_penalty(length):
     """However far from the limit it stood when the next words had no room."""
     shaping = RewardShaping(0.0, 10, overlong_tokens=4, overlong_penalty=0.5)
-    group = summarize([response([True] * length, finish_reason="length"), response([True])])
+    group = summarize(pack([response([True] * length, finish_reason="length"), response([True])]))
     batch = Batch(cast(Any, None), [group], [], "", 0, 0, 0.0)
     shaped = shaping(batch, 0)
     assert shaped.tolist() == [[0.5, 1.0]]

@@ -160,8 +160,8 @@ def test_what_fits_together_passes_with_and_without_a_scheduler(cfg):
         ({"vocab_size": 60}, "model.embed_tokens.weight has shape [60, 32]"),
         ({"intermediate_dim": 64}, "model.layers.0.mlp.down_proj.weight has shape [32, 64]"),
         ({"num_kv_heads": 4}, "model.layers.0.self_attn.k_proj.bias has shape [32]"),
-        ({"num_layers": 1}, "lack the tensor model.layers.1."),
-        ({"num_layers": 3}, "have an unknown tensor model.layers.2."),
+        ({"num_layers": 1}, "missing tensor model.layers.1."),
+        ({"num_layers": 3}, "unknown tensor model.layers.2."),
     ],
 )
 def test_a_model_of_another_shape_than_the_checkpoint_is_refused_by_its_tensor(
@@ -187,7 +187,7 @@ def test_a_model_of_another_family_is_refused(cfg):
         "_component_": "torchtune.models.llama3.llama3",
         **{key: value for key, value in MODEL.items() if key != "tie_word_embeddings"},
     }
-    assert wrong(cfg).startswith("model: lack the tensor model.layers.0.self_attn.")
+    assert wrong(cfg).startswith("model: missing tensor model.layers.0.self_attn.")
 
 
 def test_a_model_type_of_another_family_than_the_model_is_refused(cfg):

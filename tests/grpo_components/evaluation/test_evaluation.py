@@ -1,4 +1,4 @@
-"""An evaluation covers every held-out prompt, at one version, whoever is left to sample."""
+"""An evaluation covers every held-out prompt, at one version, with any generators left."""
 
 import asyncio
 import contextlib
@@ -9,12 +9,13 @@ import pytest
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.replay.event_order import Turns
 
 
 class FakeRole:
-    """Answers every prompt with its generator's weights, when it may."""
+    """Answers every prompt with its generator's weights, once `may_answer` is set."""
 
     def __init__(self, fails_with):
         self.generator: Any = None
@@ -31,8 +32,8 @@ class FakeRole:
         if self.fails_with is not None:
             self.lost = isinstance(self.fails_with, RoleLostError)
             raise self.fails_with
-        assert turn is None, "no replay"
-        if self.restarts_with is not None:  # its recovery pulls, the call is made again
+        assert turn is None, "not a replay"
+        if self.restarts_with is not None:  # its recovery pulls, then the call is repeated
             self.generator.version, self.restarts_with = self.restarts_with, None
         self.asked += prompts
         self.timeouts.append(timeout_s)
@@ -47,41 +48,38 @@ class FakeRole:
 
 
 class Account:
-    """Stands for a ledger of a new run, of which a generator's handle needs the event order."""
+    """Stand-in for the ledger: a generator's handle needs its event order."""
 
     def __init__(self):
         self.turns = Turns()
 
 
 def fake_generator(fails_with=None):
-    """A real handle of a role that is none."""
+    """A real handle of a fake role."""
     role = FakeRole(fails_with)
     role.generator = GeneratorHandle(cast(Any, role), cast(Any, Account()), 9.0, 9.0)
     return role.generator
 
 
 class Run:
-    """A driver that has published version 7."""
+    """A driver that published version 7."""
 
-    def __init__(self, *generators, rows=10, samples=1, temperature=1.0, **schedule):
-        self.generators, self.published, self.told = generators, 7, []
+    def __init__(
+        self, *generators, rows=10, samples=1, temperature=1.0, max_staleness=9, **schedule
+    ):
+        self.generators, self.published, self.results = generators, 7, []
         self.turns = Turns()
         self.evaluation = Evaluation(
             range(rows),
-            **{
-                "every_n_steps": 5,
-                "num_steps": 50,
-                "max_staleness": 9,
-                "first_version": 0,
-                **schedule,
-            },
+            **{"every_n_steps": 5, "num_steps": 50, "first_version": 0, **schedule},
+            contract=StalenessContract(max_staleness, 1),
             samples=samples,
             batch=4,
             temperature=as_schedule("eval.temperature", temperature),
             timeout_s=9.0,
             scored=lambda step, results: results,
             turns=self.turns,
-            on_result=[lambda *told: self.told.append(told)],
+            on_result=[lambda *result: self.results.append(result)],
         )
 
     async def pull(self, generator, cause):
@@ -96,23 +94,23 @@ class Run:
         async def evaluate():
             async with asyncio.TaskGroup() as tasks:
                 await self.begin(tasks)
-                return await self.evaluation.finished()
+                return await self.evaluation.collect()
 
         return asyncio.run(evaluate())
 
 
-def test_prompts_are_shared_out_and_each_is_answered_once():
+def test_generators_share_the_prompts_and_answer_each_once():
     generators = [fake_generator() for _ in range(3)]
     run = Run(*generators)
     metrics = run.whole()
     assert sorted(p for g in generators for p in g.role.asked) == list(range(10))
     assert metrics["eval/success_rate"] == 0.5
     assert (metrics["eval/prompts"], metrics["eval/policy_version"]) == (10, 7)
-    assert run.told == [(3, metrics)]
+    assert run.results == [(3, metrics)]
     assert not any(generator.swapping.locked() for generator in generators)
 
 
-def test_several_responses_to_each_prompt_are_asked_for_at_the_evaluations_temperature():
+def test_several_responses_to_each_prompt_are_sampled_at_the_evaluations_temperature():
     generator = fake_generator()
     metrics = Run(generator, samples=4, temperature=0.0).whole()
     assert generator.role.temperatures == [0.0]
@@ -129,21 +127,21 @@ def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
         async with asyncio.TaskGroup() as tasks:
             await run.begin(tasks)
             assert (first.version, second.version) == (7, 7)
-            assert await run.evaluation.finished(3) == {}
+            assert await run.evaluation.collect(3) == {}
             run.published = 8
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert first.swapping.locked(), "no generator goes on before all answers are there"
+            assert first.swapping.locked(), "every generator waits for all answers"
             second.role.may_answer.set()
-        metrics = await run.evaluation.finished(3)
+        metrics = await run.evaluation.collect(3)
         assert metrics["eval/policy_version"] == 7
-        assert await run.evaluation.finished(3) == {}, "once"
+        assert await run.evaluation.collect(3) == {}, "once"
 
     asyncio.run(train())
 
 
 def waits_at(**schedule):
-    """Those of the steps 3 to 6 whose record waits for the evaluation that began after step 3."""
+    """Steps of 3 to 6 whose record waits for the evaluation that began after step 3."""
 
     async def step(number):
         generator = fake_generator()
@@ -151,7 +149,7 @@ def waits_at(**schedule):
         run = Run(generator, **schedule)
         async with asyncio.TaskGroup() as tasks:
             await run.begin(tasks)
-            record = tasks.create_task(run.evaluation.finished(number))
+            record = tasks.create_task(run.evaluation.collect(number))
             await asyncio.sleep(0)
             waited = not record.done()
             generator.role.may_answer.set()
@@ -166,22 +164,22 @@ def waits_at(**schedule):
 @pytest.mark.parametrize(
     ("every", "expected"), [(1, {3, 4, 5, 6}), (2, {3, 5, 6}), (5, {4, 5, 6}), (9, {5, 6})]
 )
-def test_a_steps_record_waits_where_the_next_evaluation_is_near(every, expected):
-    """So that each has a record of its own, and the last is not lost."""
+def test_a_steps_record_waits_if_the_next_evaluation_is_near(every, expected):
+    """So each evaluation has a record of its own, and the last is not lost."""
     assert waits_at(every_n_steps=every, num_steps=6) == expected
 
 
 @pytest.mark.parametrize(
     ("max_staleness", "expected"), [(0, {4, 5, 6}), (1, {5, 6}), (2, {6}), (3, set())]
 )
-def test_training_waits_where_its_next_groups_need_newer_weights(max_staleness, expected):
-    """There it would wait for a batch, and that has a time-out."""
+def test_training_waits_if_its_next_groups_need_newer_weights(max_staleness, expected):
+    """Else it would wait for a batch, which has a time-out."""
     assert waits_at(every_n_steps=50, max_staleness=max_staleness) == expected
 
 
 @pytest.mark.parametrize("fails_with", [None, RoleFailedError("generator_0", "died", "a.log", "")])
-def test_nobody_who_waits_meanwhile_gives_up_for_it(fails_with):
-    """And afterwards they may again, however it has ended."""
+def test_no_other_wait_times_out_during_an_evaluation(fails_with):
+    """Afterwards they can again, whether it failed or not."""
     generator = fake_generator(fails_with)
     run = Run(generator)
     turns, seen = run.turns, []
@@ -205,18 +203,18 @@ def test_evaluations_are_due_every_n_steps_and_after_the_last():
 
 def test_without_held_out_prompts_there_is_no_evaluation():
     run = Run(fake_generator(), rows=0)
-    assert run.whole() == {} and run.told == []
+    assert run.whole() == {} and run.results == []
 
 
-def test_it_is_done_anew_without_a_generator_that_is_given_up_meanwhile():
+def test_it_is_repeated_without_a_generator_that_is_lost_meanwhile():
     lost, left = fake_generator(RoleLostError("generator_0")), fake_generator()
     metrics = Run(lost, left).whole()
     assert sorted(left.role.asked[-10:]) == list(range(10))
     assert metrics["eval/prompts"] == 10
 
 
-def test_it_is_done_anew_where_a_restarted_generator_has_newer_weights():
-    """Its version is what was published by that; nothing is made up of two versions."""
+def test_it_is_repeated_if_a_restarted_generator_has_newer_weights():
+    """At the version published by then; no result mixes two versions."""
     restarted, other = fake_generator(), fake_generator()
     run = Run(restarted, other)
     restarted.role.restarts_with = run.published = 8
@@ -229,7 +227,7 @@ def test_it_is_done_anew_where_a_restarted_generator_has_newer_weights():
     assert len(other.role.asked) == 10, "its share, twice"
 
 
-def test_any_other_failure_is_the_runs():
+def test_any_other_failure_ends_the_run():
     failure = RoleFailedError("generator_0", "died", "a.log", "died")
     with pytest.raises(ExceptionGroup) as raised:
         Run(fake_generator(failure), fake_generator()).whole()

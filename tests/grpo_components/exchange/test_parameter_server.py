@@ -5,9 +5,9 @@ import pytest
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 
 
-def test_the_newest_push_is_what_generators_get():
+def test_generators_get_the_newest_push():
     server = VLLMParameterServer()
-    with pytest.raises(LookupError, match="no weights"):
+    with pytest.raises(LookupError, match="parameter server"):
         server.newest()
     server.push(1, ["bucket a", "bucket b"], ["manifest a", "manifest b"])
     server.push(4, ["bucket c"], ["manifest c"])
@@ -18,7 +18,7 @@ def test_the_newest_push_is_what_generators_get():
 def test_a_push_that_is_not_newer_is_refused(version):
     server = VLLMParameterServer()
     server.push(3, [], [])
-    with pytest.raises(ValueError, match=f"version {version} after version 3"):
+    with pytest.raises(ValueError, match=f"version {version} .* 3"):
         server.push(version, [], [])
 
 
@@ -27,5 +27,5 @@ def test_acknowledgements_are_kept_by_generator_and_cannot_be_ahead():
     server.push(2, [], [])
     server.acknowledge("generator_0", 2)
     assert server.acknowledged() == {"generator_0": 2}
-    with pytest.raises(ValueError, match="generator_1 acknowledges 3, newest is 2"):
+    with pytest.raises(ValueError, match=r"^generator_1: .* 3, .* 2"):
         server.acknowledge("generator_1", 3)

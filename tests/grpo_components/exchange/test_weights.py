@@ -1,4 +1,4 @@
-"""Weights keep their bits through buckets; damage is found before anything is loaded."""
+"""Weights keep their bits in buckets; damage is found before anything is loaded."""
 
 import json
 from dataclasses import replace
@@ -41,13 +41,13 @@ def test_one_flipped_byte_is_found_and_its_tensor_named(position):
     damaged[position] ^= 1
     at = position % len(bucket)
     name = next(e.name for e in manifest if e.offset <= at < e.offset + e.nbytes)
-    with pytest.raises(ValueError, match=f"tensor {name} is damaged"):
+    with pytest.raises(ValueError, match=f"tensor {name} "):
         unpack_bucket(manifest, damaged)
 
 
 def test_a_truncated_bucket_is_found():
     manifest, bucket = pack_bucket(tensors())
-    with pytest.raises(ValueError, match="tensor d is damaged"):
+    with pytest.raises(ValueError, match="tensor d "):
         unpack_bucket(manifest, bucket[:-1])
 
 
@@ -56,13 +56,13 @@ def test_a_truncated_bucket_is_found():
 )
 def test_a_manifest_that_was_changed_is_found(changes):
     manifest, bucket = pack_bucket(tensors())
-    with pytest.raises(ValueError, match=f"tensor {changes.get('name', 'a')} is damaged"):
+    with pytest.raises(ValueError, match=f"tensor {changes.get('name', 'a')} "):
         unpack_bucket((replace(manifest[0], **changes), *manifest[1:]), bucket)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_only_a_tied_head_may_be_missing(tied, tmp_path):
-    """Or a lost one would leave the old one in use."""
+    """Else a lost head would leave the old one in use."""
     shapes = {"lm_head.weight": torch.zeros(2, 3), "a": torch.zeros(1)}
     save_file(shapes, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
@@ -71,11 +71,11 @@ def test_only_a_tied_head_may_be_missing(tied, tmp_path):
     if tied:
         check_names_and_shapes({"a": (1,)}, expected)
     else:
-        with pytest.raises(ValueError, match=r"lack the tensor lm_head\.weight"):
+        with pytest.raises(ValueError, match=r"^weights: .* lm_head\.weight"):
             check_names_and_shapes({"a": (1,)}, expected)
 
 
-def test_an_empty_bucket_is_no_error():
+def test_an_empty_bucket_is_allowed():
     manifest, bucket = pack_bucket([])
     assert unpack_bucket(manifest, bucket) == {}
     assert bucket.dtype == np.uint8

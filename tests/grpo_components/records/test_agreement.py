@@ -86,7 +86,7 @@ def test_disagreement_is_a_failed_run_in_one_line(capsys):
 def test_the_run_ends_before_the_checkpoint_of_such_a_step():
     parts = {name: MagicMock() for name in ("log", "receipts", "failures", "skipped_steps")}
     checkpoints, evaluation, ledger = MagicMock(save=AsyncMock()), MagicMock(), MagicMock()
-    evaluation.due.return_value, evaluation.finished = False, AsyncMock(return_value={})
+    evaluation.due.return_value, evaluation.collect = False, AsyncMock(return_value={})
     ledger.finish_step, ledger.steps_done, ledger.policy_version = AsyncMock(), 1, 0
     run = Run(
         MagicMock(),

@@ -208,7 +208,7 @@ class Run:
         self.ledger, self.policy, self.log = Account(), Policy(base), Log()
         self.identity = new_identity()
         contract = StalenessContract(9, 1)
-        self.buffer = ReplayBuffer(capacity=9, contract=contract, timeout_s=5.0)
+        self.buffer = ReplayBuffer(contract=contract, timeout_s=5.0)
         self.configure(**options)
 
     def configure(self, **options):
@@ -239,7 +239,7 @@ class Run:
             attempt=0,
             finish_reason="stop",
         )
-        parts = (pack([member]), summarize([member]))
+        parts = (pack([member]), summarize(pack([member])))
         self.ledger.enter_buffer(*parts)
         await self.buffer.add(*parts)
         self.checkpoints.hold()

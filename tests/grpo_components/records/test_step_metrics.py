@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_components.records.step_metrics import mean, rollout_metrics
-from grpo_components.trajectory import Trajectory, summarize
+from grpo_components.trajectory import Trajectory, pack, summarize
 
 SAMPLES = st.tuples(
     st.lists(st.tuples(st.booleans(), st.integers(0, 50)), min_size=1, max_size=6),
@@ -50,7 +50,7 @@ def counted(groups):
 @given(GROUPS, st.integers(50, 60))
 def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(groups, policy_version):
     groups = [[make(*sample) for sample in group] for group in groups]
-    summaries = [summarize(group) for group in groups]
+    summaries = [summarize(pack(group)) for group in groups]
     metrics = rollout_metrics(summaries, policy_version, counted(groups))
     records = [t for group in groups for t in group]
     versions = np.concatenate([t.token_versions[t.response_mask] for t in records])
@@ -71,7 +71,7 @@ def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(group
 
 def test_a_batch_sampled_half_one_and_half_three_versions_ago():
     groups = [[make([(True, 9)] * 2, 1.0, True)], [make([(True, 7), (True, 7)], 0.0, False)]]
-    metrics = rollout_metrics([summarize(group) for group in groups], 10, counted(groups))
+    metrics = rollout_metrics([summarize(pack(group)) for group in groups], 10, counted(groups))
     assert metrics == {
         "rollout/reward_mean": 0.5,
         "rollout/success_rate": 0.5,
@@ -84,15 +84,15 @@ def test_a_batch_sampled_half_one_and_half_three_versions_ago():
 
 def test_a_long_response_weighs_more_in_the_mean_staleness_than_a_short_one():
     groups = [[make([(True, 5)] * 9, 1.0, True), make([(True, 3)], 1.0, True)]]
-    metrics = rollout_metrics([summarize(group) for group in groups], 5, counted(groups))
+    metrics = rollout_metrics([summarize(pack(group)) for group in groups], 5, counted(groups))
     assert metrics["staleness/mean"] == pytest.approx(0.2)
 
 
 def test_staleness_counts_only_trained_tokens():
     groups = [[make([(True, 5)] * 3, 1.0, True), make([(True, 3)], 1.0, True)]]
-    metrics = rollout_metrics([summarize(group) for group in groups], 5, {5: 3})
+    metrics = rollout_metrics([summarize(pack(group)) for group in groups], 5, {5: 3})
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0, 0)
-    nothing = rollout_metrics([summarize(group) for group in groups], 5, {})
+    nothing = rollout_metrics([summarize(pack(group)) for group in groups], 5, {})
     assert math.isnan(nothing["staleness/mean"]) and nothing["staleness/max"] == 0
 
 

@@ -134,11 +134,7 @@ class Run:
             }
         )
         self.turns = self.ledger.turns = open_turns(cfg, 0)
-        self.buffer = ReplayBuffer(
-            capacity=(plan.max_staleness + 1) * plan.groups_per_step,
-            contract=contract,
-            timeout_s=20,
-        )
+        self.buffer = ReplayBuffer(contract=contract, timeout_s=20)
         self.receipts = Receipts(
             folder / "receipts.jsonl",
             self.ledger,
@@ -184,7 +180,7 @@ class Run:
                 for sampled in [generator.engine.submit(name, None) for name in names]
             ]
             await self.work()
-            summary = summarize(group)
+            summary = summarize(pack(group))
             self.spanning += summary.oldest_version != summary.newest_version
             await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
             if mixed(entry.group_id, "failed") % 11 == 0:

@@ -31,7 +31,7 @@ from grpo_components.rollout.generator_options import (
     RewardOptions,
     SamplingOptions,
 )
-from grpo_components.trajectory import summarize, unpack
+from grpo_components.trajectory import pack, summarize, unpack
 
 STOP = 0
 OTHER_TURN = 999
@@ -188,7 +188,7 @@ def test_what_the_environment_says_between_two_turns_is_kept_but_not_the_policys
     assert record.generator_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, 0.0, -1.0]
     assert record.token_versions.tolist() == [3, 3, -1, -1, -1, 4]
     assert record.oldest_version == 3
-    summary = summarize([record])
+    summary = summarize(pack([record]))
     assert summary.response_tokens == [3] and record.temperature == 0.7
 
 
@@ -433,7 +433,7 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
     assert all(t.prompt_ids.tolist() == [4] and t.prompt_index == 4 for t in records)
     assert all((t.group_id, t.epoch, t.temperature) == (17, 1, 0.9) for t in records)
     assert all(sampling["temperature"] == 0.9 for *_, sampling in engine.requests)
-    assert summary == summarize(records)
+    assert summary == summarize(packed)
     assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
     assert [r["response_tokens"] for r in text["responses"]] == summary.response_tokens
     assert [r["reward"] for r in text["responses"]] == summary.rewards

@@ -477,7 +477,7 @@ def test_a_slow_slot_delays_neither_its_siblings_nor_other_groups(make_generator
     groups = asyncio.run(both())
     assert release.is_set()
     for packed, summary, _ in groups:
-        assert summary.errors == [] and summary == summarize(unpack(packed))
+        assert summary.errors == [] and summary == summarize(packed)
 
 
 def test_a_world_that_fails_affects_only_its_own_sample(make_generator):

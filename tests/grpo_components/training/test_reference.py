@@ -1,4 +1,4 @@
-"""The reference reads all that was said, and reports the divergence of what the policy said."""
+"""The reference reads the whole context, and reports the divergence of the policy's tokens."""
 
 import json
 from functools import partial
@@ -6,13 +6,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.training.reference import Reference
-from grpo_components.trajectory import Trajectory, pack, unpack
+from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
 
 build_model = partial(
     qwen2,
@@ -36,10 +38,9 @@ def model():
     return model
 
 
-@pytest.fixture
-def reference(model, tmp_path):
-    base = tmp_path / "base"
-    base.mkdir()
+@pytest.fixture(scope="module")
+def reference(model, tmp_path_factory):
+    base = tmp_path_factory.mktemp("base")
     heads = {"num_heads": 4, "num_kv_heads": 2, "dim": 32, "tie_word_embeddings": True}
     weights = qwen2_tune_to_hf(model.state_dict(), **heads)
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
@@ -53,7 +54,7 @@ def reference(model, tmp_path):
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
             model_type="QWEN2",
-            output_dir=str(tmp_path / "run"),
+            output_dir=str(tmp_path_factory.mktemp("run")),
         ),
         device="cpu",
         dtype="fp32",
@@ -66,13 +67,13 @@ def reference(model, tmp_path):
 
 def make(number, mask):
     rng = np.random.default_rng(number)
-    mask = np.array(mask)
+    mask = np.array(mask, bool)
     logprobs = rng.normal(-4, 0.5, len(mask))
     return Trajectory(
         prompt_ids=rng.integers(0, 50, 4),
         response_ids=rng.integers(0, 50, len(mask)),
         response_mask=mask,
-        # What stands beside the environment's tokens must not matter.
+        # The values at the environment's tokens must not matter.
         generator_logprobs=np.where(mask, logprobs, np.nan).astype(np.float32),
         token_versions=np.where(mask, 3, -1).astype(np.int32),
         prompt_index=0,
@@ -85,8 +86,8 @@ def make(number, mask):
 
 
 def test_the_divergence_is_that_of_the_policys_tokens_in_the_whole_context(model, reference):
-    said = [[True] * 3, [True, False, False, True, True], [True, True, False, True]]
-    group = [make(number, mask) for number, mask in enumerate(said)]
+    masks = [[True] * 3, [], [True, False, False, True, True], [True, True, False, True]]
+    group = [make(number, mask) for number, mask in enumerate(masks)]
     packed, divergences = reference.add_logprobs(pack(group))
     for trajectory, divergence in zip(unpack(packed), divergences, strict=True):
         ids = torch.tensor(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]))
@@ -96,3 +97,17 @@ def test_the_divergence_is_that_of_the_policys_tokens_in_the_whole_context(model
         own = trajectory.response_mask
         by_hand = (trajectory.generator_logprobs - taken)[own].sum()
         assert divergence == pytest.approx(by_hand, abs=1e-4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=5))
+def test_logprobs_added_in_the_packed_form_are_those_added_to_each_record(reference, masks):
+    """And everything else stays the same bits."""
+    group = [make(number, mask) for number, mask in enumerate(masks)]
+    before = batch_hash(pack(group))
+    packed, _ = reference.add_logprobs(pack(group))
+    for trajectory, added in zip(group, unpack(packed), strict=True):
+        added.check()
+        trajectory.reference_logprobs = added.reference_logprobs
+    assert batch_hash(packed) == batch_hash(pack(group))
+    assert batch_hash({**packed, "reference_logprobs": None}) == before

@@ -1,4 +1,4 @@
-"""The learned reward: scores like the classifier's own, added to the group and to nothing else."""
+"""The learned reward: equals the classifier's own score, and changes only the rewards."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from grpo_components.training.reward_model import RewardModel
-from grpo_components.trajectory import Trajectory, pack, unpack
+from grpo_components.trajectory import Trajectory, batch_hash, pack, unpack
 
 WORDS = [
     "[UNK]",
@@ -67,10 +67,11 @@ def make_classifier(
     chat_template=None,
     eos_token="[END]",
     ends=False,
+    head_weight=None,
 ):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if ends:  # every text with the end token, as many decoders were trained
+    if ends:  # add the end token to every text, as many decoders expect
         words.post_processor = processors.TemplateProcessing("$A [END]", None, [("[END]", 1)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="[UNK]", eos_token=eos_token, pad_token=pad_token
@@ -80,6 +81,8 @@ def make_classifier(
     torch.manual_seed(0)
     config, model = MODELS[kind]
     model = model(config(**SHAPE, num_labels=num_labels))
+    if head_weight is not None:
+        torch.nn.init.constant_(model.score.weight, head_weight)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -115,7 +118,7 @@ def group_of(responses, failed=()):
 
 
 def scores_alone(path, texts):
-    """What the classifier says of each text, without a batch and without padding."""
+    """The classifier's score of each text, without a batch and without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     token_ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
@@ -129,11 +132,11 @@ def scores_alone(path, texts):
 def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pad_token, budget):
     path = make_classifier(tmp_path, kind, pad_token=pad_token)
     group, text = group_of(RESPONSES)
-    scored, summary, told = build(path, tokens_per_micro_batch=budget).add_scores(group, text)
+    scored, summary, out_text = build(path, tokens_per_micro_batch=budget).add_scores(group, text)
     expected = scores_alone(path, [text["prompt"] + response for response in RESPONSES])
     assert len({round(score, 3) for score in expected}) == len(RESPONSES)
     before, after = unpack(group), unpack(scored)
-    for old, new, score, shown in zip(before, after, expected, told["responses"], strict=True):
+    for old, new, score, shown in zip(before, after, expected, out_text["responses"], strict=True):
         assert new.reward_terms["reward_model"] == pytest.approx(score, abs=1e-5)
         assert new.reward == pytest.approx(old.reward + 0.5 * score, abs=1e-5)
         assert new.reward_terms["correctness"] == old.reward_terms["correctness"]
@@ -141,8 +144,12 @@ def test_every_response_gets_its_own_score_whatever_its_batch(tmp_path, kind, pa
         assert (new.success, new.finish_reason) == (old.success, old.finish_reason)
         assert new.response_ids.tolist() == old.response_ids.tolist()
     assert summary.rewards == [t.reward for t in after]
-    assert told["prompt"] == text["prompt"] and told["responses"][0]["response"] == RESPONSES[0]
-    assert unpack(group)[1].reward == 1.0  # what came in is as it was
+    assert batch_hash(scored) == batch_hash(pack(after))
+    assert (
+        out_text["prompt"] == text["prompt"]
+        and out_text["responses"][0]["response"] == RESPONSES[0]
+    )
+    assert unpack(group)[1].reward == 1.0  # the input is unchanged
 
 
 @pytest.mark.parametrize("tokens", [{"ends": True}, {"eos_token": None}])
@@ -155,12 +162,12 @@ def test_a_classifier_without_a_pad_token_reads_to_the_last_token(tmp_path, toke
     assert given == pytest.approx(expected, abs=1e-5)
 
 
-def test_positions_that_do_not_count_from_zero_are_not_overrun(tmp_path):
-    path = make_classifier(tmp_path, "offset positions", pad_token="[PAD]")  # 64, the first is 2
+def test_positions_that_start_above_zero_are_not_overrun(tmp_path):
+    path = make_classifier(tmp_path, "offset positions", pad_token="[PAD]")  # 64 positions from 2
     scored, _, _ = build(path).add_scores(*group_of(["five " * 56, "five " * 57]))
     fits, too_long = unpack(scored)
     assert fits.error is None
-    assert too_long.error == "reward reward_model: 63 tokens, and the model reads 1 to 62"
+    assert too_long.error == "reward reward_model: 63 tokens, the model reads 1 to 62"
 
 
 def test_the_texts_may_be_messages_of_a_chat(tmp_path):
@@ -172,44 +179,42 @@ def test_the_texts_may_be_messages_of_a_chat(tmp_path):
     assert terms["reward_model"] == pytest.approx(scores_alone(path, [whole])[0], abs=1e-5)
 
 
-def test_a_failed_sample_stays_failed_and_a_response_too_long_to_read_fails(tmp_path):
+def test_a_failed_sample_stays_failed_and_a_response_that_is_too_long_fails(tmp_path):
     path = make_classifier(tmp_path)
     group, text = group_of(["five", "six", "five " * 99], failed=[0])
-    scored, summary, told = build(path).add_scores(group, text)
+    scored, summary, out_text = build(path).add_scores(group, text)
     first, second, third = unpack(scored)
     assert first.error == "reward correctness: KeyError" and first.reward_terms == {}
     assert second.error is None and math.isfinite(second.reward)
-    assert third.error == "reward reward_model: 105 tokens, and the model reads 1 to 64"
+    assert third.error == "reward reward_model: 105 tokens, the model reads 1 to 64"
     assert third.failed and math.isnan(third.reward) and not third.success
     assert (
         summary.errors
         == [first.error, third.error]
-        == [told["responses"][i]["error"] for i in (0, 2)]
+        == [out_text["responses"][i]["error"] for i in (0, 2)]
     )
     assert np.isnan(summary.rewards).tolist() == [True, False, True]
 
 
-def test_a_group_that_failed_as_a_whole_is_scored_by_nobody(tmp_path):
+def test_a_group_that_failed_as_a_whole_is_not_scored(tmp_path):
     group, text = group_of(["five", "six"], failed=[0, 1])
     _, summary, _ = build(make_classifier(tmp_path)).add_scores(group, text)
     assert len(summary.errors) == 2
 
 
-def test_a_score_that_is_no_number_is_no_reward(tmp_path):
-    path = make_classifier(tmp_path)
-    model = build(path)
-    model._model.score.weight.data.fill_(math.nan)
-    scored, _, _ = model.add_scores(*group_of(["five"]))
+def test_a_nan_score_fails_the_sample(tmp_path):
+    path = make_classifier(tmp_path, head_weight=math.nan)
+    scored, _, _ = build(path).add_scores(*group_of(["five"]))
     assert unpack(scored)[0].error == "reward reward_model: gave nan"
 
 
-def test_a_model_that_gives_no_single_score_is_refused(tmp_path):
+def test_a_model_without_a_single_score_is_refused(tmp_path):
     path = make_classifier(tmp_path / "two", num_labels=2)
-    with pytest.raises(ValueError, match=r"reward_model.path: .* has 2 outputs; allowed"):
+    with pytest.raises(ValueError, match=r"^reward_model.path: .* 2 outputs; allowed"):
         build(path)
     path = make_classifier(tmp_path / "language", "language model")
-    with pytest.raises(ValueError, match=r"path: .* no weights for score.weight; allowed"):
+    with pytest.raises(ValueError, match=r"^reward_model.path: .* score.weight; allowed"):
         build(path)
     assert "chat_template" not in json.loads((tmp_path / "two/tokenizer_config.json").read_text())
-    with pytest.raises(ValueError, match=r"reward_model.chat_template: true given"):
+    with pytest.raises(ValueError, match=r"^reward_model.chat_template: true"):
         build(make_classifier(tmp_path / "one"), chat_template=True)
