@@ -164,7 +164,7 @@ class _PromptBuilder:
             if not self.drop_too_long:
                 raise ValueError(
                     f"{where}, field question: the prompt has {len(ids)} tokens; "
-                    f"allowed: dataset.max_prompt_tokens, {self.max_prompt_tokens}"
+                    f"allowed: max_prompt_tokens, {self.max_prompt_tokens}"
                 )
             self.num_too_long += 1
             return None
