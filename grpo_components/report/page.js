@@ -138,7 +138,7 @@ const ORDERS = {
   "largest logprob difference": (a, b) => b.difference - a.difference,
 };
 
-function wanted(group) {
+function matchesFilters(group) {
   const from = field("from").value, to = field("to").value, finish = field("finish").value;
   const words = field("words").value.toLowerCase();
   const texts = [group.prompt, group.answer, ...group.responses.map((r) => r.text)];
@@ -148,12 +148,12 @@ function wanted(group) {
     (words === "" || texts.some((text) => text.toLowerCase().includes(words)));
 }
 
-const ofEnvironment = (response, i) =>
+const isFromEnvironment = (response, i) =>
   response.generator_logprobs && response.generator_logprobs[i] === null;
 
 function tokenTitle(response, i) {
   const lines = [`token ${i + 1}: ${JSON.stringify(response.pieces[i])}`];
-  if (ofEnvironment(response, i)) lines.push("from the environment");
+  if (isFromEnvironment(response, i)) lines.push("from the environment");
   for (const who of ["generator", "trainer", "reference"]) {
     const values = response[`${who}_logprobs`];
     if (values && values[i] !== null) lines.push(`${who} logprob ${number(values[i], 5)}`);
@@ -165,14 +165,14 @@ function tokenTitle(response, i) {
   return lines.join("\n");
 }
 
-function colored(share) {
+function differenceColor(share) {
   const end = share < 0 ? [244, 162, 97] : [110, 168, 220];
   const part = Math.min(1, Math.abs(share));
   return `rgb(${end.map((value) => Math.round(255 + (value - 255) * part)).join(",")})`;
 }
 
 /* Shows a token's numbers on hover; a click or the arrow keys show them below the box. */
-function explained(box, response) {
+function withTokenDetails(box, response) {
   const tokens = [...box.querySelectorAll(".token")];
   const shown = make("div", "facts");
   shown.setAttribute("role", "status");
@@ -201,8 +201,8 @@ function explained(box, response) {
   return [box, shown];
 }
 
-function said(response, what, scale) {
-  const box = make("div", "said");
+function responseText(response, what, scale) {
+  const box = make("div", "text-box");
   box.dir = "auto";
   if (!response.pieces) {
     for (const { by, text } of response.turns || [{ by: "policy", text: response.text }]) {
@@ -213,12 +213,12 @@ function said(response, what, scale) {
   const found = DIFFERENCES[what] ? differences(response, what) : null;
   response.pieces.forEach((piece, i) => {
     const token = make("span", "token", piece === "" ? "\u00b7" : piece);
-    if (ofEnvironment(response, i)) token.classList.add("environment");
-    if (found && found[i] !== null) token.style.background = colored(found[i] / scale);
+    if (isFromEnvironment(response, i)) token.classList.add("environment");
+    if (found && found[i] !== null) token.style.background = differenceColor(found[i] / scale);
     box.append(token);
   });
   if (response.more_tokens) box.append(`\n[... ${response.more_tokens} more tokens ...]`);
-  return explained(box, response);
+  return withTokenDetails(box, response);
 }
 
 function facts(response) {
@@ -243,8 +243,8 @@ function facts(response) {
 function responseNode(response, what, scale) {
   const node = make("div", "response");
   node.append(facts(response));
-  if (response.error !== null) node.append(make("div", "said warn", response.error));
-  else node.append(...said(response, what, scale));
+  if (response.error !== null) node.append(make("div", "text-box warn", response.error));
+  else node.append(...responseText(response, what, scale));
   return node;
 }
 
@@ -271,7 +271,7 @@ function groupNode(group, scale) {
   const fill = () => {
     if (!node.open) return;
     const what = field("color").value;
-    const prompt = make("div", "said", group.prompt);
+    const prompt = make("div", "text-box", group.prompt);
     prompt.dir = "auto";
     const answer = make("div", "facts", `answer ${group.answer}`);
     const about = `prompt ${group.prompt_index} of the data set, epoch ${group.epoch}`;
@@ -319,7 +319,7 @@ function showRollouts() {
     return next;
   };
   const restart = () => {
-    matching = groups.filter(wanted).sort(ORDERS[field("order").value]);
+    matching = groups.filter(matchesFilters).sort(ORDERS[field("order").value]);
     list.replaceChildren();
     shown = 0;
     return page();

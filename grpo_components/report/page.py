@@ -102,23 +102,25 @@ def _page(folder: Path, max_groups: int) -> str:
         )
         html.append(_section("Other metrics", folded))
         names.append("Other metrics")
-    package = files("grpo_components.report")
-    script = (package / "page.js").read_text(encoding="utf-8")
-    plotly = get_plotlyjs()
-    return Template((package / "page.html").read_text(encoding="utf-8")).substitute(
+    script, plotly = _resource("page.js"), get_plotlyjs()
+    return Template(_resource("page.html")).substitute(
         title=escaped(f"Run {folder.resolve().name}"),
         state=state_line(receipts, failures, metrics) + _unread(unread),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in names),
         tiles=tiles(metrics, receipts),
         sections="\n".join(html),
         footer=f"written by <code>python -m grpo_components.report {escaped(folder)}</code>",
-        style=(package / "page.css").read_text(encoding="utf-8"),
+        style=_resource("page.css"),
         charts=script_json([chart["figure"] for chart in charts]),
         rollouts=script_json(rollouts.groups),
         plotly=plotly,
         script=script,
         script_hashes=" ".join(map(_hash, (plotly, script))),
     )
+
+
+def _resource(name: str) -> str:
+    return (files("grpo_components.report") / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
