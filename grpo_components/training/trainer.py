@@ -320,7 +320,7 @@ class Trainer:
             generator_logprobs=generator_logprobs,
             advantages=flat([cast(Any, sample.advantages) for sample in members]),
             sequence_ids=sequence_ids,
-            staleness=self._contract.staleness(
+            staleness=self._batch.contract.staleness(
                 recorded("token_versions").long(), self.policy_version
             ),
             step=self._step,
