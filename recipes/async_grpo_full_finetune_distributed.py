@@ -26,8 +26,9 @@ import torch  # noqa: F401 -- for a loss of yours in this file
 from omegaconf import DictConfig
 from torchtune import config
 
+from grpo_components.cluster.batch import Group
 from grpo_components.cluster.cluster import build_cluster
-from grpo_components.cluster.handles import GeneratorHandle, Group
+from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.supervision import exit_code, undisturbed
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.config.building import build_data
@@ -59,7 +60,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 temperature = self.temperature(entry.target_step)
                 group = await generator.generate_group(entry, temperature)
             except RoleLostError:
-                return await self.ledger.give_back(entry)  # another generator takes it
+                return self.ledger.give_back(entry)  # another generator takes it
             if self.roles.reward_model:
                 group = await self.roles.reward_model.add_scores(group)
             if reason := self.rejects(group):
@@ -118,8 +119,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
-        self.run = open_run(cfg, self.ledger, prompts, self.temperature, dataset, held_out)
-        self.cluster = build_cluster(cfg, self.ledger, self.run.log.note)
+        self.records = open_run(cfg, self.ledger, prompts, self.temperature, dataset, held_out)
+        self.cluster = build_cluster(cfg, self.ledger, self.records.log.note)
         self.cluster.start()
         longest = max(dataset.max_prompt_length, held_out.max_prompt_length)
         self.roles = start_roles(
@@ -130,10 +131,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             self.roles,
             push_every_n_steps=cfg.push_every_n_steps,
             pull_every_m_rollouts=cfg.pull_every_m_rollouts,
-            push_early=self.run.evaluation.due,
-            acknowledge=self.run.acknowledge,
+            push_early=self.records.evaluation.due,
         )
-        self.run.connect(self.roles, self.weights)
+        self.run = self.records.run_with(self.roles, self.weights)
 
     async def train(self) -> None:
         """Run the loops to the end; roles that fail are restarted, other failures end the run."""
@@ -156,8 +156,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         with undisturbed():
             if hasattr(self, "cluster"):
                 self.cluster.stop()
-            if hasattr(self, "run"):
-                self.run.close()
+            if hasattr(self, "records"):
+                self.records.close()
 
 
 @config.parse

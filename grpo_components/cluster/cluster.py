@@ -30,7 +30,7 @@ from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.replay.event_order import Turns
+from grpo_components.replay.event_order import EventOrder
 
 _LOOPBACK_ONLY = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -64,7 +64,7 @@ class Cluster:
         budget: of restarts; none are allowed without one.
         heartbeat_s: how late a role's sign of life may be.
         note: told of restarts, in words.
-        turns: told of restarts; those of a replayed run happen again in their turn.
+        events: records restarts; a replay repeats those of its recording.
         object_store_memory: bytes of shared memory for objects; more is spilled to Ray's folder.
             None leaves it to Ray.
     """
@@ -78,13 +78,13 @@ class Cluster:
         budget: RestartBudget | None = None,
         heartbeat_s: float = 60.0,
         note: Callable[[str], None] = _LOG.warning,
-        turns: Turns | None = None,
+        events: EventOrder | None = None,
         object_store_memory: int | None = None,
     ) -> None:
         self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
-        self._heartbeat_s, self._note, self._turns = heartbeat_s, note, turns or Turns()
+        self._heartbeat_s, self._note, self._events = heartbeat_s, note, events or EventOrder()
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []
@@ -174,7 +174,7 @@ class Cluster:
             start_host,
             budget=self._budget,
             note=self._note,
-            record=self._turns.happened,
+            record=self._events.record,
             started=self._started,
             family=family,
             restarts_alone=restarts_alone,
@@ -276,7 +276,7 @@ class Cluster:
             pause_s = self._budget.spend(failure, repeated=repeated)
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
-            self._turns.note(event, role=failure.role, what=failure.what)
+            self._events.note(event, role=failure.role, what=failure.what)
             self._note(f"{failure.role} {failure.what}; {how} ({self._budget.used()})")
             for role in self._together:
                 role.kill()
@@ -297,8 +297,8 @@ class Cluster:
                 return
 
     async def _replay_restarts(self, role: Role) -> None:
-        while self._turns.replaying and await self._turns.turn("restart", role=role.name):
-            event = self._turns.upcoming(lambda event: event["event"] == "restart")
+        while self._events.replaying and await self._events.wait_turn("restart", role=role.name):
+            event = self._events.next_recorded(lambda event: event["event"] == "restart")
             assert event is not None, "it is its turn"
             await role.restart_as(event["what"])
 
@@ -346,7 +346,7 @@ def build_cluster(cfg: DictConfig, ledger: Ledger, note: Callable[[str], None]) 
         budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
         heartbeat_s=cfg.timeouts.heartbeat_s,
         note=note,
-        turns=ledger.turns,
+        events=ledger.events,
         object_store_memory=cfg.object_store_memory,
     )
 

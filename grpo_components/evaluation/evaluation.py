@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 from omegaconf import DictConfig
@@ -14,7 +14,6 @@ from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
-from grpo_components.replay.event_order import Turns
 
 Results = list[dict[str, Any]]
 Scored = Callable[[int, Results], Results]
@@ -23,6 +22,8 @@ OnResult = Callable[[int, dict[str, float]], None]
 
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Brings a generator to the published weights; the second argument says what for."""
+PinWeights = Callable[[], AbstractContextManager[None]]
+"""Keeps the generators' weights; see `Ledger.pin_weights`."""
 
 
 class Evaluation:
@@ -39,7 +40,7 @@ class Evaluation:
         temperature: by training step; 0 is greedy.
         timeout_s: longest wait for one batch.
         scored: by step and results, those results that have a score; it counts the others.
-        turns: of the run.
+        pin_weights: entered while an evaluation needs the generators' weights unchanged.
         on_result: called with step and metrics of each evaluation.
     """
 
@@ -56,7 +57,7 @@ class Evaluation:
         temperature: Schedule,
         timeout_s: float,
         scored: Scored,
-        turns: Turns,
+        pin_weights: PinWeights,
         on_result: Sequence[OnResult],
     ) -> None:
         self._held_out, self._samples, self._batch = held_out, samples, batch
@@ -64,7 +65,7 @@ class Evaluation:
         self._max_staleness, self._began = max_staleness, 0
         self._first_version = first_version
         self._temperature, self._timeout_s = temperature, timeout_s
-        self._scored, self._turns, self._on_result = scored, turns, on_result
+        self._scored, self._pin_weights, self._on_result = scored, pin_weights, on_result
         self._running: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
 
@@ -114,7 +115,7 @@ class Evaluation:
         pinned: asyncio.Event,
     ) -> None:
         async with AsyncExitStack() as held:
-            held.enter_context(self._turns.pinning())
+            held.enter_context(self._pin_weights())
             for generator in generators:  # nobody swaps the weights during an evaluation
                 if not generator.lost:
                     await held.enter_async_context(generator.swapping)
@@ -174,7 +175,7 @@ def build_evaluation(
     held_out: Sequence[Any],
     temperature: Schedule,
     scored: Scored,
-    turns: Turns,
+    pin_weights: PinWeights,
     on_result: Sequence[OnResult],
 ) -> Evaluation:
     """The evaluation that a config asks for.
@@ -184,7 +185,7 @@ def build_evaluation(
         held_out: rows of the evaluation data set.
         temperature: of training, by step: that of evaluations, too, unless the config has another.
         scored: by step and results, those results that have a score; it counts the others.
-        turns: of the run.
+        pin_weights: entered while an evaluation needs the generators' weights unchanged.
         on_result: called with step and metrics of each evaluation.
     """
     own = cfg.eval.temperature
@@ -199,6 +200,6 @@ def build_evaluation(
         temperature=temperature if own is None else as_schedule("eval.temperature", own),
         timeout_s=cfg.timeouts.rollout_s,
         scored=scored,
-        turns=turns,
+        pin_weights=pin_weights,
         on_result=on_result,
     )
