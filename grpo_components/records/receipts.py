@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.records.receipt_chain import ChainedFile
-from grpo_components.records.receipt_events import ReceiptEvents
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.replay.event_order import Event
 
@@ -68,7 +68,7 @@ class Receipts:
         ledger, self._attempt = self._ledger, attempt
         self._file = ChainedFile(self._path)
         self._step, self._policy_version = ledger.steps_done, ledger.policy_version
-        self._new = ReceiptEvents(ledger.living(), self._generators)
+        self._recent = RecentEvents(ledger.living(), self._generators)
         self._write(
             "start",
             format=FORMAT,
@@ -109,7 +109,7 @@ class Receipts:
             max_staleness=self._policy_version - min(versions) if versions else None,
             correction_mass=correction_mass if math.isfinite(correction_mass) else None,
             batch_hash=batch_hash,
-            **self._new.take(),
+            **self._recent.take(),
         )
         self._step, self._policy_version = step, policy_version
 
@@ -129,14 +129,14 @@ class Receipts:
         self._file.close()
 
     def _write_end(self, finished: bool) -> None:
-        new = self._new.take()
-        del new["trained"]  # nothing is trained after the last step
+        recent = self._recent.take()
+        del recent["trained"]  # the batch is a field of step records only
         self._write(
             "end",
             finished=finished,
             step=self._step,
             policy_version=self._policy_version,
-            **new,
+            **recent,
             living=[
                 {
                     "group_id": entry.group_id,
@@ -153,7 +153,7 @@ class Receipts:
         )
 
     def _add(self, event: Event) -> None:
-        self._new.add(event)
+        self._recent.add(event)
 
     def _write(self, record: str, **fields: Any) -> None:
         self._file.append({"record": record, "attempt": self._attempt, **fields})

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from grpo_components.audit.__main__ import audit
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
-from grpo_components.records.receipt_events import ReceiptEvents
 from grpo_components.records.receipts import Receipts
 from grpo_components.state_files import read_state, write_state
 from grpo_components.training.step_result import StepResult
@@ -390,7 +390,7 @@ def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in(
         # Two batches may live: they are restored; the others start again, in their order, later.
         assert [e.group_id for e in after.in_state("buffered")] == [0, 1, 2, 3]
         assert [e.group_id for e in after.living()] == list(range(24))
-        events = ReceiptEvents(after.living(), [])
+        events = RecentEvents(after.living(), [])
         after.events.listen(events.add)
         assert events.take()["events"] == [{"restarted": group} for group in range(4, 24)]
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""What the next receipt says about groups and weights, collected from the run's events."""
+"""What happened to groups and weights since the last receipt, from the ledger's events."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _Group:
     """Mean sampled tokens per response; None until it is generated."""
 
 
-class ReceiptEvents:
-    """Follows the groups and weights of one attempt; each receipt takes what is new.
+class RecentEvents:
+    """Follows the groups and weights of one attempt; a receipt takes what is new since the last.
 
     Args:
         living: groups of the ledger when the attempt begins; those in flight start again.
@@ -64,7 +64,7 @@ class ReceiptEvents:
                 self._train()
 
     def take(self) -> dict[str, Any]:
-        """The fields of a receipt on what was added since the last call."""
+        """What the events since the last call add up to, by the fields of docs/receipts.md."""
         fields = {
             "generators": {name: dict(weights) for name, weights in self._weights.items()},
             "acknowledged": self._acknowledged,
