@@ -385,18 +385,42 @@ def assert_same_run(original, replay, num_steps):
     return after
 
 
+TALKATIVE = """
+import random
+
+from grpo_components.rollout.multi_turn import Reply
+
+
+class Talkative:
+    def __call__(self, prompt, seed):
+        left = random.Random(seed).randint(0, 20)
+
+        def respond(text):
+            nonlocal left
+            left -= 1
+            return Reply(done=True) if left < 0 else Reply("And? ", rewards={"odd": len(text) % 2})
+
+        return respond
+"""
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
-    """Long responses of two generators that pull at every chance: weights change within some.
+    """With new weights within responses, a generator killed while it samples, and a killed buffer.
 
-    And a generator that is killed in the middle of some, as is the replay buffer.
+    A conversation has 1 to 21 turns. So whenever a step is done with the first groups, each of the
+    two generators is in the middle of long ones; the next group to start pulls the new weights.
     """
+    (tmp_path / "my_worlds.py").write_text(TALKATIVE)
     faults = [Fault("generator_0", "generate_group", 6, delay_s=0.2), Fault("replay_buffer", "add")]
     recipe, environment = forked_recipe(tmp_path, faults)
     knobs = (
-        *("num_steps=10", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=4"),
+        *("num_steps=8", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
         *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1"),
-        *("generator.max_response_tokens=100", "generator.temperature=2", "eval_every_n_steps=5"),
+        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=4"),
+        "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+        "environment.max_turns=21",
+        "environment.world._component_=my_worlds.Talkative",
         "rollouts_logged_per_step=2",
     )
     output, original = succeed(tune, *knobs, recipe=recipe, env=environment)
@@ -410,7 +434,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
     assert max(record["staleness/max"] for record in metrics(original)[1:]) > 0
-    after = assert_same_run(original, replay, num_steps=10)
+    after = assert_same_run(original, replay, num_steps=8)
     base = load_file(Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors"))
     assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"
 
