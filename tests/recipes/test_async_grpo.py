@@ -386,19 +386,18 @@ def assert_same_run(original, replay, num_steps):
 
 
 TALKATIVE = """
-import random
-
 from grpo_components.rollout.multi_turn import Reply
 
 
 class Talkative:
     def __call__(self, prompt, seed):
-        left = random.Random(seed).randint(0, 20)
+        left = 20 if prompt["prompt_index"] in (6, 7) else 0
 
         def respond(text):
             nonlocal left
             left -= 1
-            return Reply(done=True) if left < 0 else Reply("And? ", rewards={"odd": len(text) % 2})
+            rewards = {"odd": len(text) % 2}
+            return Reply(done=True, rewards=rewards) if left < 0 else Reply("And? ", rewards)
 
         return respond
 """
@@ -406,18 +405,20 @@ class Talkative:
 
 @pytest.mark.slow
 def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
-    """With new weights within responses, a generator killed while it samples, and a killed buffer.
+    """With new weights within responses; later a generator and the buffer are killed.
 
-    A conversation has 1 to 21 turns. So whenever a step is done with the first groups, each of the
-    two generators is in the middle of long ones; the next group to start pulls the new weights.
+    Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
+    have their groups in the buffer already. The rollouts that start after them are on the same
+    generators, and pull.
     """
     (tmp_path / "my_worlds.py").write_text(TALKATIVE)
-    faults = [Fault("generator_0", "generate_group", 6, delay_s=0.2), Fault("replay_buffer", "add")]
+    faults = [Fault("generator_0", "generate_group", 7), Fault("replay_buffer", "add", 9)]
     recipe, environment = forked_recipe(tmp_path, faults)
     knobs = (
-        *("num_steps=8", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
-        *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1"),
-        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=4"),
+        *("num_steps=10", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
+        *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
+        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=5"),
+        "stale_groups=wait",
         "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
         "environment.max_turns=21",
         "environment.world._component_=my_worlds.Talkative",
@@ -434,7 +435,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
     assert max(record["staleness/max"] for record in metrics(original)[1:]) > 0
-    after = assert_same_run(original, replay, num_steps=8)
+    after = assert_same_run(original, replay, num_steps=10)
     base = load_file(Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors"))
     assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"
 
