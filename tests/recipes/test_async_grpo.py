@@ -396,8 +396,7 @@ class Talkative:
         def respond(text):
             nonlocal left
             left -= 1
-            rewards = {"odd": len(text) % 2}
-            return Reply(done=True, rewards=rewards) if left < 0 else Reply("And? ", rewards)
+            return Reply("And? ", done=left < 0, rewards={"odd": len(text) % 2})
 
         return respond
 """
