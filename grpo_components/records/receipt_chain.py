@@ -15,7 +15,7 @@ from typing import Any
 from grpo_components.files import append_line, cut_torn_line
 
 END_FILE = "receipts.end"
-"""Beside the receipts: how many records there are, and the hash of the last one."""
+"""File beside the receipts: the number of records, and the hash of the last one."""
 _MAX_BYTES = 200
 _HASH = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 _END = re.compile(rb'\{"records": {1,20}([0-9]{1,15}), "chain": "([0-9a-f]{64}|)"\} {0,20}\n?')
@@ -23,20 +23,20 @@ _END = re.compile(rb'\{"records": {1,20}([0-9]{1,15}), "chain": "([0-9a-f]{64}|)
 
 @dataclass(frozen=True)
 class End:
-    """The last record of a chain."""
+    """Where a chain ends."""
 
     records: int = 0
-    """Number of records up to this one."""
+    """Number of records."""
     chain: str = ""
-    """Hash of this record and of those before it: sha256, hexadecimal; empty before the first."""
+    """Hash of all records: sha256, hexadecimal; empty without a record."""
 
 
 def link(before: str, fields: bytes) -> str:
-    """The hash of a record and of all before it.
+    """The hash of a record and of all records before it.
 
     Args:
         before: hash of the record before; empty for the first.
-        fields: the record's line without its hash and without its line end.
+        fields: the record's line, without its hash and its line end.
 
     Returns:
         sha256 of both, hexadecimal.
@@ -45,7 +45,7 @@ def link(before: str, fields: bytes) -> str:
 
 
 def split(line: bytes) -> tuple[bytes, str | None]:
-    """A line without its hash, and the hash; None where it has none.
+    """Split a line into its record and its hash, None if it has no hash.
 
     Args:
         line: of the receipts, without its line end.
@@ -55,35 +55,35 @@ def split(line: bytes) -> tuple[bytes, str | None]:
 
 
 def read_end(receipts: Path) -> End | None:
-    """What the file beside the receipts says; None where there is no such file.
+    """Read `receipts.end`; None if there is no such file.
 
     Args:
         receipts: path of the receipts.
 
     Raises:
-        ValueError: if it says something else than it should.
+        ValueError: if its content has another form.
         OSError: if it cannot be read.
     """
     path = receipts.with_name(END_FILE)
     if not path.exists() and not path.is_symlink():
         return None
     if not path.is_file():
-        raise ValueError("it is no file")
+        raise ValueError("not a file")
     with path.open("rb") as file:
-        said = file.read(_MAX_BYTES + 1)
-    if not said:
-        return End()  # made, and not written yet
-    found = _END.fullmatch(said)
+        content = file.read(_MAX_BYTES + 1)
+    if not content:
+        return End()  # created, and not written yet
+    found = _END.fullmatch(content)
     if found is None:
-        raise ValueError("it does not hold one number of records and one hash")
+        raise ValueError("expected one number of records and one hash")
     return End(int(found[1]), found[2].decode())
 
 
 class ChainedFile:
-    """Receipts that are open to be gone on with.
+    """Appends records to the receipts, and chains each to the one before.
 
-    A torn last line is cut off. Where records are missing that `receipts.end` knows of, the chain
-    goes on from those, so that the audit finds the gap whatever is written later.
+    An incomplete last line is removed. If records are missing that `receipts.end` counts, the chain
+    continues from the missing ones, so that the audit always finds the gap.
 
     Args:
         path: of the receipts; the folder exists.
@@ -93,7 +93,7 @@ class ChainedFile:
         cut_torn_line(path)
         self._path, self._end = path, _go_on_from(path)
         self._file = path.open("a", encoding="utf-8")
-        # Written in place: at any moment it is the old or the new one, and a full disk has room.
+        # Written in place: the content is always the old or the new one, and a full disk has room.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._beside: int | None = os.open(path.with_name(END_FILE), flags, 0o666)
@@ -107,9 +107,9 @@ class ChainedFile:
         return self._file.closed
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record with its hash, and then its hash to `receipts.end`.
+        """Write one record with its hash, then its hash to `receipts.end`.
 
-        A run that is killed between the two leaves one record more than `receipts.end` knows.
+        A run killed between the two leaves one record more than `receipts.end` counts.
 
         Args:
             record: plain values, no NaN.
@@ -128,18 +128,18 @@ class ChainedFile:
             raise
 
     def close(self) -> None:
-        """Close both files; the second time nothing happens."""
+        """Close both files; closing a second time does nothing."""
         beside, self._beside = self._beside, None
         if beside is not None:
             os.close(beside)
-        with suppress(OSError):  # what could not be written is told already
+        with suppress(OSError):  # a failed write was reported when it happened
             self._file.close()
 
     def _write_end(self) -> None:
         assert self._beside is not None
-        said = f'{{"records": {self._end.records:>15}, "chain": "{self._end.chain}"}}\n'.encode()
+        content = f'{{"records": {self._end.records:>15}, "chain": "{self._end.chain}"}}\n'
         try:
-            written = os.pwrite(self._beside, said, 0)
+            written = os.pwrite(self._beside, content.encode(), 0)
             os.ftruncate(self._beside, written)
         except OSError as error:
             path = str(self._path.with_name(END_FILE))
@@ -147,7 +147,7 @@ class ChainedFile:
 
 
 def _go_on_from(path: Path) -> End:
-    """What the next record is chained to: the file's last record, or the one that it has lost."""
+    """What the next record is chained to: the last record, or the last missing one."""
     try:
         known = read_end(path)
     except ValueError:
@@ -159,7 +159,7 @@ def _go_on_from(path: Path) -> End:
 
 
 def _ends(path: Path) -> Iterator[End]:
-    """Each record in turn as if it were the last; one of an older version gets its hash here."""
+    """The end after each record; computes the hash of records of older versions, without one."""
     if not path.exists():
         return
     chain = ""

@@ -1,4 +1,4 @@
-"""What a line of receipts.jsonl looks like, field by field; docs/receipts.md says what it means."""
+"""The fields of each record in receipts.jsonl and their types; docs/receipts.md explains them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 LARGEST = 2**53
-"""Of all numbers in a record, from 0; correction_mass and lengths need not be whole."""
+"""Upper bound of all numbers in a record; the lower one is 0."""
 _NUMBER = re.compile("0|[1-9][0-9]*")
-"""One spelling of each number, so that no two keys are the same one."""
+"""One spelling per number, so that two different keys are different numbers."""
 
 _AMOUNT = {"count": int, "response_tokens_mean": (float, None)}
 _GROUPS = {
@@ -48,7 +48,7 @@ _START = {
     "group_size": int,
 }
 _SHAPES = {
-    "start": (_START | {"run": str, "incarnation": str}, _START),  # or from before these ids
+    "start": (_START | {"run": str, "incarnation": str}, _START),  # older versions have no ids
     "step": {
         **_SHARED,
         "trained_from": int,
@@ -65,26 +65,26 @@ _SHAPES = {
         "waiting": [{"prompt_index": int, "epoch": int}],
     },
 }
-"""Of each record: a type, (alternatives), [items], {type of keys: values}, or all named fields."""
+"""By record: a type, (alternatives), [items], {type of keys: values}, or {name: value}."""
 
 
 def mismatch(record: Any) -> str | None:
-    """How a line's JSON value differs from the record that it says it is.
+    """How a line differs from the record that its field `record` names.
 
     Args:
-        record: the value, without the hash that chains it to the record before.
+        record: JSON value of the line, without its `chain`.
 
     Returns:
-        The first difference; None where there is none.
+        The first difference; None if there is none.
     """
     kind = record.get("record") if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _SHAPES:
-        return f"a record is one of {', '.join(_SHAPES)}, not {json.dumps(kind)[:40]}"
+        return f"record is {json.dumps(kind)[:40]}; allowed: {', '.join(_SHAPES)}"
     return _mismatch(record, _SHAPES[kind], "record")
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str | None:
-    """How a JSON value differs from a shape (see `_SHAPES`); None where it does not."""
+    """How a JSON value differs from a shape (see `_SHAPES`); None if it does not."""
     if isinstance(shape, tuple):
         found = [_mismatch(value, each, path) for each in shape]
         return None if None in found else found[0]
@@ -94,11 +94,12 @@ def _mismatch(value: Any, shape: Any, path: str) -> str | None:
     if isinstance(shape, dict) and isinstance(value, dict):
         keys = next(iter(shape))
         if keys is int and (wrong := [key for key in value if not _is_number(key)]):
-            return f"{path} has a key that is no number: {json.dumps(wrong[0])[:40]}"
+            return f"{path} has the key {json.dumps(wrong[0])[:40]}; allowed: numbers"
         if isinstance(keys, type):
             shape = dict.fromkeys(value, shape[keys])
         if value.keys() != shape.keys():
-            return f"{path} lacks or has unasked: {', '.join(sorted(value.keys() ^ shape.keys()))}"
+            wrong = ", ".join(sorted(value.keys() ^ shape.keys()))
+            return f"{path} has missing or unknown fields: {wrong}"
         found = (_mismatch(value[name], shape[name], f"{path}.{name}") for name in shape)
         return next((problem for problem in found if problem), None)
     if shape is None and value is None:
