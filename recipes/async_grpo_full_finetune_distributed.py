@@ -27,9 +27,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torchtune import config
 
-from grpo_components.cluster import handles
+from grpo_components.cluster import supervision
+from grpo_components.cluster.batch import Group
 from grpo_components.cluster.cluster import build_cluster
-from grpo_components.cluster.supervision import exit_code, undisturbed
+from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.config.building import build_data
 from grpo_components.config.objective import build_objective
@@ -73,7 +74,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         - `max_staleness: 0` with n = m = 1 is the synchronous algorithm.
     """
 
-    async def rollout_loop(self, generator: handles.GeneratorHandle) -> None:
+    async def rollout_loop(self, generator: GeneratorHandle) -> None:
         """Generate one group after the other, until the run needs no more."""
         while entry := await self.ledger.admit(generator.name, self.timeouts.train_step_s):
             try:
@@ -81,7 +82,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 temperature = self.temperature(entry.target_step)
                 group = await generator.generate_group(entry, temperature)
             except RoleLostError:
-                return await self.ledger.give_back(entry)  # another generator takes it
+                return self.ledger.give_back(entry)  # another generator takes it
             if self.roles.reward_model:
                 group = await self.roles.reward_model.add_scores(group)
             if reason := self.rejects(group):
@@ -103,7 +104,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.run.finish_step(batch, advantages, result)
         await self.run.finish()
 
-    def rejects(self, group: handles.Group) -> str | None:
+    def rejects(self, group: Group) -> str | None:
         """Why a group is not trained; None where it is."""
         if not self.run.has_trainable(group):
             return "failed"
@@ -134,8 +135,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
-        self.run = open_run(cfg, self.ledger, prompts, self.temperature, dataset, held_out)
-        self.cluster = build_cluster(cfg, self.ledger, self.run.log.note)
+        self.records = open_run(cfg, self.ledger, prompts, self.temperature, dataset, held_out)
+        self.cluster = build_cluster(cfg, self.ledger, self.records.log.note)
         self.cluster.start()
         longest = max(dataset.max_prompt_length, held_out.max_prompt_length)
         self.roles = start_roles(
@@ -146,10 +147,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             self.roles,
             push_every_n_steps=cfg.push_every_n_steps,
             pull_every_m_rollouts=cfg.pull_every_m_rollouts,
-            push_early=self.run.evaluation.due,
-            acknowledge=self.run.acknowledge,
+            push_early=self.records.evaluation.due,
         )
-        self.run.connect(self.roles, self.weights)
+        self.run = self.records.run_with(self.roles, self.weights)
 
     async def train(self) -> None:
         """Run the loops to the end; roles that fail are restarted, other failures end the run."""
@@ -169,11 +169,11 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 
     def cleanup(self) -> None:
         """Stop every process and close the logs, however the run ended."""
-        with undisturbed():
+        with supervision.undisturbed():
             if hasattr(self, "cluster"):
                 self.cluster.stop()
-            if hasattr(self, "run"):
-                self.run.close()
+            if hasattr(self, "records"):
+                self.records.close()
 
 
 @config.parse
@@ -188,4 +188,4 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(recipe_main))
+    sys.exit(supervision.exit_code(recipe_main))

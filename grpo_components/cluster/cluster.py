@@ -30,7 +30,7 @@ from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.replay.event_order import Turns
+from grpo_components.replay.event_order import EventOrder
 
 _LOOPBACK_ONLY = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -64,7 +64,7 @@ class Cluster:
         budget: restarts allowed; None allows none.
         heartbeat_s: seconds a role's heartbeat may be late before the role is restarted.
         note: shows a line to the user.
-        turns: event log of the run. In a replay it says when to restart which role.
+        events: records restarts; in a replay they say when to restart which role.
         object_store_memory: bytes of shared memory for Ray's objects; more is spilled to disk.
             None leaves the choice to Ray.
     """
@@ -78,13 +78,13 @@ class Cluster:
         budget: RestartBudget | None = None,
         heartbeat_s: float = 60.0,
         note: Callable[[str], None] = _LOG.warning,
-        turns: Turns | None = None,
+        events: EventOrder | None = None,
         object_store_memory: int | None = None,
     ) -> None:
         self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
-        self._heartbeat_s, self._note, self._turns = heartbeat_s, note, turns or Turns()
+        self._heartbeat_s, self._note, self._events = heartbeat_s, note, events or EventOrder()
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []
@@ -169,7 +169,7 @@ class Cluster:
             start_host,
             budget=self._budget,
             note=self._note,
-            record=self._turns.happened,
+            record=self._events.record,
             started=self._record_start,
             family=family,
             restarts_alone=restarts_alone,
@@ -277,7 +277,7 @@ class Cluster:
             pause_s = self._budget.spend(failure, repeated=repeated)
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
-            self._turns.note(event, role=failure.role, what=failure.what)
+            self._events.note(event, role=failure.role, what=failure.what)
             self._note(f"{failure.role} {failure.what}; {how} ({self._budget.used()})")
             for role in roles:
                 role.kill()
@@ -298,8 +298,8 @@ class Cluster:
                 return
 
     async def _replay_restarts(self, role: Role) -> None:
-        while self._turns.replaying and await self._turns.turn("restart", role=role.name):
-            event = self._turns.upcoming(lambda event: event["event"] == "restart")
+        while self._events.replaying and await self._events.wait_turn("restart", role=role.name):
+            event = self._events.next_recorded(lambda event: event["event"] == "restart")
             assert event is not None, "it is its turn"
             await role.replay_restart(event["what"])
 
@@ -360,7 +360,7 @@ def build_cluster(cfg: DictConfig, ledger: Ledger, note: Callable[[str], None]) 
         budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
         heartbeat_s=cfg.timeouts.heartbeat_s,
         note=note,
-        turns=ledger.turns,
+        events=ledger.events,
         object_store_memory=cfg.object_store_memory,
     )
 

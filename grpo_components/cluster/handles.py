@@ -1,102 +1,37 @@
-"""Typed handles of the roles: what the loops may ask, and how long they wait for it."""
+"""Typed handles of the roles: what the loops may call, and how long they wait for it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.calls import Part
 from grpo_components.cluster.role import Role
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.training.step_result import StepResult
-from grpo_components.trajectory import GroupSummary
 
 _CHECKPOINT_LANE = "checkpoint"
-"""Thread in which a role writes, beside its main one."""
+"""Thread in which a role writes checkpoints, beside its main one."""
 GRACE_S = 30.0
-"""Added to a role's own time-out, whose error says more than ours."""
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Longest waits, in seconds, by the keys of the config's `timeouts`."""
-
-    startup_s: float
-    rollout_s: float
-    batch_s: float
-    train_step_s: float
-    weights_s: float
-    shutdown_s: float
-
-
-@dataclass(frozen=True)
-class Group:
-    """One generated group on its way to the buffer; its tensors stay in the object store."""
-
-    entry: LedgerEntry
-    packed: Part
-    """Reference of the packed trajectories."""
-    packed_summary: Part
-    """Reference of the summary."""
-    summary: GroupSummary
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The whole groups of one training step, in the order of their group ids."""
-
-    packed: Part
-    """Reference of the packed trajectories, S = B * G."""
-    groups: Sequence[GroupSummary]
-    entries: Sequence[LedgerEntry]
-    batch_hash: str
-    buffered: int
-    """Groups left in the buffer."""
-    dropped_stale: int
-    """Groups found too old while this batch was taken."""
-    waited_s: float
-    """How long the trainers waited for it."""
-    began: float = field(default_factory=time.perf_counter)
-    """When the step began to wait, by `time.perf_counter`."""
-
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """[B, G], NaN where a sample failed."""
-        return np.array([group.rewards for group in self.groups])
-
-    @property
-    def response_lengths(self) -> NDArray[np.int64]:
-        """[B, G] tokens of each response, those of the environment included."""
-        return np.array([group.response_lengths for group in self.groups])
-
-    @property
-    def cut_off(self) -> NDArray[np.bool_]:
-        """[B, G] whether a limit on its length ended the response."""
-        return np.array([group.finish_reasons for group in self.groups]) == "length"
-
-    @property
-    def reference_kl(self) -> NDArray[np.float64] | None:
-        """[B, G] estimated KL to the reference, in nats; None without a reference."""
-        values = [entry.reference_kl for entry in self.entries]
-        return None if any(value is None for value in values) else np.array(values)
+"""Added to a role's own time-out in seconds, so that its error, which says more, comes first."""
 
 
 class GeneratorHandle:
-    """One generator: its weights' version, and the groups and evaluations it samples.
+    """One generator: samples groups and evaluations, loads weights.
 
     Args:
         role: the generator.
         ledger: of the run.
-        timeout_s: longest wait for a group.
-        weights_s: longest wait while it loads weights.
+        timeout_s: longest wait for a group, in seconds.
+        weights_s: longest wait for it to load weights, in seconds.
     """
 
     def __init__(self, role: Role, ledger: Ledger, timeout_s: float, weights_s: float) -> None:
@@ -104,13 +39,13 @@ class GeneratorHandle:
         self.version = 0
         """Policy version of its weights."""
         self.rollouts_since_pull = 0
-        self.swapping = ledger.turns.lock()
-        """Held while its weights are swapped, or must not be."""
+        self.swapping = ledger.events.lock()
+        """Held while its weights are swapped, or must not be swapped."""
         self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s
 
     @property
     def lost(self) -> bool:
-        """Whether it was given up."""
+        """Whether it failed for good, and the run goes on without it."""
         return self.role.lost
 
     async def generate_group(self, entry: LedgerEntry, temperature: float) -> Group:
@@ -121,13 +56,13 @@ class GeneratorHandle:
             temperature: of sampling.
 
         Raises:
-            RoleLostError: if the generator was given up.
+            RoleLostError: if the generator is lost.
         """
         identity = (entry.prompt, entry.epoch, entry.group_id, self._ledger.attempt)
         packed, packed_summary, entry.text = self.role.submit(
             "generate_group", *identity, temperature, num_returns=3
         )
-        turn = self._ledger.turns.awaited("finish", group=entry.group_id)
+        turn = self._ledger.events.replay_wait("finish", group=entry.group_id)
         summary = await self.role.result(packed_summary, "generate_group", self._timeout_s, turn)
         await self._ledger.finish_generation(entry.group_id, summary.response_tokens)
         return Group(entry, packed, packed_summary, summary)
@@ -140,14 +75,14 @@ class GeneratorHandle:
             buckets: references to each trainer rank's part.
 
         Returns:
-            Version and checksum of what was loaded; None if it was restarted meanwhile, and has
-            loaded newer weights since.
+            Version and checksum of the loaded weights; None if the generator was restarted
+            meanwhile, which loads the newest weights by itself.
         """
         loading = self.role.submit("load_weights", version, *buckets, once=True)
         return await self.role.result(loading, "load_weights", self._weights_s)
 
     async def begin_attempt(self) -> None:
-        """Accept weights of an older version than its own."""
+        """Let it load an older version than its own: a new attempt starts at a checkpoint."""
         await self.role.call("begin_attempt", timeout_s=self._weights_s)
 
     async def evaluate(
@@ -160,12 +95,12 @@ class GeneratorHandle:
         timeout_s: float,
     ) -> list[dict[str, Any]]:
         """Answer held-out prompts; see `Generator.evaluate`."""
-        order = self._ledger.turns
-        turn = order.awaited("evaluate", role=self.name, step=step)
+        events = self._ledger.events
+        turn = events.replay_wait("evaluate", role=self.name, step=step)
         results = await self.role.call(
             "evaluate", prompts, temperature, samples, timeout_s=timeout_s, turn=turn
         )
-        order.happened("evaluate", role=self.name, step=step)
+        events.record("evaluate", role=self.name, step=step)
         return results
 
 
@@ -174,7 +109,7 @@ class RewardModelHandle:
 
     Args:
         role: the reward model.
-        timeout_s: longest wait for the scores of a group.
+        timeout_s: longest wait for the scores of a group, in seconds.
     """
 
     def __init__(self, role: Role, timeout_s: float) -> None:
@@ -191,18 +126,18 @@ class RewardModelHandle:
 
 
 class ReferencesHandle:
-    """The frozen references, which share the groups.
+    """The frozen references; each group goes to one of them.
 
     Args:
-        roles: all of them.
-        timeout_s: longest wait for the logprobs of a group.
+        roles: all references.
+        timeout_s: longest wait for the logprobs of a group, in seconds.
     """
 
     def __init__(self, roles: Sequence[Role], timeout_s: float) -> None:
         self._roles, self._timeout_s = roles, timeout_s
 
     async def add_logprobs(self, group: Group) -> Group:
-        """The group with reference logprobs; `entry.reference_kl` gets their KL."""
+        """The group with reference logprobs; sets `entry.reference_kl`."""
         role = self._roles[group.entry.group_id % len(self._roles)]
         packed, kl = role.submit("add_logprobs", group.packed, num_returns=2)
         group.entry.reference_kl = await role.result(kl, "add_logprobs", self._timeout_s)
@@ -210,14 +145,14 @@ class ReferencesHandle:
 
 
 class ReplayBufferHandle:
-    """The replay buffer, and the ledger's record of what enters and leaves it.
+    """The replay buffer; what enters and leaves it is recorded in the ledger.
 
     Args:
         role: the replay buffer.
         ledger: of the run.
-        timeout_s: longest wait for room, or for a batch.
-        weights_s: longest wait while it is filled again after a restart.
-        wait_for_stale: wait for groups in flight that a step without them would make stale.
+        timeout_s: longest wait for room, or for a batch, in seconds.
+        weights_s: longest wait to fill it again after a restart, in seconds.
+        wait_for_stale: before a step, wait for groups in flight that it would make stale.
     """
 
     def __init__(
@@ -240,7 +175,7 @@ class ReplayBufferHandle:
         await self._ledger.enter_buffer(group.entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:
-        """Wait for one batch of whole, fresh groups; stale ones are dropped and issued again.
+        """Wait for a batch of whole, fresh groups; drop stale groups and issue their prompts again.
 
         Args:
             num_groups: B, groups of a training step.
@@ -259,14 +194,14 @@ class ReplayBufferHandle:
             stale = [group.group_id for group in taken.dropped]
             entries = await ledger.take([group.group_id for group in taken.groups], stale)
             dropped += len(stale)
-            if taken.groups:  # a take that only found stale groups has no batch
+            if taken.groups:  # else it found stale groups only
                 waited_s, digest = time.perf_counter() - began, taken.batch_hash
                 return Batch(
                     packed, taken.groups, entries, digest, taken.buffered, dropped, waited_s, began
                 )
 
     async def texts(self, entries: Sequence[LedgerEntry]) -> list[dict[str, Any] | None]:
-        """Groups as a person would read them; None for one restored from a checkpoint."""
+        """Each group as text, for the rollout log; None if restored from a checkpoint."""
         return [
             entry.text and await self.role.answer(entry.text, "a group's text", 60)
             for entry in entries
@@ -277,16 +212,16 @@ class ReplayBufferHandle:
 
         Args:
             folder: of the checkpoint's state.
-            parts: references of each group and its summary.
+            parts: references to each group and its summary.
 
         Returns:
-            What went wrong; None if nothing did.
+            Why it failed; None if it did not.
         """
         call = {"lane": _CHECKPOINT_LANE, "timeout_s": self._timeout_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
-        """Fill the buffer with the groups of a checkpoint that the ledger has as buffered.
+        """Fill the buffer with those groups of a checkpoint that the ledger has as buffered.
 
         Args:
             folder: of the checkpoint's state.
@@ -302,23 +237,23 @@ class ReplayBufferHandle:
         await self.role.call("refill", *parts, timeout_s=self._timeout_s)
 
     async def begin_again(self) -> None:
-        """Start anew and empty, for the next attempt."""
+        """Restart it, empty, for the next attempt."""
         await self.role.begin_again()
 
     async def _refill(self, timeout_s: float) -> None:
-        """Give a restarted buffer the groups that the ledger has as buffered."""
+        """Fill a restarted buffer with the groups that the ledger has as buffered."""
         parts = [part for entry in self._ledger.in_state("buffered") for part in entry.parts]
         await self.role.call("refill", *parts, timeout_s=timeout_s)
 
 
 class TrainersHandle:
-    """All trainer ranks; they get the same calls in the same order.
+    """All trainer ranks; each gets the same calls in the same order.
 
     Args:
         roles: the ranks.
         ledger: of the run.
-        train_step_s: longest wait for a step.
-        weights_s: longest wait for exported weights.
+        train_step_s: longest wait for a step, in seconds.
+        weights_s: longest wait for exported weights, in seconds.
     """
 
     def __init__(
@@ -328,7 +263,7 @@ class TrainersHandle:
         self._train_step_s, self._weights_s = train_step_s, weights_s
 
     async def train_step(self, batch: Batch, advantages: NDArray[Any]) -> StepResult:
-        """Train on one batch, every rank on its part.
+        """Train on one batch; every rank takes its share.
 
         Args:
             batch: B groups of G responses.
@@ -338,11 +273,15 @@ class TrainersHandle:
         return (await self._on_all("train_step", batch.packed, advantages.ravel(), steps_done))[0]
 
     async def gather_weights(self) -> int:
-        """Gather the sharded weights; returns their policy version."""
+        """Gather the sharded weights; return their policy version."""
         return (await self._on_all("gather_weights"))[0]
 
     def export_weights(self, version: int) -> tuple[list[Part], list[Part]]:
-        """References to each rank's bucket and manifest; packing overlaps the next step."""
+        """Start to pack the gathered weights, beside the next step.
+
+        Returns:
+            References to each rank's bucket, and to each rank's manifest.
+        """
         exports = [
             role.submit("export_weights", version, num_returns=2, lane="export")
             for role in self._roles
@@ -351,18 +290,22 @@ class TrainersHandle:
         return list(buckets), list(manifests)
 
     async def manifests(self, references: Sequence[Any]) -> list[Any]:
-        """What the ranks exported, by the references that `export_weights` returned."""
+        """The ranks' manifests.
+
+        Args:
+            references: second result of `export_weights`.
+        """
         exports = zip(self._roles, references, strict=True)
         return [
             await role.answer(part, "export_weights", self._weights_s) for role, part in exports
         ]
 
     async def hold_state(self, *, in_background: bool) -> None:
-        """Keep the state of this moment for `write_state`, as a copy if steps go on meanwhile."""
+        """Keep the present state for `write_state`; as a copy if it is written in background."""
         await self._on_all("hold_state", in_background)
 
     async def write_state(self, folder: Path) -> list[str | None]:
-        """Write the held state to a checkpoint; per rank what went wrong, None if nothing did."""
+        """Write the held state to a checkpoint; for each rank, why it failed or None."""
         return await self._on_all("write_state", str(folder), lane=_CHECKPOINT_LANE)
 
     async def load_state(self, checkpoint: Path) -> None:
@@ -370,7 +313,7 @@ class TrainersHandle:
         await self._on_all("load_state", str(checkpoint))
 
     async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
-        """Call a method of every rank at once: they meet in collectives."""
+        """Call a method of all ranks at the same time: they wait for each other in collectives."""
         limit_s = self._train_step_s
         calls = (role.call(method, *args, timeout_s=limit_s, lane=lane) for role in self._roles)
         return await asyncio.gather(*calls)
@@ -381,7 +324,7 @@ class ParameterServerHandle:
 
     Args:
         role: the server.
-        timeout_s: longest wait.
+        timeout_s: longest wait, in seconds.
     """
 
     def __init__(self, role: Role, timeout_s: float) -> None:
@@ -392,15 +335,15 @@ class ParameterServerHandle:
         await self._role.call("push", version, buckets, manifests, timeout_s=self._timeout_s)
 
     async def newest(self) -> tuple[int, list[Any], list[Any]]:
-        """Version, buckets and manifests of the newest snapshot."""
+        """Version, buckets and manifests (references) of the newest snapshot."""
         return await self._role.call("newest", timeout_s=self._timeout_s)
 
     async def acknowledge(self, generator: str, version: int) -> None:
-        """Record that a generator has loaded a version."""
+        """Report that a generator has loaded a version."""
         await self._role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
 
     async def begin_again(self) -> None:
-        """Start anew, without any snapshot, for the next attempt."""
+        """Restart it, without a snapshot, for the next attempt."""
         await self._role.begin_again()
 
 
@@ -416,5 +359,5 @@ class Roles:
     reward_model: RewardModelHandle | None
 
     def living_generators(self) -> Iterator[GeneratorHandle]:
-        """Those that were not given up."""
+        """The generators that are not lost."""
         return (generator for generator in self.generators if not generator.lost)

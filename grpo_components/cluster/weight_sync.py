@@ -10,19 +10,16 @@ from grpo_components.cluster.handles import GeneratorHandle, Roles
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.weights import snapshot_checksum
 
-Acknowledge = Callable[[str, int, str, str], None]
-
 
 class WeightSync:
-    """Publishes the trainers' weights, brings generators to them, and compares the checksums.
+    """Publishes the trainers' weights and loads them into the generators, with checksums compared.
 
     Args:
-        ledger: of the run; knows which version is published.
+        ledger: of the run; knows the published version and records each push and pull.
         roles: of the run.
         push_every_n_steps: training steps from one push to the next.
         pull_every_m_rollouts: rollouts of a generator from one pull to the next.
-        push_early: by training step, whether an evaluation needs its weights published.
-        acknowledge: gets generator, version, loaded checksum and published checksum of each pull.
+        push_early: whether the evaluation after a training step (from 1) needs its weights.
     """
 
     def __init__(
@@ -33,12 +30,11 @@ class WeightSync:
         push_every_n_steps: int,
         pull_every_m_rollouts: int,
         push_early: Callable[[int], bool],
-        acknowledge: Acknowledge,
     ) -> None:
-        self._ledger, self._order, self._roles = ledger, ledger.turns, roles
+        self._ledger, self._roles = ledger, roles
         self._push_every_n_steps = push_every_n_steps
         self._pull_every_m_rollouts = pull_every_m_rollouts
-        self._push_early, self._acknowledge = push_early, acknowledge
+        self._push_early = push_early
         for generator in roles.generators:
             generator.role.recover = self._pull_after_restart(generator)
 
@@ -65,7 +61,7 @@ class WeightSync:
         began = time.perf_counter()
         version = await self._roles.trainers.gather_weights()
         buckets, manifests = self._roles.trainers.export_weights(version)
-        await self._order.take("push", version=version)
+        await self._ledger.events.take("push", version=version)
         await self._roles.server.push(version, buckets, manifests)
         await self._ledger.publish(version)
         return time.perf_counter() - began
@@ -74,31 +70,33 @@ class WeightSync:
         """Pull every m rollouts, and when a group needs newer weights than its generator has.
 
         Args:
-            generator: that samples the group.
+            generator: samples the group.
             entry: the group; its `start_version` is set.
         """
+        ledger = self._ledger
 
         def due() -> bool:
             counted = generator.rollouts_since_pull >= self._pull_every_m_rollouts
-            newer = not self._order.pinned and generator.version < self._ledger.published_version
+            newer = not ledger.weights_pinned and generator.version < ledger.published_version
             return (counted and newer) or generator.version < entry.needed_version
 
-        if self._order.replaying or due():  # a replay pulls where the recorded run did
+        replaying = ledger.events.replaying  # then `pull` follows the recording
+        if replaying or due():
             async with generator.swapping:
-                if self._order.replaying or due():  # one pull serves all that waited for it
+                if replaying or due():  # one pull serves all rollouts that waited for it
                     await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version
 
     async def pull(self, generator: GeneratorHandle, cause: str) -> None:
-        """Load the newest published weights, where they are newer than the generator's.
+        """Load the newest published weights, if they are newer than the generator's.
 
         Args:
-            generator: that loads them.
+            generator: loads them.
             cause: what needs them, for the event log.
 
         Raises:
-            RuntimeError: if it loaded other bytes than the trainers published.
+            RuntimeError: if the generator's checksum differs from that of the pushed weights.
         """
         generator.rollouts_since_pull = 0
         if not await self._ledger.should_pull(generator.name, generator.version, cause):
@@ -108,17 +106,23 @@ class WeightSync:
         if loaded is None:
             return
         generator.version, checksum = loaded
-        manifests = await self._roles.trainers.manifests(references)
-        self._acknowledge(generator.name, version, checksum, snapshot_checksum(manifests))
+        pushed = snapshot_checksum(await self._roles.trainers.manifests(references))
+        if checksum != pushed:
+            raise RuntimeError(
+                f"{generator.name} loaded weights of version {version} with checksum {checksum}, "
+                f"the trainers pushed {pushed}"
+            )
+        events = self._ledger.events
+        events.note("load", role=generator.name, version=version, checksum=checksum)
         await self._roles.server.acknowledge(generator.name, version)
 
     async def restore(self) -> None:
-        """Publish the trainers' weights, also older ones, and bring every generator to them."""
+        """Publish the trainers' weights, even if older, and load them into every generator."""
         await self.push()
         living = list(self._roles.living_generators())
         await asyncio.gather(*(generator.begin_attempt() for generator in living))
         for generator in living:
-            generator.version = -1  # whatever it has is of another attempt
+            generator.version = -1  # its weights are of another attempt
         await asyncio.gather(*(self.pull(generator, "restore") for generator in living))
 
     def _pull_after_restart(self, generator: GeneratorHandle) -> Callable[[], Awaitable[None]]:

@@ -17,11 +17,13 @@ from grpo_components.quiet import without_prints
 from grpo_components.records.agreement import GeneratorAgreement
 from grpo_components.records.checkpoints import build_checkpoints
 from grpo_components.records.failed_samples import build_failed_samples
+from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
-from grpo_components.records.run import Run
+from grpo_components.records.run import RunRecords
 from grpo_components.records.run_log import RunLog
-from grpo_components.replay.event_log import open_turns
+from grpo_components.replay.event_log import EventLog, open_event_order
+from grpo_components.replay.recorded_run import read_original
 from grpo_components.training.skipped_steps import SkippedSteps
 
 
@@ -32,7 +34,7 @@ def open_run(
     temperature: Schedule,
     dataset: Any,
     held_out: Any,
-) -> Run:
+) -> RunRecords:
     """Make or reopen the run's folder; restore ledger and prompts where it resumes.
 
     Args:
@@ -47,26 +49,34 @@ def open_run(
         ValueError: if there is no such checkpoint, or the data set has other rows.
     """
     start = begin_run(cfg, ledger, prompts)
-    ledger.attempt = start.attempt
-    ledger.turns = open_turns(cfg, start.attempt)
+    original = read_original(cfg.replay_events) if cfg.replay_events else None
+    event_log = EventLog(Path(cfg.output_dir))
+    ledger.events = open_event_order(cfg, start.attempt, event_log, original)
     log = open_log(cfg, start.attempt, start.note, dataset, held_out)
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
     on_result = (log.evaluation, checkpoints.add_evaluation)
-    return Run(
+    journal = Journal(
         start,
         ledger,
         prompts,
-        log=log,
-        receipts=build_receipts(cfg, ledger, start.attempt, start.identity),
-        checkpoints=checkpoints,
+        build_receipts(cfg, ledger, start.attempt, start.identity),
+        checkpoints,
+        original=original,
+        save_every_n_steps=cfg.save_every_n_steps,
+    )
+    return RunRecords(
+        start,
+        ledger,
+        event_log,
+        journal,
+        log,
         evaluation=build_evaluation(
-            cfg, held_out, temperature, failures.count_evaluation, ledger.turns, on_result
+            cfg, held_out, temperature, failures.count_evaluation, ledger.pin_weights, on_result
         ),
         failures=failures,
         agreement=GeneratorAgreement(cfg.max_generator_kl),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),
-        save_every_n_steps=cfg.save_every_n_steps,
         rollouts_logged=cfg.rollouts_logged_per_step,
     )
 

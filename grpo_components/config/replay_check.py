@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.schema import SCHEMA, read_section
 from grpo_components.errors import fail, shown
-from grpo_components.replay.recorded_run import FORMAT, _lines, read_events, run_folder
+from grpo_components.replay.recorded_run import FORMAT, read_events, read_json_lines, run_folder
 from grpo_components.replay.schedule import schedule_file
 
 FREE = (
@@ -55,7 +55,7 @@ def check_replay(values: dict[str, Any]) -> None:
         run, *(f"{schedule_file(Path('logs'), n)}" for n in range(values["num_generators"]))
     )
     try:
-        receipts, events = _lines(run / "receipts.jsonl"), read_events(run)
+        receipts, events = read_json_lines(run / "receipts.jsonl"), read_events(run)
     except json.JSONDecodeError:  # a run that was killed leaves a torn line
         receipts = events = []
     if not receipts or not events or not receipts[-1].get("finished"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 from omegaconf import DictConfig
@@ -15,13 +15,14 @@ from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
-from grpo_components.replay.event_order import Turns
 
 Results = list[dict[str, Any]]
 Scored = Callable[[int, Results], Results]
 OnResult = Callable[[int, dict[str, float]], None]
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
-"""Loads the published weights into a generator; the second argument names the cause."""
+"""Brings a generator to the published weights; the second argument says what for."""
+PinWeights = Callable[[], AbstractContextManager[None]]
+"""Keeps the generators' weights; see `Ledger.pin_weights`."""
 
 
 class Evaluation:
@@ -37,9 +38,9 @@ class Evaluation:
         batch: responses that one generator samples at a time.
         temperature: sampling temperature by training step; 0 is greedy.
         timeout_s: longest wait for one batch.
-        scored: gets step and results, counts the failed results and returns the others.
-        turns: event order of the run.
-        on_result: each is called with the step and metrics of every evaluation.
+        scored: by step and results, those results that have a score; it counts the others.
+        pin_weights: entered while an evaluation needs the generators' weights unchanged.
+        on_result: called with step and metrics of each evaluation.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Evaluation:
         temperature: Schedule,
         timeout_s: float,
         scored: Scored,
-        turns: Turns,
+        pin_weights: PinWeights,
         on_result: Sequence[OnResult],
     ) -> None:
         self._held_out, self._samples, self._batch = held_out, samples, batch
@@ -63,7 +64,7 @@ class Evaluation:
         self._contract, self._began = contract, 0
         self._first_version = first_version
         self._temperature, self._timeout_s = temperature, timeout_s
-        self._scored, self._turns, self._on_result = scored, turns, on_result
+        self._scored, self._pin_weights, self._on_result = scored, pin_weights, on_result
         self._running: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
 
@@ -116,8 +117,8 @@ class Evaluation:
         pinned: asyncio.Event,
     ) -> None:
         async with AsyncExitStack() as held:
-            held.enter_context(self._turns.pinning())
-            for generator in generators:  # no weight swap during an evaluation
+            held.enter_context(self._pin_weights())
+            for generator in generators:  # nobody swaps the weights during an evaluation
                 if not generator.lost:
                     await held.enter_async_context(generator.swapping)
             results = None
@@ -176,7 +177,7 @@ def build_evaluation(
     held_out: Sequence[Any],
     temperature: Schedule,
     scored: Scored,
-    turns: Turns,
+    pin_weights: PinWeights,
     on_result: Sequence[OnResult],
 ) -> Evaluation:
     """Build the evaluation from the config.
@@ -184,10 +185,10 @@ def build_evaluation(
     Args:
         cfg: checked by preflight.
         held_out: rows of the evaluation data set.
-        temperature: of training, by step; used unless the config sets `eval.temperature`.
-        scored: gets step and results, counts the failed results and returns the others.
-        turns: event order of the run.
-        on_result: each is called with the step and metrics of every evaluation.
+        temperature: of training, by step: that of evaluations, too, unless the config has another.
+        scored: by step and results, those results that have a score; it counts the others.
+        pin_weights: entered while an evaluation needs the generators' weights unchanged.
+        on_result: called with step and metrics of each evaluation.
     """
     eval_temperature = cfg.eval.temperature
     return Evaluation(
@@ -203,6 +204,6 @@ def build_evaluation(
         else as_schedule("eval.temperature", eval_temperature),
         timeout_s=cfg.timeouts.rollout_s,
         scored=scored,
-        turns=turns,
+        pin_weights=pin_weights,
         on_result=on_result,
     )

@@ -1,61 +1,45 @@
-"""The ledger: where every prompt's group is in its life, and when the next one may start."""
+"""The ledger: the state of every prompt's group, and when the next group may start."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.replay.event_order import Turns
+from grpo_components.replay.event_order import EventOrder
 
 State = Literal["in_flight", "buffered", "in_training"]
-Kind = Literal["issued", "generated", "restarted", "dropped", "trained"]
 Prompt = dict[str, Any]
 _COUNTERS = ("policy_version", "steps_done", "issued", "trained_groups")
 
 
-@dataclass(frozen=True)
-class GroupEvent:
-    """One thing that happened to a group."""
-
-    kind: Kind
-    group_id: int
-    prompt_index: int
-    epoch: int
-    response_tokens: float | None = None
-    """Sampled tokens per response, in the mean; None before they are known."""
-    reason: str | None = None
-    """Why it was dropped: stale, failed or filtered."""
-    reissue: bool = False
-    """Whether the prompt of a dropped group will be issued again."""
-
-
 @dataclass
 class LedgerEntry:
-    """One living group."""
+    """One living group: issued, and neither trained nor dropped."""
 
     group_id: int
-    """Its number in the order of admission, from 0."""
+    """Number in the order of admission, from 0."""
     prompt: Prompt
     epoch: int
     needed_version: int
-    """The oldest policy version that it may be generated with."""
+    """Oldest policy version that may generate it."""
     start_version: int
-    """Version of its generator when it started; never below `needed_version`."""
+    """Version of its generator when it started; at least `needed_version`."""
     target_step: int
-    """Training step that it is admitted for, from 0: the turn of its place in the queue."""
+    """Training step that it is admitted for, from 0; follows from its place in the queue."""
     state: State = "in_flight"
     reference_kl: list[float] | None = None
     """[G] estimated KL to the reference of each response, in nats; None without a reference."""
     text: Any = None
-    """Reference of the group as a person would read it, for the rollout log; None once restored."""
+    """Reference to the group as text, for the rollout log; None if restored from a checkpoint."""
     parts: Sequence[Any] = ()
-    """The packed group and its summary, as the loops hand them on; empty until it is generated."""
+    """References to the packed group and its summary; empty until it is generated."""
     response_tokens: float | None = None
-    """Sampled tokens per response, in the mean; None until it is generated."""
+    """Mean sampled tokens per response; None until it is generated."""
 
     @property
     def prompt_index(self) -> int:
@@ -64,15 +48,16 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Every group from issued to trained or dropped, and the versions that admission rests on.
+    """Follows every group until it is trained or dropped, and decides when groups are admitted.
 
-    All changes and waits happen on one event loop. Every wait has a time-out that names who waited;
-    it does not end while an evaluation keeps the generators' weights.
+    Every change is recorded in `events`; in a replay it waits for its turn there. All changes and
+    waits happen on one event loop. Every wait has a time-out that names the waiter; no time-out
+    ends a wait during an evaluation, which pins the generators' weights.
 
     Args:
         contract: how stale a trained group may be.
-        num_steps: training steps of the run; no group is admitted that none of them needs.
-        prompts: endless (prompt, epoch) pairs; each is handed out once.
+        num_steps: training steps of the run; no group is admitted that no step needs.
+        prompts: endless (prompt, epoch) pairs; each is issued once.
     """
 
     def __init__(
@@ -83,24 +68,24 @@ class Ledger:
     ) -> None:
         self.num_steps = num_steps
         self.policy_version = 0
-        """The trainer's, as its last step reported it."""
+        """The trainers' policy version after their last step."""
         self.published_version = 0
-        """The newest that generators can pull; version 0 is the base model that they start with."""
+        """Newest version that generators can pull; 0 is the base model that they start with."""
         self.steps_done = 0
-        self.attempt = 0
-        """Which life of the run; it names the groups issued in it."""
         self.issued = 0
         self.trained_groups = 0
         self.dropped_groups: Counter[str] = Counter()
+        self.events = EventOrder()
+        """Gets every change; `open_run` puts the run's own here."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
         self._interrupted: deque[LedgerEntry] = deque()
-        """Groups whose generation was cut short: admitted again, under their numbers, first."""
-        self._events: list[GroupEvent] = []
-        self._changed = asyncio.Condition()
-        self.turns = Turns()
-        """Where every change is told of; in a replay each of them waits for its turn."""
+        """Groups whose generation was cut short: admitted first, under their old numbers."""
+        self._changed = asyncio.Event()
+        """Set at the next change, and then replaced by a new one."""
+        self._pins = 0
+        """Starts and ends of `pin_weights`, counted together."""
 
     @property
     def finished(self) -> bool:
@@ -108,18 +93,32 @@ class Ledger:
         return self.steps_done >= self.num_steps
 
     @property
+    def attempt(self) -> int:
+        """Which attempt of the run this is, from 0."""
+        return self.events.attempt
+
+    @property
     def waiting_prompts(self) -> list[tuple[Prompt, int]]:
-        """(prompt, epoch) pairs that were handed back and will be issued before any new one."""
+        """(prompt, epoch) pairs of dropped groups that are issued again, before any new prompt."""
         return list(self._reissued)
 
-    def living(self) -> list[LedgerEntry]:
-        """The groups that were issued and neither trained nor dropped, in that order."""
-        return sorted([*self._living.values(), *self._interrupted], key=lambda e: e.group_id)
+    @property
+    def weights_pinned(self) -> bool:
+        """Whether an evaluation runs that needs the generators' weights unchanged."""
+        return self._pins % 2 == 1
 
-    def drain_events(self) -> list[GroupEvent]:
-        """What happened to groups since the last call, in the order in which it happened."""
-        events, self._events = self._events, []
-        return events
+    @contextmanager
+    def pin_weights(self) -> Iterator[None]:
+        """Keep the generators' weights during an evaluation: no wait for newer ones times out."""
+        self._pins += 1
+        try:
+            yield
+        finally:
+            self._pins += 1
+
+    def living(self) -> list[LedgerEntry]:
+        """The groups that are neither trained nor dropped, by group id."""
+        return sorted([*self._living.values(), *self._interrupted], key=lambda e: e.group_id)
 
     def in_state(self, state: State) -> list[LedgerEntry]:
         """The living groups in one state, in the order of admission."""
@@ -129,17 +128,17 @@ class Ledger:
         """Wait until a group may start, and issue it.
 
         Args:
-            generator: whose rollout waits.
-            timeout_s: longest wait.
+            generator: name of the generator whose rollout waits.
+            timeout_s: longest wait, in seconds.
 
         Returns:
-            The new group; None when no more groups are needed.
+            The group; None if no more groups are needed.
 
         Raises:
-            TimeoutError: if the trainer published nothing that lets it start.
+            TimeoutError: if the trainers publish no version that lets it start.
         """
-        is_next = await self.turns.turn("issue", role=generator)
-        if not (self.turns.replaying and is_next):
+        is_next = await self.events.wait_turn("issue", role=generator)
+        if not (self.events.replaying and is_next):
             await self._until(
                 lambda: self.finished or (is_next and self._may_start()),
                 timeout_s,
@@ -159,9 +158,8 @@ class Ledger:
             prompt, epoch = self._reissued.popleft() if self._reissued else next(self._prompts)
             entry = LedgerEntry(self.issued, prompt, epoch, needed, needed, target_step)
             self.issued += 1
-            self._record("issued", entry)
         self._living[entry.group_id] = entry
-        self.turns.happened(
+        self.events.record(
             "issue",
             role=generator,
             group=entry.group_id,
@@ -172,36 +170,37 @@ class Ledger:
         )
         return entry
 
-    async def give_back(self, entry: LedgerEntry) -> None:
-        """Record that a group in flight is generated by nobody: it is admitted again, first."""
+    def give_back(self, entry: LedgerEntry) -> None:
+        """Return a group in flight whose generator was lost: it is admitted again, first."""
         del self._living[entry.group_id]
         self._interrupt(entry)
-        await self._wake()
+        self.events.note("interrupt", group=entry.group_id)
+        self._wake()
 
     async def should_pull(self, generator: str, version: int, cause: str) -> bool:
-        """Whether a generator asks for the newest weights now: where its own are older.
+        """Whether a generator pulls now: if newer weights than its own are published.
 
         Args:
             generator: its name.
-            version: that it has.
-            cause: what it needs them for; once per group or evaluation.
+            version: policy version of its weights.
+            cause: what needs newer weights; unique per group or evaluation.
         """
         newer = version < self.published_version
-        if due := self.turns.decided("pull", newer, role=generator, cause=cause):
-            await self.turns.take("pull", role=generator, cause=cause)
+        if due := self.events.should_happen("pull", newer, role=generator, cause=cause):
+            await self.events.take("pull", role=generator, cause=cause)
         return due
 
     def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
-        """What to take from the buffer for the next step.
+        """Arguments for the buffer to take the next step's batch.
 
         Args:
-            num_groups: of a step.
+            num_groups: groups of a step.
 
         Returns:
-            That number, the version that the step starts from, and in a replay the very groups to
-            take and to drop as stale.
+            `num_groups`, the policy version that the step starts from, and in a replay the ids of
+            the groups to take and of those to drop as stale (None in a live run).
         """
-        event = self.turns.upcoming(
+        event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
         )
         recorded = None
@@ -211,16 +210,17 @@ class Ledger:
         return num_groups, self.policy_version, recorded
 
     async def until_none_is_doomed(self, timeout_s: float) -> None:
-        """Wait while a step without the groups in flight dooms some (`stale_groups: wait`).
+        """Wait while a step without the groups in flight would make some of them stale.
+
+        Used with `stale_groups: wait`; see `StalenessContract.must_wait`.
 
         Args:
-            timeout_s: longest wait.
+            timeout_s: longest wait, in seconds.
 
         Raises:
-            TimeoutError: if such a group stayed in flight.
+            TimeoutError: if such a group stays in flight.
         """
-
-        if self.turns.replaying:  # it takes what the recorded run took
+        if self.events.replaying:  # the recording says which groups are taken
             return
 
         def start_versions(state: State) -> list[int]:
@@ -237,101 +237,97 @@ class Ledger:
         )
 
     async def finish_generation(self, group_id: int, response_tokens: Sequence[int]) -> None:
-        """Record that the generation of a group ended.
+        """Record that a group was generated.
 
         Args:
             group_id: a group in flight.
-            response_tokens: sampled tokens of each of its responses.
+            response_tokens: [G] sampled tokens of each response.
         """
-        await self.turns.take("finish", group=group_id, response_tokens=list(response_tokens))
-        entry = self._living[group_id]
-        entry.response_tokens = sum(response_tokens) / len(response_tokens)
-        self._record("generated", entry)
+        await self.events.take("finish", group=group_id, response_tokens=list(response_tokens))
+        self._living[group_id].response_tokens = sum(response_tokens) / len(response_tokens)
 
     async def enter_buffer(self, group_id: int) -> None:
-        """Record that a group lies in the replay buffer, unless it was consumed already."""
-        await self.turns.take("buffer", group=group_id)
+        """Record that a group is in the replay buffer, unless a step has taken it already."""
+        await self.events.take("buffer", group=group_id)
         if group_id in self._living and self._living[group_id].state == "in_flight":
             self._living[group_id].state = "buffered"
-        await self._wake()
+        self._wake()
 
     async def take(self, group_ids: Iterable[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
-        """Record what was taken from the buffer; in a new run before any other task runs.
+        """Record which groups left the buffer; in a live run before any other task runs.
 
         Args:
-            group_ids: of the groups that the next step trains; none where there were too few.
-            stale: of the groups that were found too old; their prompts are issued again.
+            group_ids: groups that the next step trains; empty if the buffer had too few.
+            stale: groups that were too old; their prompts are issued again.
 
         Returns:
             The entries of the groups to train, in the same order.
         """
-        await self._drop(stale, "stale", reissue=True)
+        await self.drop(stale, "stale", reissue=True)
         entries = [self._living[group_id] for group_id in group_ids]
         if entries:
             groups = [entry.group_id for entry in entries]
-            await self.turns.take("sample", step=self.steps_done + 1, groups=groups)
+            await self.events.take("sample", step=self.steps_done + 1, groups=groups)
         for entry in entries:
             entry.state = "in_training"
-        await self._wake()
+        self._wake()
         return entries
 
-    async def finish_step(self, policy_version: int) -> None:
-        """Record the end of a training step, whatever became of its policy version."""
-        await self.turns.take("step", step=self.steps_done + 1, version=policy_version)
+    def finish_step(self, policy_version: int) -> None:
+        """Record the end of a training step, without an await since the turn of its event.
+
+        Args:
+            policy_version: of the trainers after the step; a skipped step leaves it as it was.
+        """
+        self.events.record("step", step=self.steps_done + 1, version=policy_version)
         groups = self.in_state("in_training")
         for entry in groups:
             del self._living[entry.group_id]
-            self._record("trained", entry)
         self.trained_groups += len(groups)
         self.policy_version = policy_version
         self.steps_done += 1
-        await self._wake()
+        self._wake()
 
     async def publish(self, version: int) -> None:
         """Record the newest version that generators can pull."""
-        await self.turns.take("publish", version=version)
+        await self.events.take("publish", version=version)
         self.published_version = version
-        await self._wake()
+        self._wake()
 
     async def drop(self, group_ids: Iterable[int], reason: str, reissue: bool = False) -> None:
         """Record that groups will never be trained.
 
         Args:
             group_ids: living groups.
-            reason: for the account; stale, failed or filtered.
-            reissue: hand their prompts out again, before any new one.
+            reason: stale, failed or filtered.
+            reissue: issue their prompts again, before any new prompt.
         """
-        await self._drop(list(group_ids), reason, reissue)
-        await self._wake()
-
-    async def _drop(self, group_ids: Sequence[int], reason: str, reissue: bool) -> None:
-        if group_ids:
-            group_ids = list(group_ids)
-            await self.turns.take("drop", groups=group_ids, reason=reason, reissue=reissue)
-        for group_id in group_ids:
+        if not (groups := list(group_ids)):
+            return
+        await self.events.take("drop", groups=groups, reason=reason, reissue=reissue)
+        for group_id in groups:
             entry = self._living.pop(group_id)
             self.dropped_groups[reason] += 1
-            self._record("dropped", entry, reason, reissue)
             if reissue:
                 self._reissued.append((entry.prompt, entry.epoch))
+        self._wake()
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole account at this moment, between two training steps, in plain values."""
+        """The state between two training steps, as plain values."""
         assert not self.in_state("in_training"), "a checkpoint lies between two steps"
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "dropped_groups": dict(self.dropped_groups),
             "living": [vars(entry) | {"text": None, "parts": ()} for entry in self.living()],
             "reissued": self.waiting_prompts,
-            "events": [asdict(event) for event in self._events],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from another ledger's account, maybe under another contract or number of steps.
+        """Go on from a saved state, possibly with another contract or number of steps.
 
-        What was in flight is lost, and so is what lay in the buffer where the contract does not
-        let it be trained in its turn: these groups start again, under their numbers.
-        `published_version` is 0 until the restored weights are published.
+        Groups in flight are lost; so are buffered groups that the contract would not let train in
+        their turn. Both are generated again, under their old numbers. `published_version` is 0
+        until the restored weights are published.
 
         Args:
             state: what `state_dict` returned.
@@ -341,7 +337,6 @@ class Ledger:
         self.published_version = 0
         self.dropped_groups = Counter(state["dropped_groups"])
         self._reissued = deque(state["reissued"])
-        self._events = [GroupEvent(**event) for event in state["events"]]
         entries = [LedgerEntry(**entry) for entry in state["living"]]
         buffered = [entry for entry in entries if entry.state == "buffered"]
         buffered.sort(key=lambda entry: (entry.start_version, entry.group_id))
@@ -360,26 +355,6 @@ class Ledger:
         entry.state, entry.parts, entry.text = "in_flight", (), None
         entry.response_tokens, entry.reference_kl = None, None
         self._interrupted.append(entry)
-        self._record("restarted", entry)
-
-    def _record(
-        self,
-        kind: Kind,
-        entry: LedgerEntry,
-        reason: str | None = None,
-        reissue: bool = False,
-    ) -> None:
-        self._events.append(
-            GroupEvent(
-                kind,
-                entry.group_id,
-                entry.prompt_index,
-                entry.epoch,
-                entry.response_tokens,
-                reason,
-                reissue,
-            )
-        )
 
     def _needed_version(self) -> int:
         return self._contract.needed_version(self.policy_version, len(self._living))
@@ -392,16 +367,17 @@ class Ledger:
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float, waiting: str) -> None:
         while True:
-            pinnings = self.turns.pinnings
+            pins = self._pins
             # asyncio.timeout, unlike wait_for, lets no task run between the condition and return.
             try:
-                async with asyncio.timeout(timeout_s), self._changed:
-                    await self._changed.wait_for(condition)
+                async with asyncio.timeout(timeout_s):
+                    while not condition():
+                        await self._changed.wait()
                 return
             except TimeoutError:
-                if pinnings == self.turns.pinnings and not self.turns.pinned:
+                if pins == self._pins and not self.weights_pinned:
                     raise TimeoutError(f"{waiting}; gave up after {timeout_s:g} s") from None
 
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Replay of a finished run: which runs and configs allow it, and what the original trained."""
+"""A finished run to replay: its events, and what it trained."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_components.errors import ReplayError
 from grpo_components.replay.event_order import Event
 
 FORMAT = 2
@@ -17,28 +18,56 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Original:
-    """What a finished run trained, for its replay to be compared with."""
+    """What a finished run trained; its replay must train the same."""
 
-    batch_hashes: dict[int, str]
+    batch_hashes: Mapping[int, str]
     """By step, from 1."""
-    checksums: dict[int, str]
+    checksums: Mapping[int, str]
     """Of the weights that generators loaded, by policy version."""
+
+    def check_load(self, event: Event) -> None:
+        """Compare the weights of a `load` event with the original's; ignores other events.
+
+        Raises:
+            ReplayError: naming the step that made them, if they differ.
+        """
+        if event["event"] != "load":
+            return
+        version, checksum = event["version"], event["checksum"]
+        expected = self.checksums.get(version, checksum)
+        if checksum != expected:
+            raise ReplayError(
+                f"the replay diverged before step {version + 1}: its weights of version {version} "
+                f"have checksum {checksum}, the original's {expected}"
+            )
+
+    def check_batch(self, step: int, batch_hash: str) -> None:
+        """Compare the batch of a step with the original's.
+
+        Raises:
+            ReplayError: naming the step, if they differ.
+        """
+        if self.batch_hashes[step] != batch_hash:
+            raise ReplayError(
+                f"the replay diverged in step {step}: its batch has the hash {batch_hash}, the "
+                f"original's {self.batch_hashes[step]}"
+            )
 
 
 def run_folder(replay_events: str) -> Path:
-    """The folder of the run that `replay_events` names, by itself or by its event log."""
+    """The run's folder that the config key `replay_events` names, directly or by its event log."""
     path = Path(replay_events).resolve()
     return path.parent.parent if path.name == "events.jsonl" else path
 
 
 def read_events(run: Path) -> list[Event]:
     """All events of a run, in order."""
-    return _lines(run / "logs" / "events.jsonl")
+    return read_json_lines(run / "logs" / "events.jsonl")
 
 
 def read_original(replay_events: str) -> Original:
-    """What the run that `replay_events` names trained."""
-    records = _lines(run_folder(replay_events) / "receipts.jsonl")
+    """What the run that `replay_events` names has trained."""
+    records = read_json_lines(run_folder(replay_events) / "receipts.jsonl")
     return Original(
         {record["step"]: record["batch_hash"] for record in records if record["record"] == "step"},
         {
@@ -50,7 +79,7 @@ def read_original(replay_events: str) -> Original:
 
 
 def available_cpus(replay_events: str | None) -> int:
-    """CPUs to share among the roles: in a replay those that the original had.
+    """CPUs that the roles share: this machine's, or in a replay as many as the original had.
 
     The number of threads decides how sums are split, and so their last bits.
     """
@@ -60,12 +89,14 @@ def available_cpus(replay_events: str | None) -> int:
 
 
 def stall_limit_s(timeouts: Mapping[str, float]) -> float:
-    """How long a replay may stand still, in seconds; below the roles' own time-outs, whose errors
-    would not say what the replay waited for.
+    """How long a replay may stand still, in seconds.
+
+    Shorter than the roles' own time-outs, whose errors could not say what the replay waits for.
     """
     return timeouts["rollout_s"] / 2
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file that has one per line."""
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""An engine's schedule: what entered it before which of its steps, written down or kept."""
+"""An engine's schedule: which commands enter it before which of its steps, recorded or repeated."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from grpo_components.errors import ReplayError
 from grpo_components.files import cut_torn_line
 
 STOP = "stop"
-"""Name of the command that ends the engine: it is never written down, and never waits."""
-_SHOWN = 8
+"""Name of the command that ends the engine: it is never recorded and never waits."""
+_MAX_NAMES_SHOWN = 8
 _Command = TypeVar("_Command")
 
 
 class Schedule(Generic[_Command]):
-    """Hands commands to an engine's thread: as they come, or in a replay as they once came.
+    """Hands commands to an engine's thread: as they arrive, or in a replay as recorded.
 
-    An engine computes the same bits from the same requests and weights before the same steps, so
-    that this file and the weights are all that a replay of its tokens needs.
+    An engine computes the same bits if the same requests and weights enter before the same steps.
+    So a replay needs only this file and the weights to sample the same tokens again.
 
     Args:
-        path: of the file that gets one JSON object per step that something entered before; None
-            writes nothing.
-        recorded: (engine step, name) of every command of the run to replay, in order; None takes
-            commands as they come.
-        timeout_s: longest wait for a recorded command.
-        life: of the generator's process, from 0.
-        killed: the recorded engine did not come to its end: after its last command this one goes
-            on until it is killed, too.
+        path: of the file, which gets one JSON object for each step that commands entered before;
+            None writes no file.
+        recorded: (engine step, name) of each command of the run to replay, in order; None for a
+            live run.
+        timeout_s: longest wait for a recorded command, in seconds.
+        restart_count: restarts of the generator's process so far.
+        killed: the recorded process was killed: after its last command, this engine goes on until
+            it is killed as well.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Schedule(Generic[_Command]):
         recorded: Iterable[tuple[int, str]] | None = None,
         timeout_s: float = 0.0,
         *,
-        life: int = 0,
+        restart_count: int = 0,
         killed: bool = False,
     ) -> None:
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
-            self._write_line({"life": life})
+            self._write_line({"life": restart_count})
         self._recorded = None if recorded is None else deque(recorded)
         self._left = Counter(name for _, name in self._recorded or ())
         self._timeout_s, self._killed = timeout_s, killed
@@ -61,11 +61,11 @@ class Schedule(Generic[_Command]):
         """Queue a command; from any thread.
 
         Args:
-            name: what a replay knows it by; of several with one name the first is taken first.
+            name: identifies it in a replay; commands of one name are taken in the order of arrival.
             command: for the engine's thread.
 
         Raises:
-            ReplayError: if the recorded run never had it, or not so often.
+            ReplayError: if the recording has no such command, or no more of them.
         """
         with self._changed:
             if self._recorded is not None and name != STOP and not self._killed:
@@ -76,18 +76,18 @@ class Schedule(Generic[_Command]):
             self._changed.notify_all()
 
     def take(self, step: int, idle: bool) -> _Command | None:
-        """The next command that enters before a step; by the engine's thread.
+        """The next command that enters before a step; called by the engine's thread.
 
         Args:
             step: number of the engine's next step.
-            idle: the engine has nothing to do; then wait for a command.
+            idle: the engine has nothing to compute, so wait for a command.
 
         Returns:
-            The command; None once the step shall be made.
+            The command; None if the engine should compute its step.
 
         Raises:
-            ReplayError: if a recorded command did not come in time, or the engine ran dry where
-                the recorded one went on.
+            ReplayError: if a recorded command does not arrive in time, or the engine has nothing to
+                compute where the recorded one had.
         """
         with self._changed:
             if self._recorded is not None:
@@ -110,7 +110,7 @@ class Schedule(Generic[_Command]):
             return command
 
     def drain(self) -> list[_Command]:
-        """All commands that were queued and not taken; the engine has ended."""
+        """Remove and return the queued commands, once the engine has ended."""
         with self._changed:
             commands = [command for _, command in self._arrived]
             self._arrived.clear()
@@ -122,35 +122,35 @@ class Schedule(Generic[_Command]):
             self._file.close()
 
     def _find_recorded(self, recorded: deque[tuple[int, str]], step: int, idle: bool) -> int | None:
-        """Wait for the next recorded command, if it enters before this step; its place."""
+        """Wait for the next recorded command, if it enters before this step; returns its index."""
         due_step, due_name = recorded[0] if recorded else (step, STOP)
         if recorded and due_step > step:
-            if idle and self._place(STOP) is None:
+            if idle and self._index(STOP) is None:
                 raise ReplayError(
                     f"the engine ran dry before its step {step}; the recorded one went on until "
                     f"{due_name} entered before step {due_step}"
                 )
-            return self._place(STOP)
+            return self._index(STOP)
         if not recorded and not idle:
-            return self._place(STOP)
+            return self._index(STOP)
 
-        def come() -> bool:
-            return self._place(due_name) is not None or self._place(STOP) is not None
+        def arrived() -> bool:
+            return self._index(due_name) is not None or self._index(STOP) is not None
 
-        # After the last command there is no telling how long the run goes on.
-        if not self._changed.wait_for(come, self._timeout_s if recorded else None):
-            here = ", ".join(name for name, _ in list(self._arrived)[:_SHOWN]) or "nothing"
+        # After the last recorded command, how long the run goes on is unknown.
+        if not self._changed.wait_for(arrived, self._timeout_s if recorded else None):
+            queued = ", ".join(name for name, _ in list(self._arrived)[:_MAX_NAMES_SHOWN])
             raise ReplayError(
                 f"the engine waited {self._timeout_s:g} s for {due_name} before its step {step}; "
-                f"there is {here}"
+                f"queued: {queued or 'nothing'}"
             )
-        place = self._place(STOP)
-        if place is None:
+        index = self._index(STOP)
+        if index is None:
             recorded.popleft()
-            place = self._place(due_name)
-        return place
+            index = self._index(due_name)
+        return index
 
-    def _place(self, wanted: str) -> int | None:
+    def _index(self, wanted: str) -> int | None:
         return next((i for i, (name, _) in enumerate(self._arrived) if name == wanted), None)
 
     def _write(self, step: int) -> None:
@@ -165,7 +165,7 @@ class Schedule(Generic[_Command]):
 
 
 def schedule_file(folder: Path, number: int) -> Path:
-    """Where a generator's schedule lies.
+    """Path of a generator's schedule.
 
     Args:
         folder: of the run's logs.
@@ -175,36 +175,41 @@ def schedule_file(folder: Path, number: int) -> Path:
 
 
 def open_schedule(
-    number: int, folder: str | None, replayed_folder: str | None, timeout_s: float, life: int = 0
+    number: int,
+    folder: str | None,
+    replayed_folder: str | None,
+    timeout_s: float,
+    restart_count: int = 0,
 ) -> Schedule[Any]:
-    """A generator's schedule, to write and maybe to keep.
+    """Open a generator's schedule to write it, and in a replay to repeat the recorded one.
 
     Args:
         number: of the generator.
-        folder: gets the file; None writes none.
-        replayed_folder: has the file of the run to replay; None for a new run.
-        timeout_s: longest wait for a recorded command.
-        life: of the generator's process, from 0.
+        folder: gets the file; None writes no file.
+        replayed_folder: has the file of the run to replay; None for a live run.
+        timeout_s: longest wait for a recorded command, in seconds.
+        restart_count: restarts of the generator's process so far.
     """
     recorded, killed = None, False
     if replayed_folder is not None:
-        lives = _read(schedule_file(Path(replayed_folder), number))
-        # A process that ended before its engine was built has left nothing.
-        recorded, killed = lives.get(life, []), life < max(lives, default=0)
+        by_restart = _read(schedule_file(Path(replayed_folder), number))
+        # A process that ended before its engine was built left no commands.
+        recorded = by_restart.get(restart_count, [])
+        killed = restart_count < max(by_restart, default=0)
     path = None if folder is None else schedule_file(Path(folder), number)
     if path is not None:
         cut_torn_line(path)
-    return Schedule(path, recorded, timeout_s, life=life, killed=killed)
+    return Schedule(path, recorded, timeout_s, restart_count=restart_count, killed=killed)
 
 
 def _read(path: Path) -> dict[int, list[tuple[int, str]]]:
-    """(engine step, name) of every command, by life."""
-    lives: dict[int, list[tuple[int, str]]] = {}
+    """(engine step, name) of each command, by the restart count of the process."""
+    by_restart: dict[int, list[tuple[int, str]]] = {}
     entered: list[tuple[int, str]] = []
     with path.open(encoding="utf-8") as lines:
         for line in map(json.loads, lines):
             if "life" in line:
-                entered = lives[line["life"]] = []
+                entered = by_restart[line["life"]] = []
             else:
                 entered += [(line["step"], name) for name in line["entered"]]
-    return lives
+    return by_restart

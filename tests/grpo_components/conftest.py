@@ -10,7 +10,8 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_order import Turns
+from grpo_components.replay.event_log import EventLog
+from grpo_components.replay.event_order import EventOrder
 
 GROUP_SIZE = 2
 
@@ -33,12 +34,14 @@ def write_run(path, eta=2, num_steps=6):
     logs.mkdir(exist_ok=True)
     config = f"max_staleness: {eta}\ngroups_per_step: 2\ngroup_size: {GROUP_SIZE}\n"
     (path.parent / "config.yaml").write_text(f"{config}num_steps: {num_steps}\n")
-    (logs / "metrics.jsonl").write_text("")
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (logs / name).write_text("")
 
     async def run():
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
         ledger = Ledger(StalenessContract(eta, 2), num_steps, prompts)
-        ledger.turns = Turns((logs / "events.jsonl").open("w"))
+        log = EventLog(path.parent)
+        ledger.events = EventOrder(listeners=[log.write])
         receipts = Receipts(
             path,
             ledger,
@@ -70,7 +73,7 @@ def write_run(path, eta=2, num_steps=6):
             after = start + (step != 3)
             if after > start:
                 await ledger.publish(after)
-            await ledger.finish_step(after)
+            ledger.finish_step(after)
             versions = {start: 10, max(0, start - eta): 4} if eta else {start: 14}
             mass = 1.0 if step != 3 else math.nan
             receipts.step(step, after, versions, mass, f"hash {step}")
@@ -79,9 +82,10 @@ def write_run(path, eta=2, num_steps=6):
                 metrics.write(json.dumps({"step": step, "attempt": 0, **known}) + "\n")
             if after > start:
                 for name in ("generator_0", "generator_1")[: 1 + step % 2]:
-                    receipts.acknowledged(name, after, f"weights {after}", f"weights {after}")
+                    weights = {"version": after, "checksum": f"weights {after}"}
+                    ledger.events.note("load", role=name, **weights)
         receipts.close()
-        ledger.turns.close()
+        log.close()
 
     asyncio.run(run())
     records = [json.loads(line) for line in path.read_text().splitlines()]

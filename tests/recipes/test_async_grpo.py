@@ -395,18 +395,42 @@ def assert_same_run(original, replay, num_steps):
     return after
 
 
+TALKATIVE = """
+from grpo_components.rollout.multi_turn import Reply
+
+
+class Talkative:
+    def __call__(self, prompt, seed):
+        left = 20 if prompt["prompt_index"] in (6, 7) else 0
+
+        def respond(text):
+            nonlocal left
+            left -= 1
+            return Reply("And? ", done=left < 0, rewards={"odd": len(text) % 2})
+
+        return respond
+"""
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
-    """Long responses of two generators that pull at every chance: weights change within some.
+    """With new weights within responses; later a generator and the buffer are killed.
 
-    And a generator that is killed in the middle of some, as is the replay buffer.
+    Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
+    have their groups in the buffer already. The rollouts that start after them are on the same
+    generators, and pull.
     """
-    faults = [Fault("generator_0", "generate_group", 6, delay_s=0.2), Fault("replay_buffer", "add")]
+    (tmp_path / "my_worlds.py").write_text(TALKATIVE)
+    faults = [Fault("generator_0", "generate_group", 7), Fault("replay_buffer", "add", 9)]
     recipe, environment = forked_recipe(tmp_path, faults)
     knobs = (
-        *("num_steps=10", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=4"),
-        *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1"),
-        *("generator.max_response_tokens=100", "generator.temperature=2", "eval_every_n_steps=5"),
+        *("num_steps=10", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
+        *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
+        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=5"),
+        "stale_groups=wait",
+        "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+        "environment.max_turns=21",
+        "environment.world._component_=my_worlds.Talkative",
         "rollouts_logged_per_step=2",
     )
     output, original = succeed(tune, *knobs, recipe=recipe, env=environment)

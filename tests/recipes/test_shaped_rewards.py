@@ -5,7 +5,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from grpo_components.cluster.handles import Batch
+from grpo_components.cluster.batch import Batch
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.trajectory import Trajectory, pack, summarize
 

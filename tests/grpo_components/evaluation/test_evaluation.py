@@ -9,9 +9,9 @@ import pytest
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import as_schedule
-from grpo_components.replay.event_order import Turns
 
 
 class FakeRole:
@@ -47,17 +47,14 @@ class FakeRole:
         ]
 
 
-class Account:
-    """Stand-in for the ledger: a generator's handle needs its event order."""
-
-    def __init__(self):
-        self.turns = Turns()
+def new_ledger():
+    return Ledger(StalenessContract(9, 1), 50, iter(()))
 
 
 def fake_generator(fails_with=None):
     """A real handle of a fake role."""
     role = FakeRole(fails_with)
-    role.generator = GeneratorHandle(cast(Any, role), cast(Any, Account()), 9.0, 9.0)
+    role.generator = GeneratorHandle(cast(Any, role), new_ledger(), 9.0, 9.0)
     return role.generator
 
 
@@ -67,8 +64,8 @@ class Run:
     def __init__(
         self, *generators, rows=10, samples=1, temperature=1.0, max_staleness=9, **schedule
     ):
-        self.generators, self.published, self.results = generators, 7, []
-        self.turns = Turns()
+        self.generators, self.published, self.told = generators, 7, []
+        self.ledger = new_ledger()
         self.evaluation = Evaluation(
             range(rows),
             **{"every_n_steps": 5, "num_steps": 50, "first_version": 0, **schedule},
@@ -78,8 +75,8 @@ class Run:
             temperature=as_schedule("eval.temperature", temperature),
             timeout_s=9.0,
             scored=lambda step, results: results,
-            turns=self.turns,
-            on_result=[lambda *result: self.results.append(result)],
+            pin_weights=self.ledger.pin_weights,
+            on_result=[lambda *told: self.told.append(told)],
         )
 
     async def pull(self, generator, cause):
@@ -182,18 +179,18 @@ def test_no_other_wait_times_out_during_an_evaluation(fails_with):
     """Afterwards they can again, whether it failed or not."""
     generator = fake_generator(fails_with)
     run = Run(generator)
-    turns, seen = run.turns, []
+    ledger, seen = run.ledger, []
 
     load = run.pull
 
     async def pull(generator, cause):
-        seen.append(turns.pinned)
+        seen.append(ledger.weights_pinned)
         await load(generator, cause)
 
     run.pull = pull
     with contextlib.suppress(ExceptionGroup):
         run.whole()
-    assert seen == [True] and not turns.pinned
+    assert seen == [True] and not ledger.weights_pinned
 
 
 def test_evaluations_are_due_every_n_steps_and_after_the_last():

@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 from hypothesis import event, given, settings
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 from grpo_components.audit.__main__ import audit
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.state_files import read_state, write_state
+from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import Trajectory, pack, summarize, unpack
 
 
@@ -148,6 +152,15 @@ class Run:
             groups_per_step=s.groups_per_step,
             group_size=GROUP_SIZE,
         )
+        self.journal = Journal(
+            MagicMock(),
+            self.ledger,
+            self.prompts,
+            self.receipts,
+            self,
+            original=None,
+            save_every_n_steps=3,
+        )
         self.generators = [Generator(f"generator_{i}", v) for i, v in enumerate(s.speeds)]
         self.random = random.Random(s.seed + attempt)
         self.buffered_at, self.waited = {}, {}
@@ -161,17 +174,21 @@ class Run:
             await self.buffer.refill(*self.buffered_parts())
             self.buffered_at |= dict.fromkeys(kept, self.ledger.policy_version)
             # Restored weights are published and pulled before anything is sampled.
-            version, weights = self.ledger.policy_version, f"weights {self.ledger.policy_version}"
+            version = self.ledger.policy_version
             await self.ledger.publish(version)
             for generator in self.generators if version else ():
                 generator.version = version
-                self.receipts.acknowledged(generator.name, version, weights, weights)
+                self.load(generator)
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.training_loop())
             for generator in self.generators:
                 for _ in range(self.schedule.rollouts_in_flight):
                     loops.create_task(self.rollout_loop(generator))
         self.receipts.close()
+
+    def load(self, generator):
+        weights = {"version": generator.version, "checksum": f"weights {generator.version}"}
+        self.ledger.events.note("load", role=generator.name, **weights)
 
     def happens(self, what):
         return self.random.random() < self.schedule.rates[what]
@@ -239,8 +256,7 @@ class Run:
                 generator.rollouts_since_pull = 0
                 await self.work(3)
                 generator.version = newest
-                weights = f"weights {newest}"
-                self.receipts.acknowledged(generator.name, newest, weights, weights)
+                self.load(generator)
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version
 
@@ -274,19 +290,24 @@ class Run:
             if after - ledger.published_version >= self.schedule.push_every:
                 await self.work(3)
                 await ledger.publish(after)
-            await ledger.finish_step(after)
+            metrics = {"off_policy/correction_mass": 1.0}
+            result = StepResult(after, Counter(fresh), {}, len(fresh), "", metrics)
+            step = await self.journal.commit(taken.batch_hash, result)
             self.note_waits(ids)
             self.trained += [(e.prompt_index, e.epoch) for e in entries]
-            self.receipts.step(ledger.steps_done, after, Counter(fresh), 1.0, taken.batch_hash)
-            if ledger.steps_done % 3 == 0:
-                await self.save()
+            await self.work(5)  # an evaluation: the rollouts go on
+            await self.journal.save_if_due(step, MagicMock())
 
-    async def save(self):
+    def hold(self):
+        """As `Checkpoints` does."""
         driver = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
-        buffered = self.buffered_parts()
-        await self.work(5)  # an evaluation: the rollouts go on
-        folder = str(self.folder / f"{self.attempt}-{self.ledger.steps_done}")
+        self.held = driver, self.buffered_parts()
+
+    async def save(self, step, trainers, buffer):
+        """As `Checkpoints` does."""
+        folder = str(self.folder / f"{self.attempt}-{step}")
         await self.work(5)
+        driver, buffered = self.held
         write_state(Path(folder), "driver", driver)
         assert self.buffer.write_state(folder, *buffered) is None
         self.saved = folder
@@ -374,19 +395,21 @@ def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in(
             await before.finish_generation(entry.group_id, [1])
             await before.enter_buffer(entry.group_id)
         after = Ledger(StalenessContract(1, 2), 9, prompts)
-        after.load_state_dict(before.state_dict())
-        # Two batches may be alive: they are restored. The others start again later, in order.
+        # Checkpoints of older versions have `events`, always empty.
+        after.load_state_dict(before.state_dict() | {"events": []})
+        # Two batches may live: they are restored; the others start again, in their order, later.
         assert [e.group_id for e in after.in_state("buffered")] == [0, 1, 2, 3]
         assert [e.group_id for e in after.living()] == list(range(24))
-        restarted = [e.group_id for e in after.drain_events() if e.kind == "restarted"]
-        assert restarted == list(range(4, 24))
+        events = RecentEvents(after.living(), [])
+        after.events.listen(events.add)
+        assert events.take()["events"] == [{"restarted": group} for group in range(4, 24)]
         for step in (1, 2):
             await after.take([2 * step - 2, 2 * step - 1])
             await after.publish(step)
-            await after.finish_step(step)
+            after.finish_step(step)
             admitted = [(await after.admit("test", 1)) for _ in range(2)]
             assert [e.group_id for e in admitted] == [2 * step + 2, 2 * step + 3]
             assert [e.prompt for e in admitted] == [{"prompt_index": e.group_id} for e in admitted]
-        assert after.drain_events()[-1].kind == "trained"  # nothing new was issued
+        assert events.take()["groups"]["issued"] == 0  # all of them are old groups
 
     asyncio.run(run())

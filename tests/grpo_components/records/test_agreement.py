@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, MagicMock
 import numpy as np
 import pytest
 
-from grpo_components.cluster.handles import Batch
+from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.config.schema import SCHEMA, TRUNCATION, read_section
 from grpo_components.config.training_checks import MAX_GENERATOR_KL, default_bound
@@ -83,27 +83,17 @@ def test_disagreement_is_a_failed_run_in_one_line(capsys):
     assert "mismatch/fresh_kl is 4.6" in line and "max_generator_kl is 0.1" in line
 
 
-def test_the_run_ends_before_the_checkpoint_of_such_a_step():
-    parts = {name: MagicMock() for name in ("log", "receipts", "failures", "skipped_steps")}
-    checkpoints, evaluation, ledger = MagicMock(save=AsyncMock()), MagicMock(), MagicMock()
+def test_the_run_ends_at_the_first_such_step_before_its_checkpoint():
+    journal, evaluation = MagicMock(commit=AsyncMock(), save_if_due=AsyncMock()), MagicMock()
     evaluation.due.return_value, evaluation.collect = False, AsyncMock(return_value={})
-    ledger.finish_step, ledger.steps_done, ledger.policy_version = AsyncMock(), 1, 0
-    run = Run(
-        MagicMock(),
-        ledger,
-        MagicMock(),
-        **parts,
-        checkpoints=checkpoints,
-        evaluation=evaluation,
-        agreement=GeneratorAgreement(1e-4),
-        save_every_n_steps=1,
-        rollouts_logged=0,
-    )
-    run.connect(MagicMock(buffer=MagicMock(texts=AsyncMock(return_value=[]))), MagicMock())
+    records = MagicMock(journal=journal, evaluation=evaluation, agreement=GeneratorAgreement(1e-4))
+    records.rollouts_logged, records.ledger.policy_version = 0, 0
+    roles = MagicMock(buffer=MagicMock(texts=AsyncMock(return_value=[])))
+    run = Run(records, roles, MagicMock())
     metrics = measured(4.6) | {"off_policy/correction_mass": 1.0}
     result = StepResult(1, {0: 2}, {}, 2, "", metrics)
     batch = Batch(MagicMock(), [], [], "", 0, 0, 0.0)
     with pytest.raises(DisagreementError):
         asyncio.run(run.finish_step(batch, np.zeros((1, 2)), result))
-    parts["log"].step.assert_called_once()  # the step's metrics are logged
-    checkpoints.save.assert_not_awaited()
+    records.log.step.assert_called_once()  # the step's metrics are logged
+    journal.save_if_due.assert_not_awaited()

@@ -1,96 +1,115 @@
 """A replay's events happen in the recorded order, or end it with a clear error; it never hangs."""
 
 import asyncio
-import io
 import json
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_components.errors import ReplayError
-from grpo_components.replay.event_order import ORDERED, Turns
+from grpo_components.replay.event_log import EventLog
+from grpo_components.replay.event_order import ENVELOPE, ORDERED, EventOrder
 
 
-def lines(file):
-    return [json.loads(line) for line in file.getvalue().splitlines()]
+def live():
+    """The event order of a live run, and the log that it makes."""
+    log = []
+    order = EventOrder(listeners=[lambda event: log.append(event | {"number": len(log)})])
+    return order, log
 
 
 def recorded(*groups):
     """The log of a run in which these groups finished in this order."""
-    file = io.StringIO()
-    turns = Turns(file)
-    turns.note("start", cpus=2)
+    order, log = live()
+    order.note("start", cpus=2)
     for group in groups:
-        turns.happened("finish", group=group, response_tokens=[group])
-    return lines(file)
+        order.record("finish", group=group, response_tokens=[group])
+    return log
 
 
 def replay(events, timeout_s=20.0):
-    return Turns(io.StringIO(), recorded=events, timeout_s=timeout_s)
+    return EventOrder(recorded=events, timeout_s=timeout_s)
 
 
-def test_a_new_run_waits_for_nobody_and_every_line_says_what_happened():
-    file = io.StringIO()
-    turns = Turns(file, attempt=3)
-    pending = turns.take("finish", group=7, response_tokens=[1, 2])
+def test_a_live_run_waits_for_nobody_and_tells_every_listener():
+    first, second = [], []
+    order = EventOrder(attempt=3, listeners=[first.append])
+    order.listen(second.append)
+    pending = order.take("finish", group=7, response_tokens=[1, 2])
     with pytest.raises(StopIteration):  # no other task has run meanwhile
         pending.send(None)
-    turns.note("load", role="generator_0", version=1)
-    finish, load = lines(file)
-    assert finish.pop("time") <= load.pop("time")
-    assert finish == {
-        **{"event": "finish", "number": 0, "attempt": 3},
-        **{"group": 7, "response_tokens": [1, 2]},
-    }
-    assert load == {
-        **{"event": "load", "number": 1, "attempt": 3},
-        **{"role": "generator_0", "version": 1},
-    }
-    assert turns.decided("pull", True, role="generator_0", cause="group 1")
-    assert not turns.decided("pull", False, role="generator_0", cause="group 1")
-    assert turns.outcome() == ""
+    order.note("load", role="generator_0", version=1)
+    assert (
+        first
+        == second
+        == [
+            {"event": "finish", "attempt": 3, "group": 7, "response_tokens": [1, 2]},
+            {"event": "load", "attempt": 3, "role": "generator_0", "version": 1},
+        ]
+    )
+    assert order.should_happen("pull", True, role="generator_0", cause="group 1")
+    assert not order.should_happen("pull", False, role="generator_0", cause="group 1")
+    assert order.replay_wait("finish", group=7) is None
+    assert order.summary() == ""
+
+
+def test_the_log_numbers_its_lines_and_has_none_for_an_interrupted_group(tmp_path):
+    (tmp_path / "logs").mkdir()
+    log = EventLog(tmp_path)
+    order = EventOrder(attempt=3, listeners=[log.write])
+    order.record("finish", group=7, response_tokens=[1, 2])
+    order.note("interrupt", group=7)
+    order.record("buffer", group=7)
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "logs/events.jsonl").read_text().splitlines()]
+    assert lines[0].pop("time") <= lines[1].pop("time")
+    assert [list(line.items()) for line in lines] == [
+        [
+            *(("event", "finish"), ("number", 0), ("attempt", 3)),
+            *(("group", 7), ("response_tokens", [1, 2])),
+        ],
+        [("event", "buffer"), ("number", 1), ("attempt", 3), ("group", 7)],
+    ]
 
 
 @given(st.permutations(range(6)), st.permutations(range(6)))
-def test_whoever_comes_first_the_recorded_order_is_kept(order, coming):
+def test_whoever_comes_first_the_recorded_order_is_kept(groups, coming):
     """Each event happens before the one after it, and nothing runs between a turn and its event."""
-    events, happened = recorded(*order), []
+    events, finished = recorded(*groups), []
 
-    async def finish(turns, group):
-        await turns.turn("finish", group=group)
-        happened.append(group)
-        turns.happened("finish", group=group, response_tokens=[group])
-        assert happened[-1] == group
+    async def finish(order, group):
+        await order.wait_turn("finish", group=group)
+        finished.append(group)
+        order.record("finish", group=group, response_tokens=[group])
+        assert finished[-1] == group
 
     async def run():
-        turns = replay(events)
-        await asyncio.gather(*(finish(turns, group) for group in coming))
-        return turns
+        order = replay(events)
+        await asyncio.gather(*(finish(order, group) for group in coming))
+        return order
 
-    turns = asyncio.run(run())
-    assert happened == list(order)
-    assert turns.outcome() == "6 events in the recorded order"
+    order = asyncio.run(run())
+    assert finished == list(groups)
+    assert order.summary() == "6 events in the recorded order"
 
 
-def test_several_may_wait_for_turns_of_the_same_name_and_learn_that_none_is_left():
-    file = io.StringIO()
-    turns = Turns(file)
+def test_several_may_wait_for_the_same_event_and_see_when_none_is_left():
+    order, events = live()
+    issued = []
     for group, role in enumerate(["generator_0", "generator_1", "generator_0"]):
-        turns.happened("issue", role=role, group=group)
-    events, issued = lines(file), []
+        order.record("issue", role=role, group=group)
 
-    async def loop(turns, role):
-        while await turns.turn("issue", role=role):
-            turns.happened("issue", role=role, group=len(issued))
+    async def loop(order, role):
+        while await order.wait_turn("issue", role=role):
+            order.record("issue", role=role, group=len(issued))
             issued.append(role)
             await asyncio.sleep(0)
 
     async def run():
-        turns = replay(events)
+        order = replay(events)
         roles = ["generator_1", "generator_0", "generator_0", "generator_0"]
-        await asyncio.gather(*(loop(turns, role) for role in roles))
+        await asyncio.gather(*(loop(order, role) for role in roles))
 
     asyncio.run(run())
     assert issued == ["generator_0", "generator_1", "generator_0"]
@@ -98,8 +117,8 @@ def test_several_may_wait_for_turns_of_the_same_name_and_learn_that_none_is_left
 
 def test_a_stalled_replay_names_the_next_event_and_who_waits():
     async def run():
-        turns = replay(recorded(4, 5, 6), timeout_s=0.01)
-        await asyncio.gather(turns.turn("finish", group=6), turns.turn("finish", group=5))
+        order = replay(recorded(4, 5, 6), timeout_s=0.01)
+        await asyncio.gather(order.wait_turn("finish", group=6), order.wait_turn("finish", group=5))
 
     with pytest.raises(ReplayError) as error:
         asyncio.run(run())
@@ -111,12 +130,20 @@ def test_a_stalled_replay_names_the_next_event_and_who_waits():
 
 def test_time_counts_from_the_last_event_not_from_when_one_began_to_wait():
     async def run():
-        turns = replay(recorded(*range(6), 9), timeout_s=0.2)
-        last = asyncio.create_task(turns.turn("finish", group=9))
+        seconds = 0.0
+        asyncio.get_running_loop().time = lambda: seconds
+        order = replay(recorded(*range(6), 9), timeout_s=20)
+        last = asyncio.create_task(order.wait_turn("finish", group=9))
         for group in range(6):
-            await asyncio.sleep(0.06)
-            await turns.take("finish", group=group, response_tokens=[group])
+            await ticks()
+            seconds += 19
+            await ticks()  # a time-out that is over would end the wait here
+            await order.take("finish", group=group, response_tokens=[group])
         assert await last
+
+    async def ticks():
+        for _ in range(5):
+            await asyncio.sleep(0)
 
     asyncio.run(run())
 
@@ -140,55 +167,31 @@ def test_another_event_ends_the_replay_with_both(event, fields, there):
 
 
 def test_an_event_after_the_recorded_end_and_an_end_before_it_are_divergences():
-    turns = replay(recorded(4))
+    order = replay(recorded(4))
     with pytest.raises(ReplayError, match=r"ended before event 1: finish \(group 4"):
-        turns.outcome()
-    turns.happened("finish", group=4, response_tokens=[4])
+        order.summary()
+    order.record("finish", group=4, response_tokens=[4])
     with pytest.raises(ReplayError, match="the recorded run had its end"):
-        turns.happened("finish", group=5, response_tokens=[5])
+        order.record("finish", group=5, response_tokens=[5])
 
 
-def test_what_a_replay_decides_is_in_the_log_and_not_in_its_own_state():
-    file = io.StringIO()
-    Turns(file).happened("pull", role="generator_0", cause="group 3")
-    turns = replay(lines(file))
-    assert turns.decided("pull", False, role="generator_0", cause="group 3")
-    assert not turns.decided("pull", True, role="generator_0", cause="group 4")
-    assert not turns.decided("pull", True, role="generator_1", cause="group 3")
-    turns.happened("pull", role="generator_0", cause="group 3")
-    assert not turns.decided("pull", True, role="generator_0", cause="group 3")
+def test_what_should_happen_in_a_replay_is_in_the_recording_and_not_in_its_own_state():
+    order, log = live()
+    order.record("pull", role="generator_0", cause="group 3")
+    order = replay(log)
+    assert order.should_happen("pull", False, role="generator_0", cause="group 3")
+    assert not order.should_happen("pull", True, role="generator_0", cause="group 4")
+    assert not order.should_happen("pull", True, role="generator_1", cause="group 3")
+    order.record("pull", role="generator_0", cause="group 3")
+    assert not order.should_happen("pull", True, role="generator_0", cause="group 3")
 
 
-def test_a_replays_own_log_can_be_replayed():
-    """Envelopes aside it is the same; notes, which nobody waits for, may lie elsewhere."""
-    events = recorded(3, 1, 2)
-    file = io.StringIO()
-    turns = Turns(file, recorded=events, timeout_s=1)
+def test_a_replay_records_the_same_events_again():
+    events, again = recorded(3, 1, 2), []
+    order = EventOrder(recorded=events, timeout_s=1, listeners=[again.append])
     for event in events:
-        fields = {k: v for k, v in event.items() if k not in ("event", "number", "attempt", "time")}
+        fields = {name: value for name, value in event.items() if name not in ENVELOPE}
         if event["event"] in ORDERED:
-            turns.happened(event["event"], **fields)
-
-    def plain(log):
-        return [
-            {k: v for k, v in e.items() if k not in ("time", "number")}
-            for e in log
-            if e["event"] in ORDERED
-        ]
-
-    assert plain(lines(file)) == plain(events)
-
-
-def test_the_log_costs_little():
-    """Beside a step of at least tens of milliseconds with some tens of events."""
-    file, turns = io.StringIO(), None
-    turns = Turns(file)
-
-    async def run():
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        for group in random.sample(range(5000), 2000):
-            await turns.take("finish", group=group, response_tokens=[16] * 8)
-        return (loop.time() - started) / 2000
-
-    assert asyncio.run(run()) < 1e-3
+            order.record(event["event"], **fields)
+    ordered = [event for event in events if event["event"] in ORDERED]
+    assert again == [{k: v for k, v in event.items() if k != "number"} for event in ordered]

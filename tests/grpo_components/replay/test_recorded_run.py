@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,10 +23,12 @@ from grpo_components.errors import ReplayError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
-from grpo_components.replay.event_log import open_turns
+from grpo_components.replay.event_log import EventLog, open_event_order
 from grpo_components.replay.recorded_run import FORMAT, available_cpus, read_events, read_original
 from grpo_components.replay.schedule import STOP, open_schedule
+from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import Trajectory, pack, summarize
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
@@ -117,7 +120,7 @@ class Generator:
 
 
 class Run:
-    """The recipe's loops around the real ledger, buffer, receipts, turns and schedules."""
+    """The recipe's loops around the real ledger, buffer, receipts, events and schedules."""
 
     def __init__(self, plan, folder, seed, replayed=None):
         self.plan, self.folder, self.replayed = plan, folder, replayed
@@ -133,17 +136,20 @@ class Run:
                 "timeouts": TIMEOUTS,
             }
         )
-        self.turns = self.ledger.turns = open_turns(cfg, 0)
+        original = replayed and read_original(str(replayed))
+        self.log = EventLog(folder)
+        self.events = self.ledger.events = open_event_order(cfg, 0, self.log, original)
         self.buffer = ReplayBuffer(contract=contract, timeout_s=20)
-        self.receipts = Receipts(
+        receipts = Receipts(
             folder / "receipts.jsonl",
             self.ledger,
             0,
             max_staleness=plan.max_staleness,
             groups_per_step=plan.groups_per_step,
             group_size=GROUP_SIZE,
-            original=replayed and read_original(str(replayed)),
         )
+        parts = (MagicMock(), self.ledger, MagicMock(), receipts, MagicMock())
+        self.journal = Journal(*parts, original=original, save_every_n_steps=NUM_STEPS + 1)
         self.weights, self.served, self.server = 0, (0, 0), asyncio.Lock()
         self.trained, self.spanning = [], 0
 
@@ -153,7 +159,7 @@ class Run:
             Engine(number, self.folder, self.replayed, pace)
             for number in range(self.plan.num_generators)
         ]
-        self.generators = [Generator(i, e, self.turns.lock()) for i, e in enumerate(engines)]
+        self.generators = [Generator(i, e, self.events.lock()) for i, e in enumerate(engines)]
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self.training_loop())
@@ -163,9 +169,9 @@ class Run:
         finally:
             for engine in engines:
                 await engine.close()
-        self.receipts.close()
-        self.outcome = self.turns.outcome()
-        self.turns.close()
+        self.journal.close()
+        self.summary = self.events.summary()
+        self.log.close()
 
     async def work(self, turns=4):
         for _ in range(self.random.randint(0, turns)):
@@ -215,9 +221,9 @@ class Run:
             newer = generator.version < self.ledger.published_version
             return (by_count and newer) or generator.version < entry.needed_version
 
-        if self.turns.replaying or due():
+        if self.events.replaying or due():
             async with generator.pulling:
-                if self.turns.replaying or due():
+                if self.events.replaying or due():
                     await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
         entry.start_version = generator.version
@@ -230,12 +236,13 @@ class Run:
                 version, weights = self.served
             await generator.engine.submit(f"weights {version}", (version, weights))
             generator.version = version
-            self.receipts.acknowledged(generator.name, version, str(weights), str(weights))
+            loaded = {"version": version, "checksum": str(weights)}
+            self.events.note("load", role=generator.name, **loaded)
             await self.work()
 
     async def push(self, version):
         await self.work()
-        await self.turns.take("push", version=version)
+        await self.events.take("push", version=version)
         async with self.server:
             await self.work()
             self.served = version, self.weights
@@ -274,10 +281,11 @@ class Run:
             evaluating = step % 3 == 0
             if version - ledger.published_version >= (1 if evaluating else self.plan.push_every):
                 await self.push(version)
-            await ledger.finish_step(version)
-            self.trained.append([entry.group_id for entry in entries])
             versions = {group.oldest_version: 1 for group in taken.groups}
-            self.receipts.step(step, version, versions, 1.0, taken.batch_hash)
+            metrics = {"off_policy/correction_mass": 1.0}
+            result = StepResult(version, versions, {}, len(versions), "", metrics)
+            await self.journal.commit(taken.batch_hash, result)
+            self.trained.append([entry.group_id for entry in entries])
             if evaluating:
                 await self.evaluate(step)
 
@@ -302,7 +310,7 @@ def test_any_run_is_replayed_to_the_same_weights_at_any_pace(plan, seed, other_s
         second = asyncio.run(make_and_run(plan, folders[1], other_seed, folders[0]))
         logs = [plain(read_events(folder)) for folder in folders]
         hashes = [read_original(str(folder)).batch_hashes for folder in folders]
-    assert first.outcome == "" and second.outcome.endswith("events in the recorded order")
+    assert first.summary == "" and second.summary.endswith("events in the recorded order")
     assert logs[0] == logs[1]
     assert len(hashes[0]) == NUM_STEPS and hashes[0] == hashes[1]
     assert first.trained == second.trained

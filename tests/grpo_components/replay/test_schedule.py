@@ -83,9 +83,8 @@ def test_a_command_that_does_not_come_ends_the_wait_with_what_is_there_instead()
     assert schedule.take(3, idle=False) is None
     with pytest.raises(ReplayError) as error:
         schedule.take(4, idle=False)
-    assert str(error.value) == (
-        "the engine waited 0.01 s for weights 3 before its step 4; there is group 0 sample 0"
-    )
+    for part in ("0.01 s for weights 3", "step 4", "group 0 sample 0"):
+        assert part in str(error.value)
 
 
 def test_a_command_that_the_recorded_run_never_had_is_refused_at_once():

@@ -1,0 +1,66 @@
+"""What the loops hand on: one generated group, and the batch of one training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.cluster.calls import Part
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.trajectory import GroupSummary
+
+
+@dataclass(frozen=True)
+class Group:
+    """One generated group on its way to the buffer; its tensors stay in the object store."""
+
+    entry: LedgerEntry
+    packed: Part
+    """Reference to the packed trajectories."""
+    packed_summary: Part
+    """Reference to the summary."""
+    summary: GroupSummary
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The whole groups of one training step, by group id."""
+
+    packed: Part
+    """Reference to the packed trajectories, S = B * G."""
+    groups: Sequence[GroupSummary]
+    entries: Sequence[LedgerEntry]
+    batch_hash: str
+    buffered: int
+    """Groups left in the buffer."""
+    dropped_stale: int
+    """Groups dropped as stale while this batch was taken."""
+    waited_s: float
+    """How long the trainers waited for it, in seconds."""
+    began: float = field(default_factory=time.perf_counter)
+    """When the trainers began to wait, by `time.perf_counter`."""
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """[B, G]; NaN where a sample failed."""
+        return np.array([group.rewards for group in self.groups])
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """[B, G] tokens of each response, those of the environment included."""
+        return np.array([group.response_lengths for group in self.groups])
+
+    @property
+    def cut_off(self) -> NDArray[np.bool_]:
+        """[B, G] whether a length limit ended the response."""
+        return np.array([group.finish_reasons for group in self.groups]) == "length"
+
+    @property
+    def reference_kl(self) -> NDArray[np.float64] | None:
+        """[B, G] estimated KL to the reference, in nats; None without a reference."""
+        values = [entry.reference_kl for entry in self.entries]
+        return None if any(value is None for value in values) else np.array(values)

@@ -1,0 +1,144 @@
+"""What happened to groups and weights since the last receipt, from the ledger's events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.replay.event_order import Event
+
+
+@dataclass
+class _Group:
+    """A living group."""
+
+    prompt_index: int
+    epoch: int
+    response_tokens: float | None = None
+    """Mean sampled tokens per response; None until it is generated."""
+
+
+class RecentEvents:
+    """Follows the groups and weights of one attempt; a receipt takes what is new since the last.
+
+    Args:
+        living: groups of the ledger when the attempt begins; those in flight start again.
+        generators: names of all generators.
+    """
+
+    def __init__(self, living: Iterable[LedgerEntry], generators: Iterable[str]) -> None:
+        self._weights: dict[str, dict[str, Any]] = {
+            name: {"version": 0, "checksum": None} for name in generators
+        }
+        self._groups: dict[int, _Group] = {}
+        """The living groups, in the order of their last admission."""
+        self._batch: set[int] = set()
+        """Groups of the step that is being trained."""
+        self._clear()
+        for entry in living:
+            self._groups[entry.group_id] = _Group(
+                entry.prompt_index, entry.epoch, entry.response_tokens
+            )
+            if entry.state == "in_flight":
+                self._interrupt(entry.group_id)
+
+    def add(self, event: Event) -> None:
+        """Count one event of the run."""
+        match event["event"]:
+            case "load":
+                self._load(event["role"], event["version"], event["checksum"])
+            case "issue":
+                self._issue(event["group"], event["prompt"], event["epoch"])
+            case "finish":
+                self._finish(event["group"], event["response_tokens"])
+            case "interrupt":
+                self._interrupt(event["group"])
+            case "drop":
+                for group_id in event["groups"]:
+                    self._drop(group_id, event["reason"], event["reissue"])
+            case "sample":
+                self._batch = set(event["groups"])
+            case "step":
+                self._train()
+
+    def take(self) -> dict[str, Any]:
+        """What the events since the last call add up to, by the fields of docs/receipts.md."""
+        fields = {
+            "generators": {name: dict(weights) for name, weights in self._weights.items()},
+            "acknowledged": self._acknowledged,
+            "groups": _totals(self._lengths),
+            "trained": self._trained,
+            "events": self._events,
+        }
+        self._clear()
+        return fields
+
+    def _clear(self) -> None:
+        self._acknowledged: list[dict[str, Any]] = []
+        self._trained: list[dict[str, int]] = []
+        self._events: list[dict[str, Any]] = []
+        self._lengths: dict[str, list[float | None]] = {}
+        """Mean response lengths of the groups, by event or reason to drop them."""
+
+    def _load(self, generator: str, version: int, checksum: str) -> None:
+        self._weights[generator] = {"version": version, "checksum": checksum}
+        # `WeightSync` has compared the two checksums: another one never gets here.
+        weights = {"version": version, "checksum": checksum, "published": checksum}
+        self._acknowledged.append({"generator": generator, **weights})
+
+    def _issue(self, group_id: int, prompt_index: int, epoch: int) -> None:
+        again = self._groups.pop(group_id, None)
+        self._groups[group_id] = again or _Group(prompt_index, epoch)
+        if again is None:
+            self._count("issued", None)
+            self._events.append({"issued": group_id, "prompt_index": prompt_index, "epoch": epoch})
+
+    def _finish(self, group_id: int, response_tokens: list[int]) -> None:
+        mean = sum(response_tokens) / len(response_tokens)
+        self._groups[group_id].response_tokens = mean
+        self._count("generated", mean)
+        self._events.append({"generated": group_id, "response_tokens": mean})
+
+    def _interrupt(self, group_id: int) -> None:
+        self._groups[group_id].response_tokens = None
+        self._events.append({"restarted": group_id})
+
+    def _drop(self, group_id: int, reason: str, reissue: bool) -> None:
+        self._count(reason, self._groups.pop(group_id).response_tokens)
+        self._events.append({"dropped": group_id, "reason": reason, "reissue": reissue})
+
+    def _train(self) -> None:
+        for group_id in [group_id for group_id in self._groups if group_id in self._batch]:
+            group = self._groups.pop(group_id)
+            self._count("trained", group.response_tokens)
+            self._events.append({"trained": group_id})
+            self._trained.append(
+                {"prompt_index": group.prompt_index, "epoch": group.epoch, "group_id": group_id}
+            )
+        self._batch = set()
+
+    def _count(self, what: str, response_tokens: float | None) -> None:
+        self._lengths.setdefault(what, []).append(response_tokens)
+
+
+def _totals(lengths: dict[str, list[float | None]]) -> dict[str, Any]:
+    """Number of groups by what happened to them, with the mean of their response lengths."""
+
+    def total(what: str) -> dict[str, Any]:
+        known = [tokens for tokens in lengths.get(what, []) if tokens is not None]
+        return {
+            "count": len(lengths.get(what, [])),
+            "response_tokens_mean": sum(known) / len(known) if known else None,
+        }
+
+    others = ("issued", "generated", "filtered", "trained")
+    reasons = dict.fromkeys(("stale", "failed", *lengths))  # these two first, and always
+    return {
+        "issued": len(lengths.get("issued", [])),
+        "generated": total("generated"),
+        "filtered": total("filtered"),
+        "dropped": {reason: total(reason) for reason in reasons if reason not in others},
+        "trained": total("trained"),
+    }

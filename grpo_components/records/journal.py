@@ -1,0 +1,113 @@
+"""Ledger, receipts and checkpoints of a run, which must agree after every step."""
+
+from __future__ import annotations
+
+from grpo_components.cluster.handles import Roles
+from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.records.checkpoints import Checkpoints
+from grpo_components.records.receipts import Receipts
+from grpo_components.records.resume import RunStart, Stateful, roll_back
+from grpo_components.replay.recorded_run import Original
+from grpo_components.training.step_result import StepResult
+
+
+class Journal:
+    """Commits each step to ledger, receipts and checkpoint at once; saves and restores them.
+
+    Args:
+        start: where the run begins; the ledger and its prompts are there already.
+        ledger: of the run.
+        prompts: that the ledger draws from.
+        receipts: of the run.
+        checkpoints: of the run.
+        original: of a replay: every batch is compared with it; None for a live run.
+        save_every_n_steps: training steps from one checkpoint to the next.
+    """
+
+    def __init__(
+        self,
+        start: RunStart,
+        ledger: Ledger,
+        prompts: Stateful,
+        receipts: Receipts,
+        checkpoints: Checkpoints,
+        *,
+        original: Original | None,
+        save_every_n_steps: int,
+    ) -> None:
+        self._start, self._ledger, self._prompts = start, ledger, prompts
+        self._receipts, self._checkpoints, self._original = receipts, checkpoints, original
+        self._save_every_n_steps = save_every_n_steps
+
+    async def commit(self, batch_hash: str, result: StepResult) -> int:
+        """Commit a trained step, once its turn has come.
+
+        Args:
+            batch_hash: of the batch.
+            result: of the trainers.
+
+        Returns:
+            The step, from 1.
+
+        Raises:
+            ReplayError: if the original of a replay trained another batch in this step.
+            OSError: if the receipt cannot be written, or an earlier checkpoint could not.
+        """
+        step = self._ledger.steps_done + 1
+        await self._ledger.events.wait_turn("step", step=step)
+        self._commit(step, batch_hash, result)
+        return step
+
+    def _commit(self, step: int, batch_hash: str, result: StepResult) -> None:
+        """Not async on purpose: no event may fall between the receipt and the state to save.
+
+        Otherwise a resumed run would miss that event, or a second receipt would have it again.
+        """
+        if self._original:
+            self._original.check_batch(step, batch_hash)
+        self._ledger.finish_step(result.policy_version)
+        mass = result.metrics["off_policy/correction_mass"]
+        self._receipts.step(step, result.policy_version, result.token_versions, mass, batch_hash)
+        self._checkpoints.hold()
+
+    async def save_if_due(self, step: int, roles: Roles) -> None:
+        """Write a checkpoint every n steps and after the last one, with the committed state.
+
+        Args:
+            step: that `commit` returned; the trainers stand between it and the next.
+            roles: of the run.
+
+        Raises:
+            OSError: if it cannot be written, with `checkpoint_failure: error`.
+        """
+        if step % self._save_every_n_steps == 0 or self._ledger.finished:
+            await self._checkpoints.save(step, roles.trainers, roles.buffer)
+
+    async def restore(self, roles: Roles, weights: WeightSync) -> None:
+        """Load the checkpoint that this attempt goes on from, if any, into every role."""
+        if self._start.checkpoint:
+            await self._checkpoints.restore(self._start.checkpoint, roles.trainers, roles.buffer)
+        if self._start.attempt or self._start.checkpoint:
+            await weights.restore()
+
+    async def roll_back(self) -> int:
+        """End the attempt, go back to the last checkpoint or the start, and begin the next attempt.
+
+        Returns:
+            The number of the new attempt.
+        """
+        await self._checkpoints.wait_idle()
+        self._receipts.close()
+        self._start = roll_back(self._start, self._ledger, self._prompts)
+        self._ledger.events.attempt = self._start.attempt
+        self._receipts.begin_attempt(self._start.attempt)
+        return self._start.attempt
+
+    async def finish(self) -> None:
+        """Wait until the last checkpoint is written."""
+        await self._checkpoints.finish()
+
+    def close(self) -> None:
+        """Write the end record of the receipts, however the run ended."""
+        self._receipts.close()

@@ -1,0 +1,262 @@
+"""The handles call the roles by their methods, and record in the ledger what comes of it."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.handles import (
+    GRACE_S,
+    GeneratorHandle,
+    ReferencesHandle,
+    ReplayBufferHandle,
+    RewardModelHandle,
+    TrainersHandle,
+)
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.replay_buffer import ReplayBuffer
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.replay.event_order import EventOrder
+from grpo_components.trajectory import Trajectory, pack, summarize
+
+G = 2
+
+
+def trajectory(entry, version=0):
+    return Trajectory(
+        prompt_ids=np.arange(2),
+        response_ids=np.arange(3),
+        response_mask=np.ones(3, bool),
+        generator_logprobs=np.full(3, -1, np.float32),
+        token_versions=np.full(3, version, np.int32),
+        prompt_index=entry.prompt_index,
+        epoch=entry.epoch,
+        group_id=entry.group_id,
+        attempt=0,
+        finish_reason="stop",
+    )
+
+
+class Sampler:
+    """A generator."""
+
+    def __init__(self, version=0):
+        self.version, self.asked = version, []
+
+    def generate_group(self, prompt, epoch, group_id, attempt, temperature):
+        self.asked.append((prompt["prompt_index"], epoch, group_id, attempt, temperature))
+        entry = SimpleNamespace(prompt_index=prompt["prompt_index"], epoch=0, group_id=group_id)
+        group = [trajectory(entry, self.version) for _ in range(G)]
+        return pack(group), summarize(group), {"text of": group_id}
+
+    def evaluate(self, prompts, temperature, samples):
+        return [{"prompt": prompt} for prompt in prompts]
+
+
+class Setting:
+    """The real ledger and buffer behind their handles, and one generator."""
+
+    def __init__(self, local_role, wait_for_stale=False, eta=1):
+        contract = StalenessContract(eta, 1)
+        prompts = (({"prompt_index": 10 + i}, 0) for i in range(10**6))
+        self.ledger, self.events = Ledger(contract, 50, prompts), []
+        self.ledger.events = EventOrder(attempt=3, listeners=[self.events.append])
+        self.sampler = Sampler()
+        role = local_role("generator_0", self.sampler)
+        self.generator = GeneratorHandle(role, self.ledger, 7.0, 9.0)
+        self.buffer_role = local_role(
+            "replay_buffer", ReplayBuffer(capacity=9, contract=contract, timeout_s=0.01)
+        )
+        self.buffer = ReplayBufferHandle(
+            self.buffer_role, self.ledger, 5.0, 9.0, wait_for_stale=wait_for_stale
+        )
+
+    async def generated(self):
+        entry = await self.ledger.admit("generator_0", 1)
+        return await self.generator.generate_group(entry, 0.5)
+
+    def names(self):
+        return [event["event"] for event in self.events]
+
+
+def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded(local_role):
+    async def run():
+        setting = Setting(local_role)
+        group = await setting.generated()
+        assert setting.sampler.asked == [(10, 0, 0, 3, 0.5)]
+        assert setting.generator.role.waits == [("generate_group", 7.0)]
+        assert group.summary.response_tokens == [3, 3] and group.entry.response_tokens == 3.0
+        assert await group.entry.text == {"text of": 0}
+        assert setting.names() == ["issue", "finish"]
+
+    asyncio.run(run())
+
+
+def test_a_share_of_an_evaluation_is_one_event(local_role):
+    async def run():
+        setting = Setting(local_role)
+        results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
+        assert results == [{"prompt": 4}, {"prompt": 5}]
+        assert setting.events[-1] == {
+            **{"event": "evaluate", "attempt": 3},
+            **{"role": "generator_0", "step": 20},
+        }
+
+    asyncio.run(run())
+
+
+def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way(local_role):
+    async def run():
+        setting = Setting(local_role, eta=2)
+        for version in (0, 0, 3):
+            setting.sampler.version = version
+            await setting.buffer.add(await setting.generated())
+        assert setting.buffer_role.waits[-1] == ("add", 5.0 + GRACE_S)
+        setting.ledger.policy_version = 3
+        batch = await setting.buffer.take(1)
+        assert [entry.group_id for entry in batch.entries] == [2]
+        assert (batch.dropped_stale, batch.buffered) == (2, 0)
+        assert setting.ledger.dropped_groups == {"stale": 2}
+        assert [prompt["prompt_index"] for prompt, _ in setting.ledger.waiting_prompts] == [10, 11]
+        assert setting.names()[-3:] == ["buffer", "drop", "sample"]
+
+    asyncio.run(run())
+
+
+def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale(local_role):
+    async def run():
+        setting = Setting(local_role, wait_for_stale=True, eta=0)
+        entry = await setting.ledger.admit("generator_0", 1)
+        taking = asyncio.create_task(setting.buffer.take(1))
+        await asyncio.sleep(0)
+        assert "take" not in [what for what, _ in setting.buffer_role.waits]
+        await setting.buffer.add(await setting.generator.generate_group(entry, 1.0))
+        assert [e.group_id for e in (await taking).entries] == [entry.group_id]
+
+    asyncio.run(run())
+
+
+def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered(local_role):
+    async def run():
+        setting = Setting(local_role)
+        for _ in range(2):
+            await setting.buffer.add(await setting.generated())
+        contract = StalenessContract(1, 1)
+        setting.buffer_role.target = ReplayBuffer(capacity=9, contract=contract, timeout_s=0.01)
+        await setting.buffer_role.recover()
+        assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(
+    local_role, tmp_path
+):
+    async def run():
+        before = Setting(local_role)
+        group = await before.generated()
+        await before.buffer.add(group)
+        assert await before.buffer.texts([group.entry]) == [{"text of": 0}]
+        tmp_path.joinpath("state").mkdir()
+        assert await before.buffer.write_state(tmp_path / "state", group.entry.parts) is None
+        after = Setting(local_role)
+        after.ledger.load_state_dict(before.ledger.state_dict())
+        await after.buffer.read_state(tmp_path / "state")
+        (entry,) = after.ledger.in_state("buffered")
+        assert await after.buffer.texts([entry]) == [None]
+        batch = await after.buffer.take(1)
+        assert batch.entries == [entry] and len(entry.parts) == 2
+
+    asyncio.run(run())
+
+
+def group_of(group_id):
+    entry = SimpleNamespace(group_id=group_id, text="text", reference_kl=None)
+    return Group(entry, f"packed {group_id}", "summary", SimpleNamespace())
+
+
+def test_references_share_the_groups_and_the_kl_goes_to_the_ledger(local_role):
+    class Reference:
+        def __init__(self, number):
+            self.number = number
+
+        def add_logprobs(self, packed):
+            return f"{packed} with logprobs of {self.number}", [self.number] * G
+
+    async def run():
+        roles = [local_role(f"reference_{i}", Reference(i)) for i in range(2)]
+        references = ReferencesHandle(roles, 9.0)
+        groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
+        assert [await group.packed for group in groups] == [
+            f"packed {i} with logprobs of {i % 2}" for i in range(3)
+        ]
+        assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
+
+    asyncio.run(run())
+
+
+def test_the_reward_model_returns_another_group_with_its_text(local_role):
+    class RewardModel:
+        def add_scores(self, packed, text):
+            return f"{packed}, scored", "new summary", f"{text}, scored"
+
+    async def run():
+        handle = RewardModelHandle(local_role("reward_model", RewardModel()), 9.0)
+        group = await handle.add_scores(group_of(0))
+        assert (await group.packed, group.summary) == ("packed 0, scored", "new summary")
+        assert await group.entry.text == "text, scored"
+
+    asyncio.run(run())
+
+
+def test_every_rank_gets_each_call_with_the_same_arguments(local_role):
+    class Rank:
+        def __init__(self, rank):
+            self.rank, self.calls = rank, []
+
+        def train_step(self, packed, advantages, steps_done):
+            self.calls.append((packed, advantages.tolist(), steps_done))
+            return "result" if self.rank == 0 else None
+
+        def hold_state(self, in_background):
+            self.calls.append(in_background)
+
+        def write_state(self, folder):
+            return None if self.rank == 0 else f"no room in {folder}"
+
+        def load_state(self, checkpoint):
+            self.calls.append(checkpoint)
+
+    async def run():
+        ledger = SimpleNamespace(steps_done=7)
+        ranks = [Rank(rank) for rank in range(2)]
+        roles = [local_role(f"trainer_{rank.rank}", rank) for rank in ranks]
+        trainers = TrainersHandle(roles, ledger, 9.0, 5.0)
+        batch = Batch("packed", [], [], "", 0, 0, 0.0)
+        assert await trainers.train_step(batch, np.array([[1.0, -1.0]])) == "result"
+        await trainers.hold_state(in_background=True)
+        assert await trainers.write_state(Path("/step_8")) == [None, "no room in /step_8"]
+        await trainers.load_state(Path("/step_8"))
+        for rank in ranks:
+            assert rank.calls == [("packed", [1.0, -1.0], 7), True, "/step_8"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("kls", "expected"), [([[0.1, 0.2]], [[0.1, 0.2]]), ([None], None)])
+def test_a_batch_is_arrays_of_groups_by_responses(kls, expected):
+    summary = SimpleNamespace(
+        rewards=[1.0, float("nan")],
+        response_lengths=[3, 4],
+        finish_reasons=["stop", "length"],
+    )
+    entries = [SimpleNamespace(reference_kl=kl) for kl in kls]
+    batch = Batch("packed", [summary], entries, "", 0, 0, 0.0)
+    np.testing.assert_array_equal(batch.rewards, [[1.0, np.nan]])
+    assert batch.response_lengths.tolist() == [[3, 4]]
+    assert batch.cut_off.tolist() == [[False, True]]
+    kl = batch.reference_kl
+    assert (kl if kl is None else kl.tolist()) == expected

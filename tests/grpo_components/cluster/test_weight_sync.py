@@ -1,0 +1,230 @@
+"""Weights are pushed every n steps and pulled every m rollouts, and each load is an event."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_components.cluster.handles import (
+    GeneratorHandle,
+    ParameterServerHandle,
+    Roles,
+    TrainersHandle,
+)
+from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.parameter_server import VLLMParameterServer
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.weights import snapshot_checksum
+from grpo_components.replay.event_order import EventOrder
+
+CHECKSUM = snapshot_checksum([])
+
+
+class Trainer:
+    """A rank whose weights are their version."""
+
+    version = 0
+
+    def gather_weights(self):
+        return self.version
+
+    def export_weights(self, version):
+        return f"bucket {version}", []
+
+
+class Engine:
+    """A generator that loads whatever it gets."""
+
+    checksum = CHECKSUM
+
+    def __init__(self):
+        self.loaded = []
+
+    async def load_weights(self, version, *buckets):
+        await asyncio.sleep(0)  # the others may run meanwhile
+        self.loaded.append((version, buckets))
+        return version, self.checksum
+
+    def begin_attempt(self):
+        self.loaded.append("begin_attempt")
+
+
+class Setting:
+    """The real `WeightSync`, handles, server and ledger around fakes of trainer and engines."""
+
+    def __init__(self, local_role, n=1, m=1, events=None, num_generators=2):
+        prompts = (({"prompt_index": i}, 0) for i in range(10**6))
+        self.ledger = Ledger(StalenessContract(9, 1), 50, prompts)
+        self.ledger.events = events or EventOrder()
+        self.events = []
+        self.ledger.events.listen(self.events.append)
+        self.trainer, self.server = Trainer(), VLLMParameterServer()
+        self.engines = [Engine() for _ in range(num_generators)]
+        self.generators = [
+            GeneratorHandle(local_role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
+            for i, engine in enumerate(self.engines)
+        ]
+        trainers = [local_role("trainer_0", self.trainer)]
+        self.roles = Roles(
+            generators=self.generators,
+            buffer=SimpleNamespace(),
+            trainers=TrainersHandle(trainers, self.ledger, 9.0, 9.0),
+            server=ParameterServerHandle(local_role("parameter_server", self.server), 9.0),
+            references=None,
+            reward_model=None,
+        )
+        self.weights = WeightSync(
+            self.ledger,
+            self.roles,
+            push_every_n_steps=n,
+            pull_every_m_rollouts=m,
+            push_early=lambda step: step == 5,
+        )
+
+    async def step(self, skipped=False):
+        """Train, push if due, and say what is published."""
+        self.trainer.version += not skipped
+        await self.weights.push_if_due(self.trainer.version)
+        self.ledger.finish_step(self.trainer.version)
+        return self.ledger.published_version
+
+    async def rollout(self, generator):
+        entry = await self.ledger.admit(generator.name, 1)
+        await self.weights.pull_if_due(generator, entry)
+        await self.ledger.drop([entry.group_id], "failed")
+        return entry.start_version
+
+    def named(self, name):
+        """The events of one name, each without it and the attempt."""
+        return [tuple(e.values())[2:] for e in self.events if e["event"] == name]
+
+
+def test_pushes_come_every_n_versions_and_before_an_evaluation(local_role):
+    async def run():
+        setting = Setting(local_role, n=3)
+        assert [await setting.step() for _ in range(4)] == [0, 0, 3, 3]
+        assert await setting.step() == 5  # an evaluation follows step 5
+        assert await setting.step(skipped=True) == 5
+        assert setting.named("push") == setting.named("publish") == [(3,), (5,)]
+
+    asyncio.run(run())
+
+
+def test_pulls_come_every_m_rollouts_once_there_is_something_newer(local_role):
+    async def run():
+        setting = Setting(local_role, m=2)
+        first, second = setting.generators
+        assert [await setting.rollout(first) for _ in range(3)] == [0, 0, 0]
+        await setting.step()
+        assert [await setting.rollout(first) for _ in range(2)] == [1, 1]
+        await setting.step()
+        assert [await setting.rollout(first) for _ in range(2)] == [2, 2]
+        assert [await setting.rollout(second) for _ in range(3)] == [0, 0, 2]
+        assert setting.engines[1].loaded == [(2, ("bucket 2",))]
+        assert setting.named("pull") == [
+            ("generator_0", "group 3"),
+            ("generator_0", "group 5"),
+            ("generator_1", "group 9"),
+        ]
+        assert setting.named("load") == [
+            ("generator_0", 1, CHECKSUM),
+            ("generator_0", 2, CHECKSUM),
+            ("generator_1", 2, CHECKSUM),
+        ]
+        assert setting.server.acknowledged() == {"generator_0": 2, "generator_1": 2}
+
+    asyncio.run(run())
+
+
+def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluation(local_role):
+    async def run():
+        setting = Setting(local_role, m=1)
+        generator = setting.generators[0]
+        await setting.rollout(generator)
+        await setting.step()
+        with setting.ledger.pin_weights():
+            assert await setting.rollout(generator) == 0
+            entry = await setting.ledger.admit("generator_0", 1)
+            entry.needed_version = 1
+            await setting.weights.pull_if_due(generator, entry)
+            assert entry.start_version == 1
+
+    asyncio.run(run())
+
+
+def test_groups_that_wait_for_the_same_version_share_one_pull(local_role):
+    async def run():
+        setting = Setting(local_role)
+        await setting.step()
+        generator = setting.generators[0]
+        entries = [await setting.ledger.admit("generator_0", 1) for _ in range(3)]
+        for entry in entries:
+            entry.needed_version = 1
+        pulls = (setting.weights.pull_if_due(generator, entry) for entry in entries)
+        await asyncio.gather(*pulls)
+        assert [entry.start_version for entry in entries] == [1, 1, 1]
+        assert len(setting.engines[0].loaded) == 1
+
+    asyncio.run(run())
+
+
+def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded(local_role):
+    async def run():
+        setting = Setting(local_role)
+        setting.engines[1].checksum = "abc"
+        await setting.rollout(setting.generators[1])
+        await setting.step()
+        with pytest.raises(RuntimeError) as error:
+            await setting.rollout(setting.generators[1])
+        for part in ("generator_1", "version 1", "abc", CHECKSUM):
+            assert part in str(error.value)
+        assert setting.named("load") == []
+
+    asyncio.run(run())
+
+
+def test_a_restarted_generator_gets_the_newest_weights_before_anything_else(local_role):
+    async def run():
+        setting = Setting(local_role)
+        generator = setting.generators[0]
+        await setting.rollout(generator)
+        await setting.step()
+        await setting.rollout(generator)
+        await generator.role.recover()
+        assert [version for version, _ in setting.engines[0].loaded] == [1, 1]
+        assert setting.named("pull")[-1] == ("generator_0", "restart")
+
+    asyncio.run(run())
+
+
+def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_them(local_role):
+    async def run():
+        setting = Setting(local_role, num_generators=3)
+        setting.generators[1].role.lost = True
+        for generator in setting.generators:
+            generator.version = 7  # of the attempt that ended
+        setting.trainer.version = 4
+        await setting.weights.restore()
+        restored = ["begin_attempt", (4, ("bucket 4",))]
+        assert [engine.loaded for engine in setting.engines] == [restored, [], restored]
+        assert setting.ledger.published_version == 4
+
+    asyncio.run(run())
+
+
+def test_a_replay_pulls_where_the_recording_did(local_role):
+    async def run():
+        first = Setting(local_role, m=2, num_generators=1)
+        await first.step()
+        versions = [await first.rollout(first.generators[0]) for _ in range(3)]
+        assert versions == [0, 0, 1]
+        recorded = [event | {"number": i} for i, event in enumerate(first.events)]
+        # With another period it would pull before the first rollout.
+        order = EventOrder(recorded=recorded, timeout_s=9.0)
+        replay = Setting(local_role, m=1, num_generators=1, events=order)
+        await replay.step()
+        assert [await replay.rollout(replay.generators[0]) for _ in range(3)] == versions
+        assert order.summary().startswith(f"{len(recorded) - 1} events")  # all but the load
+
+    asyncio.run(run())
