@@ -413,6 +413,7 @@ class Talkative:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # two runs, with three restarts between them
 def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     """With new weights within responses; later a generator and the buffer are killed.
 
