@@ -16,7 +16,9 @@ from grpo_components.offline.partial_runs import (
 )
 from grpo_components.offline.trajectory_file import group_line
 from grpo_components.records.failed_samples import FailedSamples
+from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.state_files import write_state
+from grpo_components.training.trainer_options import DiagnosticsOptions
 from grpo_components.trajectory import Trajectory, pack, summarize
 
 
@@ -116,9 +118,29 @@ def cfg(**changes):
     return OmegaConf.create(values(**changes))
 
 
-def test_stand_ins_replace_the_missing_half(recorded):
-    trainer = {"dtype": "fp32", "logged_responses": 8}
-    whole = (trainer, {"model_path": "/base", "min_living": 1})
+def role_arguments(logged_responses):
+    """Of a trainer and a generator, as far as their stand-ins read them."""
+    diagnostics = DiagnosticsOptions(
+        log_peak_memory_stats=False,
+        build_profiler=None,
+        skipped_folder="/run/skipped",
+        logged_responses=logged_responses,
+    )
+    engine = EngineOptions(
+        model_path="/base",
+        device="cpu",
+        dtype="fp32",
+        max_model_len=64,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.5,
+        enforce_eager=True,
+        recompute_kv_after_pull=False,
+    )
+    return {"seed": 0, "diagnostics": diagnostics}, {"engine": engine, "min_living": 1}
+
+
+def test_the_other_half_is_stood_in_for(recorded):
+    whole = role_arguments(logged_responses=8)
     names = ("Trainer", "Generator")
     assert roles_of(cfg(), *names) == names
     assert stand_in_arguments(cfg(), *whole) == whole
@@ -147,9 +169,8 @@ def test_a_failed_recorded_sample_is_reported_by_its_line(recorded, tmp_path):
 
 def test_a_checkpoint_of_ours_is_evaluated_under_its_version(tmp_path):
     evaluated = cfg(eval_only=str(tmp_path))
-    generator = {"model_path": "/base", "min_living": 1}
-    trainer = {"logged_responses": 0}
-    assert stand_in_arguments(evaluated, trainer, generator)[1]["model_path"] == str(tmp_path)
+    _, generator = stand_in_arguments(evaluated, *role_arguments(logged_responses=0))
+    assert generator["engine"].model_path == str(tmp_path)
     assert evaluated_version(evaluated) == evaluated_version(cfg()) == 0
     write_state(tmp_path / "state", "driver", {"ledger": {"policy_version": 7}})
     assert evaluated_version(evaluated) == 7
