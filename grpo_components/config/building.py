@@ -28,6 +28,7 @@ from grpo_components.models.hf_weights import hf_converter
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.plain_text import one_line, shortened
+from grpo_components.settings import Settings
 from grpo_components.training.model_match import sliding_window
 
 # Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
@@ -65,7 +66,7 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(shortened(one_line(problem), MAX_MESSAGE)) from error
 
 
-def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
+def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
     """The tokenizer, the data set and the evaluation data set.
 
     Args:
@@ -79,10 +80,10 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     if not hasattr(tokenizer, "encode"):
         problem = f"{cfg.tokenizer._component_} makes something without `encode`"
         fail("tokenizer", problem, "a tokenizer of torchtune, or one like it")
-    data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
+    data = {key: build(key, getattr(cfg, key), tokenizer) for key in ("dataset", "eval_dataset")}
     for key, dataset in data.items():
-        _check_rows(key, cfg[key]._component_, dataset)
-        _check_types(key, cfg[key]._component_, dataset)
+        _check_rows(key, getattr(cfg, key)._component_, dataset)
+        _check_types(key, getattr(cfg, key)._component_, dataset)
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     vocab_size = hf_config.get("vocab_size")
     trained = {
@@ -102,12 +103,12 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     limit = _lowest({"generator.max_model_len": cfg.generator.max_model_len, **trained})
     for key, dataset in data.items():
         if isinstance(dataset, PromptMix):
-            nodes, parts = cfg[key].parts, dataset.parts
+            nodes, parts = getattr(cfg, key).parts, dataset.parts
             for part in parts:
                 where = f"{key}.parts.{part}"
                 _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
         elif not isinstance(dataset, RecordedPrompts):  # those were checked above
-            _check_prompts(cfg, key, cfg[key], dataset, limit, vocab_size)
+            _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
     return tokenizer, data["dataset"], data["eval_dataset"]
 
 
@@ -144,7 +145,7 @@ def _check_types(key: str, component: str, dataset: Any) -> None:
 
 
 def _check_prompts(
-    cfg: DictConfig,
+    cfg: Settings,
     key: str,
     node: DictConfig,
     prompts: Any,
@@ -240,7 +241,7 @@ def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
     return node, None
 
 
-def check_components(cfg: DictConfig) -> None:
+def check_components(cfg: Settings) -> None:
     """Try what is otherwise built too late: in the trainer's process, or in a folder in use.
 
     Args:

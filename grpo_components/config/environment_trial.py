@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
 from grpo_components.config.building import build_environment, has_slots_apart
 from grpo_components.objective.component_errors import ComponentError, named_failure
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environment_thread import EnvironmentThread
 from grpo_components.rollout.observation_text import encode_text
+from grpo_components.settings import Settings
 
 _ALLOWED = "a torchrl EnvBase with `ask`, as docs/environments.md has it"
 
 
-def try_environment(cfg: DictConfig, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
+def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
     """Build the environment, ask it a prompt, and answer it once.
 
     Args:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
-from omegaconf import DictConfig
 
 from grpo_components.config.building import build
 from grpo_components.config.component_trial import try_components
@@ -15,6 +14,7 @@ from grpo_components.objective.contracts import advantages_of
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import Schedule, as_schedule
+from grpo_components.settings import Settings
 
 _SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")
 
@@ -61,17 +61,17 @@ class Objective:
         return any(getattr(part, "needs_reference", False) for part in compared)
 
 
-def build_reward_shaping(cfg: DictConfig) -> RewardShaping:
+def build_reward_shaping(cfg: Settings) -> RewardShaping:
     """Build what takes penalties off the rewards; without any it changes nothing.
 
     Args:
         cfg: checked by preflight.
     """
-    settings = {key: cfg.reward_shaping[key] for key in _SHAPING}
+    settings = {key: getattr(cfg.reward_shaping, key) for key in _SHAPING}
     return RewardShaping(**settings, max_response_tokens=cfg.generator.max_response_tokens)
 
 
-def build_objective(cfg: DictConfig, tokenizer: Any, dataset: Any) -> Objective:
+def build_objective(cfg: Settings, tokenizer: Any, dataset: Any) -> Objective:
     """Build every part from its node, and call each component of the config once.
 
     Args:

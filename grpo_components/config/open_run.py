@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.component_trial import check_logger
 from grpo_components.evaluation.evaluation import build_evaluation
@@ -22,11 +20,12 @@ from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import Run
 from grpo_components.records.run_log import RunLog
 from grpo_components.replay.event_log import open_turns
+from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
 
 
 def open_run(
-    cfg: DictConfig,
+    cfg: Settings,
     ledger: Ledger,
     prompts: Stateful,
     temperature: Schedule,
@@ -71,7 +70,7 @@ def open_run(
     )
 
 
-def open_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
+def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
     """The run log, with the notes of the start and of the data sets shown first.
 
     Args:

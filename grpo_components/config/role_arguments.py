@@ -8,17 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from torchtune import config
 
 from grpo_components.cluster.cluster import engine_environment
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
-from grpo_components.config.schema import TRUNCATION
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import available_cpus, run_folder, stall_limit_s
 from grpo_components.rewards.pool import reward_specs
+from grpo_components.settings import TRUNCATION, Settings
 from grpo_components.training.skipped_steps import skipped_folder
 
 
@@ -34,7 +33,7 @@ class RoleArguments:
 
 
 def role_arguments(
-    cfg: DictConfig,
+    cfg: Settings,
     *,
     contract: StalenessContract,
     objective: dict[str, Any],
@@ -71,7 +70,7 @@ def role_arguments(
     }
 
     def gpus(role: str) -> float:
-        return cfg[f"gpus_per_{role}"] if cfg.device == "cuda" else 0
+        return getattr(cfg, f"gpus_per_{role}") if cfg.device == "cuda" else 0
 
     replay_buffer = {
         "capacity": (cfg.max_staleness + 1) * cfg.groups_per_step,
@@ -120,7 +119,7 @@ def role_arguments(
         "kl_estimator": cfg.reward_shaping.kl_estimator,
         "num_gpus": gpus("reference"),
     }
-    reward_model = {**shared, **cfg.reward_model, "num_gpus": gpus("reward_model")}
+    reward_model = {**shared, **cfg.reward_model.model_dump(), "num_gpus": gpus("reward_model")}
     engine = cfg.generator
     generator = {
         **shared,
@@ -139,7 +138,7 @@ def role_arguments(
         "log_token_texts": cfg.log_token_logprobs,
         "max_response_tokens": engine.max_response_tokens,
         "stop_token_ids": list(engine.stop_token_ids or stop_tokens),
-        "truncation": {name: engine[name] for name in TRUNCATION},
+        "truncation": {name: getattr(engine, name) for name in TRUNCATION},
         "max_model_len": engine.max_model_len or longest_prompt + engine.max_response_tokens,
         "max_num_seqs": engine.max_num_seqs,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
@@ -147,7 +146,7 @@ def role_arguments(
         "recompute_kv_after_pull": cfg.recompute_kv_after_pull,
         "schedule_folder": str(Path(cfg.output_dir) / "logs"),
         "replayed_folder": cfg.replay_events and str(run_folder(cfg.replay_events) / "logs"),
-        "replay_timeout_s": stall_limit_s(cfg.timeouts),
+        "replay_timeout_s": stall_limit_s(cfg.timeouts.rollout_s),
         "numbered_lives": True,
         "num_gpus": gpus("generator"),
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,

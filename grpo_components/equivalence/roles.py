@@ -28,6 +28,7 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
+from grpo_components.settings import Settings
 
 # Dotted paths, as the recipe has them: each class is imported in its own process only.
 GENERATOR = "grpo_components.rollout.generator.Generator"
@@ -157,7 +158,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 # ---- what the recipe hands to the roles ---------------------------------------------------------
 
 
-def tiny_config(output_dir: Path, *overrides: str) -> DictConfig:
+def tiny_config(output_dir: Path, *overrides: str) -> Settings:
     """The checked config `tiny_async_grpo`, with overrides as on the command line.
 
     Args:
@@ -169,7 +170,7 @@ def tiny_config(output_dir: Path, *overrides: str) -> DictConfig:
     return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
 
 
-def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Prompts]:
+def tiny_arguments(cfg: Settings, rendezvous: Path) -> tuple[RoleArguments, Prompts]:
     """What the recipe hands to the roles, and the prompts in its order.
 
     Args:
@@ -187,7 +188,7 @@ def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Pr
     arguments = role_arguments(
         cfg,
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
-        objective={key: config.instantiate(cfg[key]) for key in objective},
+        objective={key: config.instantiate(getattr(cfg, key)) for key in objective},
         num_references=0,
         stop_tokens=tokenizer.stop_tokens,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from grpo_components.errors import fail, shown
 from grpo_components.offline.trajectory_file import read_groups
+from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory
 
@@ -71,7 +70,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
                 fail("train_from", f"{where} token id {largest}", f"below the model's {num_ids}")
 
 
-def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
+def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
     """Dotted paths of the roles that train and generate in this run, or stand in for those.
 
     Args:
@@ -84,7 +83,7 @@ def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
 
 
 def stand_in_arguments(
-    cfg: DictConfig, trainer: dict[str, Any], generator: dict[str, Any]
+    cfg: Settings, trainer: dict[str, Any], generator: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments of what `roles_of` returns.
 
@@ -103,7 +102,7 @@ def stand_in_arguments(
     return trainer, generator
 
 
-def evaluated_version(cfg: DictConfig) -> int:
+def evaluated_version(cfg: Settings) -> int:
     """Policy version of the weights that generators start with: 0, or that of our checkpoint.
 
     Args:
@@ -117,29 +116,29 @@ def evaluated_version(cfg: DictConfig) -> int:
     return read_state(state, "driver")["ledger"]["policy_version"]
 
 
-def check_partial_run(values: Mapping[str, Any]) -> None:
+def check_partial_run(cfg: Settings) -> None:
     """Refuse a part of a run that cannot be, before anything starts.
 
     Args:
-        values: of the config.
+        cfg: each value within its own bounds.
 
     Raises:
         ValueError: naming the key.
     """
-    given = [key for key in ("eval_only", "rollout_only", "train_from") if values[key]]
+    given = [key for key in ("eval_only", "rollout_only", "train_from") if getattr(cfg, key)]
     if not given:
         return
     key, *others = given
     if others:
-        fail(others[0], f"{shown(values[others[0]])} given with {key}", "one of the two")
-    if values["replay_events"]:
+        fail(others[0], f"{shown(getattr(cfg, others[0]))} given with {key}", "one of the two")
+    if cfg.replay_events:
         fail(key, "given with replay_events, which repeats a whole run", "false or null")
-    if key != "train_from" and values["resume_from_checkpoint"] is not False:
+    if key != "train_from" and cfg.resume_from_checkpoint is not False:
         fail("resume_from_checkpoint", f"given with {key}, which trains nothing", "false")
-    if isinstance(values["eval_only"], str):
-        _check_checkpoint(Path(values["eval_only"]))
-    if values["train_from"]:
-        _check_recorded(values)
+    if isinstance(cfg.eval_only, str):
+        _check_checkpoint(Path(cfg.eval_only))
+    if cfg.train_from:
+        _check_recorded(cfg, cfg.train_from)
 
 
 def _check_checkpoint(folder: Path) -> None:
@@ -157,12 +156,12 @@ def _check_checkpoint(folder: Path) -> None:
         fail("eval_only", problem, "true for base_model_path, or the path of another model")
 
 
-def _check_recorded(values: Mapping[str, Any]) -> None:
-    if values["keep_best"] is not None:
+def _check_recorded(cfg: Settings, path: str) -> None:
+    if cfg.keep_best is not None:
         fail("keep_best", "given with train_from, which evaluates nothing", "null")
-    if values["reward_model"]["path"] is not None:
+    if cfg.reward_model.path is not None:
         fail("reward_model.path", "given with train_from, whose rewards are recorded", "null")
-    path, allowed = values["train_from"], f"{TRAJECTORIES} of a run with rollout_only: true"
+    allowed = f"{TRAJECTORIES} of a run with rollout_only: true"
     if not Path(path).is_file():
         fail("train_from", f"no file {path}", allowed)
     try:
@@ -171,17 +170,17 @@ def _check_recorded(values: Mapping[str, Any]) -> None:
         fail("train_from", str(error), allowed)
     if not groups:
         fail("train_from", f"{path} is empty", allowed)
-    if len(groups) < values["groups_per_step"]:
+    if len(groups) < cfg.groups_per_step:
         problem = f"{path} has {len(groups)} groups, fewer than a step trains"
-        given = f"{values['groups_per_step']} given, and {problem}"
+        given = f"{cfg.groups_per_step} given, and {problem}"
         fail("groups_per_step", given, f"at most {len(groups)}")
-    if other := {len(group) for group in groups} - {values["group_size"]}:
-        problem = f"{values['group_size']} given, and {path} has groups of {min(other)}"
+    if other := {len(group) for group in groups} - {cfg.group_size}:
+        problem = f"{cfg.group_size} given, and {path} has groups of {min(other)}"
         fail("group_size", problem, str(min(other)))
     oldest = min(map(_oldest, groups))
-    needed = values["num_steps"] - 1 - oldest
-    if values["max_staleness"] < needed:
-        problem = f"{values['max_staleness']} given, and {path} has tokens of policy version "
+    needed = cfg.num_steps - 1 - oldest
+    if cfg.max_staleness < needed:
+        problem = f"{cfg.max_staleness} given, and {path} has tokens of policy version "
         problem += f"{oldest}, which the last step would find {needed} versions old"
         fail("max_staleness", problem, f"at least {needed} (or fewer num_steps)")
 

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from grpo_components.errors import ReplayError
 from grpo_components.exchange.ledger import GroupEvent, Ledger
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.replay.recorded_run import Original, read_original
+from grpo_components.settings import Settings
 
 FORMAT = 2
 
@@ -214,9 +213,7 @@ class Receipts:
         self._file.append({"record": record, "attempt": self._attempt, **fields})
 
 
-def build_receipts(
-    cfg: DictConfig, ledger: Ledger, attempt: int, identity: RunIdentity
-) -> Receipts:
+def build_receipts(cfg: Settings, ledger: Ledger, attempt: int, identity: RunIdentity) -> Receipts:
     """The receipts of a run.
 
     Args:
@@ -233,7 +230,7 @@ def build_receipts(
         groups_per_step=cfg.groups_per_step,
         group_size=cfg.group_size,
         generators=[f"generator_{i}" for i in range(cfg.num_generators)],
-        original=cfg.replay_events and read_original(cfg.replay_events),
+        original=read_original(cfg.replay_events) if cfg.replay_events else None,
         identity=identity,
     )
 

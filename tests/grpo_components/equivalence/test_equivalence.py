@@ -2,11 +2,11 @@
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from grpo_components.config.schema import MODEL_TYPES
 from grpo_components.equivalence import __main__ as equivalence
 from grpo_components.equivalence import engine_rungs as equivalence_engine_rungs
 from grpo_components.equivalence import family_rungs as equivalence_family_rungs
@@ -15,6 +15,7 @@ from grpo_components.equivalence import rungs as equivalence_rungs
 from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.rungs import Bench, largest_difference, ragged_batch
+from grpo_components.setting_types import ModelType
 
 PAGE = Path(__file__).parents[3] / "docs" / "equivalence.md"
 SLOW = {  # they start Ray or vLLM
@@ -52,7 +53,7 @@ def test_a_rung_holds(bench, rung):
 
 
 def test_the_families_are_those_that_a_config_may_name():
-    assert {family.model_type for family in FAMILIES.values()} == set(MODEL_TYPES)
+    assert {family.model_type for family in FAMILIES.values()} == set(get_args(ModelType))
 
 
 def test_the_documented_table_is_this_ladder_and_all_of_it_holds():
