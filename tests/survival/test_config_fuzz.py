@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from grpo_components.config.schema import SCHEMA, Rule
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -24,6 +23,7 @@ from grpo_components.cluster.supervision import exit_code
 from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.plain_text import one_line
+from grpo_components.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"
@@ -80,15 +80,15 @@ def recipe(tiny_policy, tmp_path_factory):
     home.mkdir()
     (home / "mine").touch()
     patched.setenv("HOME", str(home))
-    begin_run = module.begin_run
+    open_run = module.open_run
 
-    def begin_here(cfg, *args):
-        """The run's own: a used output_dir is moved aside, and none of yours may be one."""
+    def open_here(cfg, *args):
+        """Only in the test's folder: a used output_dir is moved aside, and none of yours may be."""
         if not Path(cfg.output_dir).resolve().is_relative_to(folder):
             raise ReachedRayError
-        return begin_run(cfg, *args)
+        return open_run(cfg, *args)
 
-    module.begin_run = begin_here
+    module.open_run = open_here
     values = OmegaConf.to_container(OmegaConf.load(CONFIG))
     values |= {"base_model_path": str(base), "output_dir": str(folder / "run")}
     file = folder / "config.yaml"
@@ -134,20 +134,32 @@ def fuzz(max_examples):
     )
 
 
-def leaves(schema=SCHEMA, prefix=()):
-    """Every key that the schema has a rule for, with the rule."""
-    for name, rule in schema.items():
-        at = (*prefix, "correctness" if name == "*" else name)
-        if isinstance(rule, Rule):
-            yield at, rule
-        else:
-            yield from leaves(rule, at)
+SCHEMA = Settings.model_json_schema()
 
 
-RULES = dict(leaves())
-COMPONENTS = [
-    key for key, rule in SCHEMA.items() if not isinstance(rule, Rule) and "_component_" in rule
-]
+def alternatives(schema):
+    """A JSON schema as those of its union, with references followed."""
+    if "$ref" in schema:
+        return alternatives(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
+    union = schema.get("anyOf") or schema.get("oneOf") or ()
+    return [part for each in union for part in alternatives(each)] or [schema]
+
+
+def leaves(schemas, at=()):
+    """Every key with what it may hold; a number's schedule is no section."""
+    sections = [s for s in schemas if "schedule" not in s.get("properties", {"schedule": 0})]
+    named = [s["additionalProperties"] for s in schemas if "minProperties" in s]
+    for section in sections:
+        for name, part in section["properties"].items():
+            yield from leaves(alternatives(part), (*at, name))
+    for part in named:
+        yield from leaves(alternatives(part), (*at, "correctness"))
+    if not sections and not named:
+        yield at, schemas
+
+
+RULES = dict(leaves([SCHEMA]))
+COMPONENTS = [key[0] for key in RULES if len(key) == 2 and key[1] == "_component_"]
 
 
 def changed(values, changes):
@@ -231,7 +243,7 @@ def test_each_key_that_is_missing_has_a_default_or_is_named(recipe):
         ODD,
         max_size=1,
     ),
-    st.dictionaries(st.sampled_from([(key,) for key in SCHEMA]), ODD, max_size=1),
+    st.dictionaries(st.sampled_from([(key,) for key in SCHEMA["properties"]]), ODD, max_size=1),
     st.dictionaries(st.tuples(st.text(min_size=1, max_size=6)), ODD, max_size=1),
     st.dictionaries(st.sampled_from(list(RULES)), st.just(...), max_size=3),
 )
@@ -381,31 +393,34 @@ SIZES = {
 }
 
 
-def within(rule, key):
-    """Values that a rule allows, of a size that a machine has."""
-    if rule.choices:
-        return st.sampled_from(rule.choices)
-    low = max(rule.low, rule.above)
-    if rule.kind is bool:
+def within(schemas, key):
+    """Values that a key allows, of a size that a machine has."""
+    rule, *others = schemas
+    if "enum" in rule:
+        return st.sampled_from(rule["enum"])
+    if rule["type"] == "boolean":
         return st.booleans()
-    if rule.kind is int:
-        low = int(low) if math.isfinite(low) else 0
-        return st.integers(low, max(low, int(min(rule.high, SIZES.get(key[-1], 2000)))))
-    high = min(rule.high, 2.0)
-    number = st.floats(max(low, -2.0), high, exclude_min=math.isfinite(rule.above))
-    if not rule.schedule:
+    low = rule.get("minimum", rule.get("exclusiveMinimum"))
+    if rule["type"] == "integer":
+        return st.integers(low, max(low, min(rule["maximum"], SIZES.get(key[-1], 2000))))
+    low, high = -2.0 if low is None else max(low, -2.0), min(rule["maximum"], 2.0)
+    number = st.floats(low, high, exclude_min="exclusiveMinimum" in rule)
+    if not any("schedule" in other.get("properties", ()) for other in others):
         return number
     shape = {"schedule": st.sampled_from(["linear", "cosine"]), "start": number, "end": number}
     shape |= {"num_steps": st.integers(1, 9), "warmup_steps": st.integers(0, 3)}
     return number | st.fixed_dictionaries(shape)
 
 
+KINDS = ("integer", "number", "boolean")
 NUMBERS = {
-    key: rule
-    for key, rule in RULES.items()
-    if rule.kind in (int, float, bool) and not rule.or_path and key[0] != "lr_scheduler"
+    key: schemas
+    for key, schemas in RULES.items()
+    if ("enum" in schemas[0] or schemas[0].get("type") in KINDS)
+    and not any(schema.get("type") == "string" for schema in schemas[1:])
+    and key[0] not in ("lr_scheduler", "ptx", "model")
+    and key[-1] not in ("device", "momentum")
 }
-NUMBERS |= {key: rule for key, rule in RULES.items() if rule.choices and key[-1] != "device"}
 
 
 @st.composite

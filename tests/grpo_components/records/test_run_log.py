@@ -355,7 +355,7 @@ def test_what_was_left_out_of_the_data_or_is_not_held_out_is_told_at_the_start(c
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
     dataset, held_out = Prompts([1, 2], left_out), Prompts([2, 3], left_out)
     open_log(cfg, 0, "moved aside", dataset, held_out).close()
-    shared = ["eval_dataset: 1 of its 2 prompts are trained on, too"]
+    shared = ["eval_dataset: 1 of its 2 prompts are also trained on"]
     told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
     assert capsys.readouterr().out.splitlines() == told
 
