@@ -19,6 +19,7 @@ from grpo_components.config import preflight
 from grpo_components.config.building import build
 from grpo_components.examples import tiny_policy
 from grpo_components.objective.losses import LossInputs
+from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = sorted(FOLDER.glob("*.yaml"))
@@ -78,7 +79,7 @@ def test_all_configs_have_the_same_keys_in_the_same_order(name):
     assert list(cfg) == list(reference)
     for key in ("generator", "checkpointer", "loss", "optimizer", "profiler"):
         assert list(cfg[key]) == list(reference[key])
-    assert list(cfg) == [key for key in preflight.SCHEMA if key in cfg]
+    assert list(cfg) == [key for key in Settings.model_fields if key in cfg]
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -120,7 +121,7 @@ def test_these_objectives_are_documented_as_overrides():
     assert set(PRESETS) >= {"GRPO, deviation of the batch (Lite PPO)"}
 
 
-def with_preset(name: str, base_model_path: Path, tmp_path: Path) -> DictConfig:
+def with_preset(name: str, base_model_path: Path, tmp_path: Path) -> Settings:
     """The tiny config with a documented preset, checked."""
     given = Namespace(**as_written(load("tiny_async_grpo")))
     cfg = _merge_yaml_and_cli_args(given, PRESETS[name].split())
@@ -205,7 +206,7 @@ def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(
 ):
     checked = with_preset(preset, base_model_path, tmp_path)
     for key in ("loss", "advantages", "aggregation", "off_policy"):
-        assert callable(build(key, checked[key]))
+        assert callable(build(key, getattr(checked, key)))
 
 
 @pytest.mark.parametrize("name", sorted(NUM_GPUS))

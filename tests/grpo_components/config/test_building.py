@@ -203,7 +203,7 @@ def test_a_model_that_is_none_is_refused(cfg):
     ("key", "change", "start"),
     [
         ("optimizer", {"lr": -1.0}, "optimizer: Invalid learning rate"),
-        ("optimizer", {"_component_": "torch.optim.LBFGS"}, "optimizer: torch.optim.LBFGS cannot"),
+        ("optimizer", {"_component_": "torch.optim.LBFGS"}, "optimizer: torch.optim.LBFGS fails"),
         ("optimizer", {"_component_": "torch.optim.SparseAdam"}, "optimizer: torch.optim.Sparse"),
         ("optimizer", {"no_such": 1}, "optimizer: torch.optim.AdamW cannot be built: TypeError"),
         ("lr_scheduler", {"no_such": 1}, f"lr_scheduler: {SCHEDULE} cannot be built: TypeError"),

@@ -214,7 +214,8 @@ def tried(own, data, tmp_path):
     def run(*overrides):
         cfg = checked(*overrides, f"output_dir={tmp_path / 'run'}")
         tokenizer, dataset = data
-        objective = {key: build(key, cfg[key]) for key in ("loss", "aggregation", "off_policy")}
+        keys = ("loss", "aggregation", "off_policy")
+        objective = {key: build(key, getattr(cfg, key)) for key in keys}
         objective["ptx"] = build("ptx", cfg.ptx, tokenizer) if cfg.ptx else None
         advantages = build("advantages", cfg.advantages)
         shaping = build_reward_shaping(cfg)
