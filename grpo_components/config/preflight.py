@@ -51,9 +51,8 @@ def check(cfg: DictConfig) -> Settings:
     Raises:
         ValueError: one line, "key: what is wrong; allowed: ...", for the first problem.
     """
-    given = _resolved(cfg)
-    read_settings(given)
-    settings = read_settings(expand_paths(given))
+    values = read_settings(_resolved(cfg)).model_dump()
+    settings = read_settings(expand_paths(values))
     _fill_in(settings)
     check_together(settings)
     if settings.device == "cuda":

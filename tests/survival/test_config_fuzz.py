@@ -109,12 +109,12 @@ def recipe(tiny_policy, tmp_path_factory):
             for number, handler in before.items():
                 signal.signal(number, handler)
             shutil.rmtree(folder / "run", ignore_errors=True)
-        told = err.getvalue()
-        assert code == 2, told
-        assert len(told.rstrip("\n")) <= 300, told
-        assert re.fullmatch(r"config error: [^\n]+\n", told), told
-        assert told == one_line(told) + "\n", "it gives the terminal orders"
-        return told
+        refusal = err.getvalue()
+        assert code == 2, refusal
+        assert len(refusal.rstrip("\n")) <= 300, refusal
+        assert re.fullmatch(r"config error: [^\n]+\n", refusal), refusal
+        assert refusal == one_line(refusal) + "\n", "it gives the terminal orders"
+        return refusal
 
     run.values = values
     with contextlib.chdir(folder), warnings.catch_warnings():
@@ -159,6 +159,18 @@ def leaves(schemas, at=()):
 
 
 RULES = dict(leaves([SCHEMA]))
+
+
+def holders(values, prefix=()):
+    """Every key that the config has a value for, also among a component's arguments."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from holders(value, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+KEYS = sorted({*RULES, *holders(OmegaConf.to_container(OmegaConf.load(CONFIG)))})
 COMPONENTS = [key[0] for key in RULES if len(key) == 2 and key[1] == "_component_"]
 
 
@@ -181,6 +193,13 @@ def changed(values, changes):
     return result
 
 
+INTERPOLATED = ["???", "${seed}", "${nowhere}", "${oc.env:HOME}", "${eval:1}", "${", "~", "nan"]
+NESTED = [{"_component_": "os.getcwd"}, {"_component_": None}, {"_component_": 3}, [], [[]], [None]]
+NESTED += [{"schedule": "linear"}, {"schedule": "constant", "start": "x"}, {"a": {"b": {}}}]
+NESTED += [{1: 2}, {None: 1}, [10**400]]
+HUGE = [10**400, -(10**400), 2**63, 2**31, 10**30, -(10**30), 1e308, -1e308]
+TEXTS = ["~/run", "x" * 300, "x" * 5000, "a/" * 3000, "a\0b", "\x1b[2J", "\ud800", "a\nb"]
+TEXTS += [".", "/", "/dev/null", "..."]
 ODD = st.one_of(
     st.none(),
     st.booleans(),
@@ -191,49 +210,25 @@ ODD = st.one_of(
     st.binary(max_size=4),
     st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
     st.dictionaries(st.text(max_size=8), st.integers(), max_size=2),
-    st.sampled_from(
-        [
-            *("???", "${seed}", "${nowhere}", "${oc.env:HOME}", "${eval:1}", "${", "~", "nan"),
-            *(
-                {"_component_": "os.getcwd"},
-                {"_component_": None},
-                {"_component_": 3},
-                [[]],
-                [None],
-            ),
-            *({"schedule": "linear"}, {"schedule": "constant", "start": "x"}, {1: 2}, {None: 1}),
-            *(
-                10**400,
-                -(10**400),
-                2**63,
-                2**31,
-                "~/run",
-                "x" * 300,
-                "a/" * 3000,
-                "a\0b",
-                [10**400],
-            ),
-            *(10**30, -(10**30), 1e308, "\x1b[2J", "\ud800", "a\nb", ".", "/", "/dev/null", "..."),
-        ]
-    ),
+    st.sampled_from([*INTERPOLATED, *NESTED, *HUGE, *TEXTS]),
 )
 
 
-@fuzz(250)
-@given(st.dictionaries(st.sampled_from(list(RULES)), ODD, min_size=1, max_size=2))
+@fuzz(300)
+@given(st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
 def test_values_of_any_type_are_refused_by_key_or_accepted(recipe, changes):
-    told = recipe(**changed(recipe.values, changes))
-    if not told:
+    refusal = recipe(**changed(recipe.values, changes))
+    if not refusal:
         return
     # Half a surrogate pair is found in the file already, and other keys may depend on these.
     named = {key[0] for key in changes} | {"config.yaml", "num_references", "num_trainers"}
-    assert any(name in told for name in named), told
+    assert any(name in refusal for name in named), refusal
 
 
 def test_each_key_that_is_missing_has_a_default_or_is_named(recipe):
-    for key in RULES:
-        told = recipe(**changed(recipe.values, {key: ...}))
-        assert not told or key[0] in told, (key, told)
+    for key in holders(recipe.values):
+        refusal = recipe(**changed(recipe.values, {key: ...}))
+        assert not refusal or key[0] in refusal, (key, refusal)
 
 
 @fuzz(80)
@@ -309,55 +304,18 @@ def test_overrides_of_any_form(recipe, overrides):
     recipe(overrides=[text for text in overrides if not text.startswith("-h")])
 
 
-HOSTILE = {
-    "too long a number": (10**400, -(10**400), [10**400]),
-    "no number that a run can have": (2**63, 10**30, 1e308, -1e308, float("nan"), float("inf")),
-    "no path": ("x" * 300, "a/" * 3000, "a\0b", "\ud800"),
-    "no such thing": ([], [[]], {"a": {"b": {}}}, {"schedule": "linear"}, "x" * 5000),
-}
-
-
-def holders(values, prefix=()):
-    """Every key that the config has a value for, also among a component's arguments."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from holders(value, (*prefix, name))
-        else:
-            yield (*prefix, name)
-
-
 def test_a_number_of_400_digits_is_refused_at_every_key(recipe):
-    for key in dict.fromkeys([*holders(recipe.values), *RULES]):
-        told = recipe(**changed(recipe.values, {key: 10**400}))
-        assert told.startswith(f"config error: {'.'.join(key)}: "), (key, told)
-
-
-@fuzz(80)
-@given(
-    st.sampled_from(sorted({*RULES, *holders(OmegaConf.to_container(OmegaConf.load(CONFIG)))})),
-    st.sampled_from([value for values in HOSTILE.values() for value in values]),
-)
-def test_hostile_values_are_refused_by_key_or_accepted_in_a_moment(recipe, key, hostile):
-    told = recipe(**changed(recipe.values, {key: hostile}))
-    assert not told or key[0] in told or "num_" in told or "config.yaml" in told, told
+    for key in KEYS:
+        refusal = recipe(**changed(recipe.values, {key: 10**400}))
+        assert refusal.startswith(f"config error: {'.'.join(key)}: "), (key, refusal)
 
 
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["generator.temperature=1e300"], "generator.temperature: "),
         (["generator.stop_token_ids=[384]"], "generator.stop_token_ids: "),
-        (["max_staleness=1" + "0" * 30], "max_staleness: "),
-        (["model.max_seq_len=2147483648"], "model.max_seq_len: "),
-        (["model.norm_eps=x"], "model.norm_eps: "),
-        (["model.num_layers=1000000000"], "model.num_layers: "),
         (["checkpointer=torchtune.training.FullModelMetaCheckpointer"], "checkpointer._component_"),
-        (["group_size=2147483648"], "group_size: "),
         (["groups_per_step=65536", "group_size=65536"], "groups_per_step: "),
-        (["rollouts_in_flight=1000000000"], "rollouts_in_flight: "),
-        (["num_generators=9223372036854775808"], "num_generators: "),
-        (["tokenizer.special_tokens_path=-1"], "tokenizer.special_tokens_path: "),
-        (["rewards.correctness.weight=1e308"], "rewards.correctness.weight: "),
         ([f"seed={'9' * 400}"], "seed: "),
         ([f"model.vocab_size={'9' * 5000}"], "model.vocab_size: "),
         ([f"{'model.' * 200}x=1"], "model.model."),
