@@ -1,4 +1,4 @@
-"""Bounds what a config may hold before a parser sees it: nesting, sizes, numbers, interpolation."""
+"""Checks the text of a config before it is parsed: nesting, sizes, numbers, interpolation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from grpo_components.errors import fail, shown
 MAX_BYTES = 2**18
 """Of a config file, or of one override; the longest shipped config has 8 KiB."""
 MAX_DEPTH = 20
-"""Levels of mappings and lists; parsers recurse, and end the process at some thousands."""
+"""Levels of mappings and lists; parsers recurse, and crash at some thousand levels."""
 MAX_EXPANDED = 2**20
-"""Characters and values that the interpolations of a config may come to."""
+"""Characters and values after all interpolations are replaced."""
 MAX_BITS = 1023
-"""Of a whole number: what is longer has no float, and none of some thousand digits can be shown."""
+"""Of a whole number; longer ones do not fit into a float, and may be too long to print."""
 _INTERPOLATION = re.compile(r"\$\{([\w.\[\]-]+)\}")
 _NESTING = f"at most {MAX_DEPTH} levels"
 
 
 def check_command(argv: Sequence[str]) -> None:
-    """Check the config file and the overrides of a command line, without building their values.
+    """Check the config file and the overrides of a command line, without parsing their values.
 
     Args:
-        argv: what follows the program's name: `--config FILE key=value ...`.
+        argv: arguments after the program's name: `--config FILE key=value ...`.
 
     Raises:
         ValueError: naming the key, or the line of the file; also for a file that cannot be read.
@@ -40,7 +40,7 @@ def check_command(argv: Sequence[str]) -> None:
     try:
         known, overrides = parser.parse_known_args(argv)
     except argparse.ArgumentError:
-        return  # torchtune's parser refuses it, with its usage
+        return  # torchtune's parser will refuse it and print its usage
     if known.config is not None and (text := _read(known.config)) is not None:
         check_yaml(text)
     for override in overrides:
@@ -57,17 +57,17 @@ def _read(path: str) -> str | None:
     try:
         mode = Path(path).stat().st_mode
         if stat.S_ISFIFO(mode):
-            return None  # of `--config <(...)`, which can be read once
+            return None  # `--config <(...)` can be read only once
         if not stat.S_ISREG(mode):
-            fail("--config", f"{path} is no file", "a YAML file, or a name that `tune ls` shows")
+            fail("--config", f"{path} is not a file", "a YAML file, or a name that `tune ls` shows")
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except OSError as error:
         problem = f"{path} cannot be read: {error.strerror}"
         fail("--config", problem, "a YAML file, or a name that `tune ls` shows")
-    except ValueError as error:  # a null byte in the path, or no UTF-8
-        fail("--config", f"{path} is no text: {error}", "a YAML file in UTF-8")
+    except ValueError as error:  # a null byte in the path, or not UTF-8
+        fail("--config", f"{path} is not text: {error}", "a YAML file in UTF-8")
     if len(data) > MAX_BYTES:
         fail("--config", f"{path} has more than {MAX_BYTES} bytes", "a shorter file")
     return text
@@ -81,24 +81,24 @@ class _Level:
     is_mapping: bool
     anchor: str | None
     next_key: str | None = None
-    """Of a mapping: the key whose value comes next."""
+    """In a mapping: the key whose value comes next."""
     items: int = 0
     height: int = 1
-    """Levels from here to the deepest one within."""
+    """Levels from this one to the deepest one inside it."""
 
 
 @dataclass
 class _Reader:
-    """Follows the events of one YAML document."""
+    """Tracks keys and nesting through the events of one YAML document."""
 
     root: str
     loader: Any
     levels: list[_Level] = field(default_factory=list)
     heights: dict[str, int] = field(default_factory=dict)
-    """Of what has an anchor and is complete."""
+    """Levels of each complete node with an anchor, by anchor."""
 
     def here(self) -> str:
-        """Key of the node that comes next."""
+        """Key of the next node."""
         names = [self.root, *(level.name for level in self.levels[1:])]
         if self.levels:
             top = self.levels[-1]
@@ -106,7 +106,7 @@ class _Reader:
         return ".".join(name for name in names if name) or "config"
 
     def open(self, event: Any) -> None:
-        """A mapping or list begins."""
+        """Enter a mapping or list."""
         key, top = self.here(), self.levels[-1] if self.levels else None
         if top and top.is_mapping and top.next_key is None:
             fail(key, "a mapping or list as a key", "text as a key")
@@ -118,7 +118,7 @@ class _Reader:
         self._reach(key, len(self.levels))
 
     def close(self) -> None:
-        """The innermost mapping or list ends."""
+        """Leave the innermost mapping or list."""
         level = self.levels.pop()
         if level.anchor is not None:
             self.heights[level.anchor] = level.height
@@ -128,9 +128,13 @@ class _Reader:
             self._next(None)
 
     def alias(self, event: Any) -> None:
-        """An earlier node once more."""
+        """Read a reference to an earlier node."""
         if any(level.anchor == event.anchor for level in self.levels):
-            fail(self.here(), f"*{event.anchor} given, which lies in itself", "a value of its own")
+            fail(
+                self.here(),
+                f"*{event.anchor} given inside of &{event.anchor}",
+                "a value of its own",
+            )
         height = self.heights.get(event.anchor, 0)
         self._reach(self.here(), len(self.levels) + height)
         if event.anchor not in self.heights:
@@ -141,7 +145,7 @@ class _Reader:
             self._next(f"*{event.anchor}")
 
     def scalar(self, event: Any) -> None:
-        """A key, or a value without parts."""
+        """Read a key, or a value without parts."""
         top, key = self.levels[-1] if self.levels else None, self.here()
         is_key = bool(top and top.is_mapping and top.next_key is None)
         tag = event.tag if event.tag not in (None, "!") else self._tag(event)
@@ -151,7 +155,7 @@ class _Reader:
         try:
             value = self.loader.construct_object(yaml.ScalarNode(tag, event.value))
         except (ValueError, OverflowError, LookupError, AttributeError, yaml.YAMLError) as error:
-            problem = f"{shown(event.value)} given, which is no {tag.rpartition(':')[2]}"
+            problem = f"{shown(event.value)} given, not a valid {tag.rpartition(':')[2]}"
             if isinstance(error, yaml.MarkedYAMLError):
                 problem = f"{shown(event.value)} given: {error.problem}"
             elif tag.endswith(":int") and len(event.value) > 300:
@@ -170,7 +174,7 @@ class _Reader:
         return "tag:yaml.org,2002:str" if tag.endswith(":timestamp") else tag  # as in OmegaConf
 
     def _next(self, value: str | None) -> None:
-        """A node is complete; of a mapping, keys and values take turns."""
+        """Complete a node; in a mapping, keys and values alternate."""
         if self.levels:
             top = self.levels[-1]
             top.items += 1
@@ -182,14 +186,14 @@ class _Reader:
 
 
 def check_yaml(text: str, key: str = "") -> None:
-    """Check a YAML document event by event: nothing recurses, and only single scalars are built.
+    """Check a YAML document event by event, without recursion.
 
     Args:
-        text: of a whole config, or of the value of one key.
-        key: whose value it is; empty for a config.
+        text: a whole config, or the value of one key.
+        key: of the value; empty for a whole config.
 
     Raises:
-        ValueError: naming the key and, where it is no YAML, line and column.
+        ValueError: naming the key; for text that is not YAML, also line and column.
     """
     reader = _Reader(key, yaml.SafeLoader(""))
     try:
@@ -209,21 +213,21 @@ def check_yaml(text: str, key: str = "") -> None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        fail(reader.here(), f"no YAML{place}: {error.problem}", "YAML")
-    except yaml.YAMLError as error:  # a character that YAML does not allow
+        fail(reader.here(), f"not YAML{place}: {error.problem}", "YAML")
+    except yaml.YAMLError as error:  # a character that YAML forbids
         line = text[: getattr(error, "position", 0)].count("\n") + 1
-        fail(reader.here(), f"no YAML in line {line}: {str(error).splitlines()[0]}", "YAML")
+        fail(reader.here(), f"not YAML in line {line}: {str(error).splitlines()[0]}", "YAML")
 
 
 def check_values(given: Any) -> None:
-    """Check nested plain values, whose interpolations are not resolved yet.
+    """Check nested plain values before their interpolations are replaced.
 
     Args:
         given: mappings, lists and scalars of a config.
 
     Raises:
-        ValueError: naming the key that is nested too deeply, holds too long a number, or has an
-            interpolation that is no `${key}`, leads to itself, or comes to too much.
+        ValueError: naming a key that is nested too deeply, has too long a number, or has an
+            interpolation that is not `${key}`, refers to itself, or becomes too long.
     """
     pending: list[tuple[str, Any, int]] = [("", given, 0)]
     texts: list[tuple[str, str]] = []
@@ -247,13 +251,13 @@ def _check_leaf(key: str, value: Any) -> None:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         digits = int((value.bit_length() - 1) * 0.30103) + 1
         fail(key, f"a whole number of {digits} digits given", "numbers of at most 300 digits")
-    # OmegaConf's resolvers: a config is data, and some of them run code.
+    # No resolvers of OmegaConf: a config is data, and some resolvers run code.
     if isinstance(value, str) and "${" in _INTERPOLATION.sub("", value):
         fail(key, f"{shown(value)} given", "${key} alone, and no resolver")
 
 
 class _Sizes:
-    """What interpolations come to, each key counted once: a dozen of them can make gigabytes."""
+    """Sizes of replaced interpolations, without replacing them: a dozen can make gigabytes."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -261,28 +265,29 @@ class _Sizes:
         """Size and longest chain of keys, by key."""
 
     def text(self, asked: str, key: str, text: str, above: tuple[str, ...]) -> tuple[int, int]:
-        """Characters and values that a text comes to, and over how many keys.
+        """Size of a text after replacement, and the longest chain of keys behind it.
 
         Args:
             asked: the key that is checked.
             key: of the text.
             text: with interpolations.
-            above: keys whose values led here.
+            above: keys that refer to this one, from the first on.
         """
         total, longest = len(text), 0
         for target in _INTERPOLATION.findall(text):
             path = _absolute(key, target)
             if path in above:
-                fail(asked, f"{shown(text)} given, which leads back to {path}", "another value")
+                fail(asked, f"{shown(text)} given, which refers back to {path}", "another value")
             if path not in self._known and len(above) < MAX_DEPTH:
                 found = _at(self._given, path)
                 self._known[path] = self._value(asked, path, found, (*above, path))
             size, chain = self._known.get(path, (0, MAX_DEPTH))
             total, longest = total + size, max(longest, chain + 1)
             if longest > MAX_DEPTH:
-                fail(asked, f"{shown(text)} leads over {MAX_DEPTH} keys", "a value of its own")
+                problem = f"{shown(text)} refers to a chain of more than {MAX_DEPTH} keys"
+                fail(asked, problem, "a value of its own")
             if total > MAX_EXPANDED:
-                problem = f"{shown(text)} comes to more than {MAX_EXPANDED} characters"
+                problem = f"{shown(text)} becomes longer than {MAX_EXPANDED} characters"
                 fail(asked, problem, "a shorter value")
         return total, longest
 

@@ -1,4 +1,4 @@
-"""Every failure that a person is told of: a wrong config, a role, a run that cannot go on."""
+"""All failures that a user sees: a wrong config, a failed role, a run that cannot go on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def fail(key: str, problem: str, allowed: str) -> NoReturn:
     """Refuse the config in one line that names the key and what is allowed.
 
     Raises:
-        ValueError: of at most `MAX_MESSAGE` characters; the problem is what is shortened first.
+        ValueError: of at most `MAX_MESSAGE` characters; the problem is shortened first.
     """
     key, problem, allowed = (one_line(text) for text in (key, problem, allowed))
     key = shortened(key, 100)
@@ -21,7 +21,7 @@ def fail(key: str, problem: str, allowed: str) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """A value as the YAML would have it, shortened."""
+    """A value as in YAML, shortened to 60 characters."""
     text = (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
     )
@@ -29,19 +29,19 @@ def shown(value: Any) -> str:
 
 
 class ReplayError(RuntimeError):
-    """A replay cannot go the way of the run that it replays."""
+    """A replay cannot follow the recorded run."""
 
 
 class StarvedError(RuntimeError):
-    """Group after group was discarded; the message has the histogram and what to do about it."""
+    """Too many groups in a row were discarded; the message has a histogram and what to do."""
 
 
 class FailedSamplesError(RuntimeError):
-    """More samples failed than a run goes on with; the message has the last error and the file."""
+    """Too many samples failed; the message has the last error and the file of all errors."""
 
 
 class SkippedStepsError(RuntimeError):
-    """Step after step trained nothing, or none did; the message has why and the batches' folder."""
+    """Too many steps in a row, or all, were skipped; the message has why and the folder."""
 
 
 FailureKind = Literal["died", "silent", "raised", "waited", "refused"]
@@ -54,8 +54,8 @@ class RoleFailedError(RuntimeError):
         role: its name, e.g. generator_0.
         what: what happened, in a few words.
         log: path of its log file.
-        kind: its process died; it gave no answer; its code raised; it waited in vain for others; or
-            it refused a component of the config, in words that need nobody's name.
+        kind: died: its process ended. silent: no answer in time. raised: its code raised.
+            waited: it timed out waiting for others. refused: it refused a component of the config.
     """
 
     def __init__(self, role: str, what: str, log: str, kind: FailureKind) -> None:
@@ -69,12 +69,12 @@ class RoleFailedError(RuntimeError):
         return f"{self.role} {self.what}\n  its log: {self.log}"
 
     def with_history(self, history: str) -> RoleFailedError:
-        """The same failure, with what was tried before the run ends by it."""
+        """The same failure, with a note on the restarts before it."""
         return RoleFailedError(self.role, f"{self.what}; {history}", self.log, self.kind)
 
 
 class RoleLostError(RuntimeError):
-    """A role was given up, and the run goes on without it.
+    """A role is lost for good, and the run goes on without it.
 
     Args:
         role: its name.
@@ -86,8 +86,8 @@ class RoleLostError(RuntimeError):
 
 
 MAX_MESSAGE = 285
-"""Characters of a refusal; the command puts "config error: " before it."""
+"""Characters of a config error, without the "config error: " in front."""
 
 
 class DisagreementError(RuntimeError):
-    """Trainer and generator give the tokens of one policy version different probabilities."""
+    """Trainer and generator compute different logprobs with the same policy version."""

@@ -1,4 +1,4 @@
-"""Third-party noise: silenced unless the config's `log_level` asks for it."""
+"""Silences third-party libraries as far as the config's `log_level` asks for it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Iterator
 
 _NOISY_LOGGERS = ("ray", "torchao", "torchtune", "torchrl", "datasets", "wandb")
 _HARMLESS = {
-    # At every swap of the weights. Rotary embeddings are computed and not loaded; a tied head is
-    # not in the checkpoint, and the engine packs it itself and checks that all else was loaded.
+    # At every weight update. Rotary embeddings are computed, not loaded. A tied head is not in the
+    # checkpoint; our engine packs it, and checks that everything else was loaded.
     "vllm.model_executor.model_loader.reload.layerwise": re.compile(
         r"(\w*RotaryEmbedding|ParallelLMHead): Failed to load weights"
     ),
-    # With a traceback at every start: our prompts are token ids, so the engine has no tokenizer.
+    # At every start, with a traceback: the engine gets token ids and has no tokenizer.
     "vllm.renderers.base": re.compile(r"Chat template warmup failed: .*`skip_tokenizer_init=True`"),
 }
-"""Messages of vLLM without news, by logger; the text of an exception follows its message."""
+"""Harmless messages of vLLM by logger, each with the text of its exception."""
 
 
 def quiet_libraries(log_level: str) -> None:
-    """Let libraries in this process log from `log_level` up, but warn only when it is DEBUG.
+    """Set the log level of libraries in this process; Python warnings show at DEBUG only.
 
     Args:
-        log_level: DEBUG, INFO, WARNING or ERROR. At WARNING, libraries log errors only, except
-            vLLM: its warnings may say that an answer is wrong.
+        log_level: DEBUG, INFO, WARNING or ERROR. At WARNING, libraries log only errors; vLLM also
+            logs warnings, since they may mean that its output is wrong.
     """
     level = {"WARNING": "ERROR"}.get(log_level, log_level)
     for name in _NOISY_LOGGERS:

@@ -113,16 +113,16 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             return "filtered"
         return None
 
-    def setup(self, cfg: DictConfig) -> None:
+    def setup(self, given: DictConfig) -> None:
         """Check the config, build what lives in this process, and start a process per role.
 
         Args:
-            cfg: the keys are explained in `recipes/configs/tiny_async_grpo.yaml`.
+            given: the config, whose keys are explained in `recipes/configs/tiny_async_grpo.yaml`.
 
         Raises:
             ValueError: for a config that cannot run, before Ray starts.
         """
-        cfg = read_config(cfg)
+        cfg = read_config(given)
         tokenizer, dataset, held_out = build_data(cfg)
         # EDIT ME: a coefficient of your own stands under `user:` in the config:
         # partial(grpo_loss, my_coeff=cfg.user.my_coeff). Trainers get the loss by value.

@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 import ray
-from omegaconf import DictConfig
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
@@ -31,6 +30,7 @@ from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.event_order import EventOrder
+from grpo_components.settings import Settings
 
 _LOOPBACK_ONLY = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -345,7 +345,7 @@ def _environment(cpu_threads: int) -> dict[str, str]:
     }
 
 
-def build_cluster(cfg: DictConfig, ledger: Ledger, note: Callable[[str], None]) -> Cluster:
+def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) -> Cluster:
     """Build the cluster from the config.
 
     Args:

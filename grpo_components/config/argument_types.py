@@ -8,7 +8,6 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from grpo_components.config.schema import SCHEDULED
 from grpo_components.errors import fail, shown
 
 _NONE = type(None)
@@ -19,8 +18,8 @@ _WORDS |= {list: "a list", _NONE: "null"}
 def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
     """Refuse text where a signature has a number, and the like.
 
-    Numbers are one kind here, whole or not, and whatever a signature does not say in plain types
-    is let through: what is wrong with it, the component says when it is built.
+    Whole numbers and others count as one kind. Arguments without a plain type in the signature
+    pass: the component checks them when it is built.
 
     Args:
         key: of the component.
@@ -39,8 +38,8 @@ def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
             continue
         if value is None and defaults.get(name, _NONE) is None:
             continue  # `x: int = None` is a common slip
-        if where in SCHEDULED and isinstance(value, Mapping):
-            continue
+        if where == "optimizer.lr" and isinstance(value, Mapping):
+            continue  # a schedule, which the recipe follows
         if not any(_is(value, kind) for kind in allowed):
             words = dict.fromkeys(_WORDS[kind] for kind in allowed)
             fail(where, f"{shown(value)} given", " or ".join(words))
@@ -63,7 +62,7 @@ def _defaults(component: Any) -> dict[str, Any]:
 
 
 def _plain(hint: Any) -> set[type] | None:
-    """The plain types that a hint allows; None where it allows others, too."""
+    """The plain types that a hint allows; None if it also allows others."""
     if get_origin(hint) is Literal:
         return {type(choice) for choice in get_args(hint)}
     if get_origin(hint) in (Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Components of a config, built or tried out, with failures that name their key."""
+"""Builds the components of a config; a failure names the config key."""
 
 from __future__ import annotations
 
@@ -28,36 +28,37 @@ from grpo_components.models.hf_weights import hf_converter
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.plain_text import one_line, shortened
+from grpo_components.settings import Settings
 from grpo_components.training.model_match import sliding_window
 
-# Importing it takes seconds, of torchrl, that only the generators need; a test imports it.
+# Only generators import it: torchrl takes seconds. A test checks that it exists.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 
-_STEPS_TRIED = 1000
-"""Of a learning rate's schedule."""
+_MAX_SCHEDULER_STEPS = 1000
+"""Steps of a scheduler that are tried before the run."""
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     """Instantiate a component of the config.
 
     Args:
-        key: of the component, for the error.
+        key: of the component, for errors.
         node: with `_component_` and its arguments.
-        args: positional arguments before those of the node.
-        kwargs: beside those of the node.
+        args: positional arguments.
+        kwargs: added to the arguments of the node.
 
     Raises:
-        ValueError: naming the key, whatever the component raised.
+        ValueError: naming the key, for anything that the component raises.
     """
     try:
         return config.instantiate(node, *args, **kwargs)
     except ValueError as error:
         text = str(error)
         if key == "eval_dataset" and text.startswith("dataset"):
-            text = f"eval_{text}"  # both are built by one function
+            text = f"eval_{text}"  # one function builds both
         text = text if text.startswith(key) else f"{key}: {text}"
         raise ValueError(shortened(one_line(text), MAX_MESSAGE)) from error
-    except BaseException as error:  # anything a component may raise on wrong arguments, SystemExit
+    except BaseException as error:  # a component may raise anything, even SystemExit
         if isinstance(error, KeyboardInterrupt):
             raise
         what = f"{type(error).__name__}: {error}"
@@ -65,30 +66,30 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(shortened(one_line(problem), MAX_MESSAGE)) from error
 
 
-def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
-    """The tokenizer, the data set and the evaluation data set.
+def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
+    """Build the tokenizer, the data set and the evaluation data set.
 
     Args:
         cfg: checked by preflight.
 
     Raises:
-        ValueError: naming what is no data set, file, row and field of the first prompt that cannot
-            be answered in the policy's context, or the key of what else does not fit into it.
+        ValueError: naming the key of what is not a data set or does not fit into the policy's
+            context; for a prompt without room for its response also file, row and field.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     if not hasattr(tokenizer, "encode"):
-        problem = f"{cfg.tokenizer._component_} makes something without `encode`"
-        fail("tokenizer", problem, "a tokenizer of torchtune, or one like it")
-    data = {key: build(key, cfg[key], tokenizer) for key in ("dataset", "eval_dataset")}
+        problem = f"{cfg.tokenizer._component_} returns an object without `encode`"
+        fail("tokenizer", problem, "a tokenizer with the methods of torchtune's")
+    data = {key: build(key, getattr(cfg, key), tokenizer) for key in ("dataset", "eval_dataset")}
     for key, dataset in data.items():
-        _check_rows(key, cfg[key]._component_, dataset)
-        _check_types(key, cfg[key]._component_, dataset)
+        _check_rows(key, getattr(cfg, key)._component_, dataset)
+        _check_types(key, getattr(cfg, key)._component_, dataset)
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     vocab_size = hf_config.get("vocab_size")
     trained = {
         "model.max_seq_len": cfg.model.get("max_seq_len"),
         "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
-        # The trainer's attention has no window: longer sequences would be two policies.
+        # The trainer's attention has no window; longer sequences would differ from the generator's.
         "the model's sliding_window": sliding_window(hf_config),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
@@ -102,59 +103,61 @@ def build_data(cfg: DictConfig) -> tuple[Any, Any, Any]:
     limit = _lowest({"generator.max_model_len": cfg.generator.max_model_len, **trained})
     for key, dataset in data.items():
         if isinstance(dataset, PromptMix):
-            nodes, parts = cfg[key].parts, dataset.parts
+            nodes, parts = getattr(cfg, key).parts, dataset.parts
             for part in parts:
                 where = f"{key}.parts.{part}"
                 _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
         elif not isinstance(dataset, RecordedPrompts):  # those were checked above
-            _check_prompts(cfg, key, cfg[key], dataset, limit, vocab_size)
+            _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
     return tokenizer, data["dataset"], data["eval_dataset"]
 
 
 def _check_rows(key: str, component: str, dataset: Any) -> None:
-    """Whether a data set, which may be of the user's own, has what the recipe reads."""
+    """Refuse a data set without the fields that the recipe reads."""
     fields = ("prompt_index", "prompt_ids", "prompt_text", "answer")
     try:
         rows = [[dataset[i][field] for field in fields] for i in range(len(dataset))]
         indices, _ = {index for index, *_ in rows}, dataset.max_prompt_length
-    except (Exception, SystemExit) as error:  # anything may be missing
+    except (Exception, SystemExit) as error:  # a user's data set may raise anything
         problem = f"gives no prompts, {type(error).__name__}: {error}"
     else:
         if 0 < len(rows) == len(indices):
             return
-        problem = "gives two rows with one prompt_index" if rows else "gives no rows"
+        problem = "gives two rows with the same prompt_index" if rows else "gives no rows"
     allowed = f"rows by index, each with {', '.join(fields)}, and a max_prompt_length"
     raise ValueError(f"{key}: {component} {problem}; allowed: {allowed}")
 
 
 def _check_types(key: str, component: str, dataset: Any) -> None:
-    """Whether the first row can be shown and generated from; the others are made alike."""
+    """Refuse a data set whose first row has fields of wrong types."""
     row = dataset[0]
     ids = np.asarray(row["prompt_ids"])
-    right = {
+    is_right = {
         "prompt_index": isinstance(row["prompt_index"], Integral),
         "prompt_ids": ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size),
         "prompt_text": isinstance(row["prompt_text"], str),
     }
-    for field, fits in right.items():
+    for field, fits in is_right.items():
         if not fits:
             problem = f"{component} gives a {type(row[field]).__name__} as {field}"
-            kinds = "prompt_index a whole number, prompt_ids a list of such, prompt_text a text"
+            kinds = (
+                "prompt_index a whole number, prompt_ids a list of whole numbers, prompt_text text"
+            )
             raise ValueError(f"{key}: {problem}; allowed: {kinds}")
 
 
 def _check_prompts(
-    cfg: DictConfig,
+    cfg: Settings,
     key: str,
     node: DictConfig,
     prompts: Any,
     limit: tuple[str, int],
     vocab_size: int | None,
 ) -> None:
-    """Whether the policy knows a data set's tokens and has room for its prompts and responses."""
+    """Refuse a prompt with unknown tokens, or without room for its response."""
     chat, styled = node.get("chat_template"), cfg.tokenizer.get("prompt_template") is not None
     if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
-        problem = f"{chat or 'null'} given with tokenizer.prompt_template, which goes unused"
+        problem = f"{chat or 'null'} given with tokenizer.prompt_template, which it ignores"
         allowed = "torchtune, or tokenizer.prompt_template: null"
         raise ValueError(f"{key}.chat_template: {problem}; allowed: {allowed}")
     name, most = limit
@@ -162,11 +165,11 @@ def _check_prompts(
     for prompt in map(prompts.__getitem__, range(len(prompts))):
         ids = prompt["prompt_ids"]
         if not 0 < len(ids) <= most:
-            problem = f"has {len(ids)} tokens; allowed: 1 to {most}, {name} less "
+            problem = f"has {len(ids)} tokens; allowed: 1 to {most}, {name} minus "
             problem += "generator.max_response_tokens"
         elif vocab_size is not None and max(ids) >= vocab_size:
-            problem = f"has the token {max(ids)}; allowed: those of base_model_path, whose "
-            problem += f"vocab_size is {vocab_size}"
+            problem = f"has the token {max(ids)}; allowed: below {vocab_size}, the vocab_size of "
+            problem += "base_model_path"
         else:
             continue
         where = f"{key} {node.get('source', node._component_)}, row {prompt['prompt_index'] + 1}"
@@ -174,16 +177,16 @@ def _check_prompts(
 
 
 def shared_prompts(dataset: Any, held_out: Any) -> str:
-    """One line on the prompts that a run trains on and is evaluated on; empty if there are none.
+    """One line on prompts that are in both data sets; empty if there are none.
 
     Args:
         dataset: to train on.
-        held_out: to be evaluated on.
+        held_out: to evaluate on.
     """
     trained = {tuple(dataset[i]["prompt_ids"]) for i in range(len(dataset))}
     shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
-    told = f"eval_dataset: {shared} of its {len(held_out)} prompts are trained on, too"
-    return told if shared else ""
+    note = f"eval_dataset: {shared} of its {len(held_out)} prompts are also trained on"
+    return note if shared else ""
 
 
 def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
@@ -192,22 +195,22 @@ def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
 
 
 def parameters_of(component: Any) -> list[inspect.Parameter]:
-    """What a class or function takes; of an `EnvBase`, whose metaclass takes anything, as well."""
+    """Parameters of a class or function; also of an `EnvBase`, whose metaclass hides them."""
     own_call = isinstance(component, type) and type(component).__call__ is not type.__call__
     if own_call and component.__init__ is not object.__init__:
         return list(inspect.signature(component.__init__).parameters.values())[1:]
     try:
         return list(inspect.signature(component).parameters.values())
-    except ValueError:  # of some built-in ones nobody knows; being called will tell
+    except ValueError:  # some builtins have no signature; building them will show
         return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
 
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:
-    """An environment of the config; in the generator's process.
+    """Build the environment, in a generator's process.
 
     Args:
-        node: with `_component_` and its arguments, of which some may be components, too.
-        offered: what the generator has for it; it gets those that its signature names.
+        node: with `_component_` and its arguments, which may be components themselves.
+        offered: arguments by the generator; those that the signature names are passed.
     """
     parameters = parameters_of(_get_component_from_path(node._component_))
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
@@ -217,7 +220,7 @@ def build_environment(node: DictConfig, **offered: Any) -> Any:
 
 
 def nested_components(node: Mapping[str, Any]) -> list[str]:
-    """The arguments of a component that are components themselves."""
+    """Names of a component's arguments that are components themselves."""
     return [
         key
         for key, value in node.items()
@@ -226,36 +229,35 @@ def nested_components(node: Mapping[str, Any]) -> list[str]:
 
 
 def has_slots_apart(node: DictConfig) -> bool:
-    """Whether an environment of the config is built for each response, and not for each group."""
+    """Whether the environment is built once per response instead of once per group."""
     if node == SHIPPED_ENVIRONMENT:
         return False
     return bool(getattr(_get_component_from_path(node._component_), "slots_apart", False))
 
 
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
-    """The optimizer's node with a number for `lr`, and the schedule that stood there, if any."""
+    """Replace a schedule at `lr` by its first number; returns the node and the schedule, if any."""
     if OmegaConf.is_dict(node.get("lr")):
         schedule = as_schedule("optimizer.lr", node.lr)
         return OmegaConf.create({**node, "lr": schedule(0)}), schedule
     return node, None
 
 
-def check_components(cfg: DictConfig) -> None:
-    """Try what is otherwise built too late: in the trainer's process, or in a folder in use.
+def check_components(cfg: Settings) -> None:
+    """Build optimizer, scheduler and model once, before any process starts.
 
     Args:
         cfg: checked by preflight.
 
     Raises:
-        ValueError: naming the key of an optimizer or scheduler that cannot be built, or of a model
-            that is not the checkpoint's or computes another function, or of a logger without a
-            login.
+        ValueError: naming the key of an optimizer or scheduler that cannot be built, of a model
+            that differs from the checkpoint's, or of a logger without a login.
     """
     _check_wandb_login(cfg.metric_logger)
     node, _ = split_learning_rate(cfg.optimizer)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = build("optimizer", node, [parameter])
-    if not node._component_.startswith("torchao."):  # their step would be compiled here
+    if not node._component_.startswith("torchao."):  # torchao compiles the step
         _check_step(node._component_, optimizer, parameter)
     if cfg.lr_scheduler:
         scheduler = build(
@@ -270,11 +272,11 @@ def check_components(cfg: DictConfig) -> None:
         converted = hf_converter(kind, base)(model.state_dict())
     except ValueError:
         raise
-    except Exception as error:  # whatever torchtune raises on another family's names
+    except Exception as error:  # torchtune's converter, on names of another family
         what = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
-            f"so, {what}; allowed: the family of both model and {base / 'config.json'}"
+            f"as such, {what}; allowed: the family of both model and {base / 'config.json'}"
         ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
     try:
@@ -291,22 +293,22 @@ def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn
         optimizer.zero_grad(set_to_none=False)
         optimizer.step()
         _ = optimizer.param_groups[0]["lr"], optimizer.state_dict()
-    except (Exception, SystemExit) as error:  # whatever an optimizer raises
-        what = f"{name} cannot make the trainer's step, {type(error).__name__}: {error}"
-        allowed = "one that takes dense gradients and no closure"
+    except (Exception, SystemExit) as error:  # a user's optimizer may raise anything
+        what = f"{name} fails in a step, {type(error).__name__}: {error}"
+        allowed = "one for dense gradients, without a closure"
         raise ValueError(f"optimizer: {what}; allowed: {allowed}") from error
 
 
 def _check_schedule(name: str, scheduler: Any, optimizer: Any, num_steps: int) -> None:
     allowed = "a scheduler of torch.optim, whose rates are finite numbers >= 0"
     try:
-        for _ in range(min(num_steps, _STEPS_TRIED)):
+        for _ in range(min(num_steps, _MAX_SCHEDULER_STEPS)):
             scheduler.step()
             rate = float(optimizer.param_groups[0]["lr"])
             if not 0 <= rate < math.inf:
-                raise ValueError(f"it sets the rate {rate}")
+                raise ValueError(f"it sets the learning rate {rate}")
         scheduler.state_dict()
-    except (Exception, SystemExit) as error:  # whatever a scheduler raises
+    except (Exception, SystemExit) as error:  # a user's scheduler may raise anything
         problem = f"{name} cannot be stepped, {type(error).__name__}: {error}"
         raise ValueError(f"lr_scheduler: {problem}; allowed: {allowed}") from error
 

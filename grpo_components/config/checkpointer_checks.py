@@ -1,4 +1,4 @@
-"""Checks the node of the checkpointer, which only a trainer's process builds."""
+"""Checks the arguments of `checkpointer`, which only the trainers build."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ import os
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune.training import FormattedCheckpointFiles
 
 from grpo_components.errors import fail, shown
 
 _HF = "torchtune.training.FullModelHFCheckpointer"
 _MAX_FILES = 10_000
-"""Of one model; the largest on the hub have some hundred."""
+"""Of one model; the largest on the hub have a few hundred."""
 
 
-def checkpoint_files(node: dict[str, Any], base: Path, run_folder: str) -> list[Path]:
-    """Check the node, and name the files that it would read.
+def checkpoint_files(node: DictConfig, base: Path, run_folder: str) -> list[Path]:
+    """Check the arguments, and return the files that the checkpointer would read.
 
     Args:
-        node: of the checkpointer, each value within its own rule.
+        node: section of the config, each value within its own bounds.
         base: folder of the base model.
-        run_folder: the run's own, which is checked by itself.
+        run_folder: `output_dir` of the run, which has checks of its own.
 
     Raises:
         ValueError: naming the key.
     """
     path = node["_component_"]
     if path.startswith("torchtune.") and path.rpartition(".")[2] != "FullModelHFCheckpointer":
-        problem = f"{path} given, and base_model_path is in Hugging Face's format, as vLLM needs it"
+        problem = f"{path} given, and base_model_path has Hugging Face's format, which vLLM needs"
         fail("checkpointer._component_", problem, _HF)
     for key in ("should_load_recipe_state", "resume_from_checkpoint"):
         if node.get(key):
-            problem = f"{shown(node[key])} given, and this recipe keeps a state of its own"
+            problem = f"{shown(node[key])} given, and this recipe saves its own state"
             fail(f"checkpointer.{key}", problem, "false; resume_from_checkpoint at the top resumes")
     output_dir = node.get("output_dir")
     if isinstance(output_dir, str) and output_dir != run_folder:
         check_writable("checkpointer.output_dir", Path(output_dir).resolve())
         if Path(output_dir).resolve().is_relative_to(base.resolve()):
-            problem = f"{output_dir} given, which lies in base_model_path"
+            problem = f"{output_dir} given, a folder in base_model_path"
             fail("checkpointer.output_dir", problem, "a folder outside of it")
-    key, names = "checkpointer.checkpoint_files", node.get("checkpoint_files")
+    key = "checkpointer.checkpoint_files"
+    names: Any = node.get("checkpoint_files")
+    if isinstance(names, DictConfig | ListConfig):
+        names = OmegaConf.to_container(names)
     if isinstance(names, dict):
         names = _numbered(key, names)
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
@@ -51,11 +55,11 @@ def checkpoint_files(node: dict[str, Any], base: Path, run_folder: str) -> list[
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made or written to.
+    """Refuse a folder that cannot be created or written to.
 
     Args:
         key: of the folder.
-        folder: an absolute path; it need not exist.
+        folder: an absolute path; need not exist.
 
     Raises:
         ValueError: naming the key.
@@ -66,7 +70,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def _numbered(key: str, node: dict[str, Any]) -> list[str]:
-    """Names of files that are numbered up to a last one."""
+    """Names of numbered files, from `filename_format` and `max_filename`."""
     last = str(node.get("max_filename"))
     if not last.isdecimal() or len(last) > 9 or not 1 <= int(last) <= _MAX_FILES:
         fail(f"{key}.max_filename", f"{shown(last)} given", f"a number of 1 to {_MAX_FILES}")

@@ -17,7 +17,6 @@ import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components
@@ -37,6 +36,7 @@ from grpo_components.objective.off_policy import NoCorrection, correction_weight
 from grpo_components.objective.penalties import Penalties
 from grpo_components.rewards.pool import RewardInput, reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
+from grpo_components.settings import Settings
 from grpo_components.training.sample import TrainSample
 
 LENGTHS = (3, 1, 4, 2)
@@ -46,7 +46,7 @@ _MOST_SIBLINGS, _ROWS = 16, 4
 
 
 def try_components(
-    cfg: DictConfig,
+    cfg: Settings,
     tokenizer: Any,
     dataset: Any,
     objective: Objective,
@@ -111,12 +111,12 @@ def _sent(key: str, component: Any) -> Any:
         return cloudpickle.loads(cloudpickle.dumps(component))
 
 
-def _try_objective(cfg: DictConfig, objective: Objective) -> None:
+def _try_objective(cfg: Settings, objective: Objective) -> None:
     keys = ("loss", "penalties", "aggregation", "off_policy", "ptx")
     parts = {key: getattr(objective, key) for key in keys}
     for key, component in parts.items():
         if not (callable(component) or key == "ptx"):
-            problem = f"{cfg[key]._component_} makes a {type(component).__name__}"
+            problem = f"{getattr(cfg, key)._component_} makes a {type(component).__name__}"
             raise ComponentError(f"{key}: {problem}; allowed: a class whose objects can be called")
     ours = {key: _sent(key, part) for key, part in parts.items() if part is not None}
     for step in dict.fromkeys((0, cfg.num_steps - 1)):
@@ -256,7 +256,7 @@ def check_logger(path: str, logger: Any) -> None:
             raise ComponentError(f"metric_logger: {path} has no {method}; allowed: {allowed}")
 
 
-def _begin_rewards(cfg: DictConfig, dataset: Any) -> RewardTrial | None:
+def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
     """Start the trial of the rewards that are not ours, whose own are tried where they are made."""
     theirs = {
         name: node

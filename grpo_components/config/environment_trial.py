@@ -1,4 +1,4 @@
-"""The first rollout of an environment of the config: a made response to a prompt of the data."""
+"""Tries the environment of a config with one made-up response, before anything starts."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
 from grpo_components.config.building import build_environment, has_slots_apart
 from grpo_components.objective.component_errors import ComponentError, named_failure
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.environment_thread import EnvironmentThread
 from grpo_components.rollout.observation_text import encode_text
+from grpo_components.settings import Settings
 
-_ALLOWED = "a torchrl EnvBase with `ask`, as docs/environments.md has it"
+_ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
 
 
-def try_environment(cfg: DictConfig, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
+def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
     """Build the environment, ask it a prompt, and answer it once.
 
     Args:
         cfg: checked by preflight.
         tokenizer: of the config.
-        prompts: rows of the data set; an environment may fail with some of them, but not all.
+        prompts: rows of the data set; the environment must work with at least one of them.
 
     Raises:
-        ComponentError: what it is no environment by.
+        ComponentError: naming what is wrong with the environment.
     """
     name = cfg.environment._component_
     num_slots = 1 if has_slots_apart(cfg.environment) else min(cfg.group_size, 2)
     thread = EnvironmentThread(cfg.timeouts.rollout_s / 2)
 
     def call(function: Any, *args: Any) -> Any:
-        """In the thread, where `sys.exit` has to be caught."""
+        """Call in the environment's thread; there, `sys.exit` must be caught."""
         return thread.call(_guarded, name, function, *args)
 
     build = partial(
@@ -78,7 +78,7 @@ def _check_kind(name: str, env: Any, num_slots: int) -> None:
     if missing:
         made = f"{name} makes a {type(env).__name__} without {missing[0]}"
         raise ComponentError(f"environment: {made}; allowed: {_ALLOWED}")
-    from torchrl.envs import EnvBase  # takes seconds, which only an environment of one's own costs
+    from torchrl.envs import EnvBase  # takes seconds; only needed for a user's environment
 
     if not isinstance(env, EnvBase):
         made = f"{name} makes a {type(env).__name__}"
@@ -91,18 +91,18 @@ def _check_kind(name: str, env: Any, num_slots: int) -> None:
 def _roll_out(
     name: str, env: Any, call: Any, prompts: list[dict[str, Any]], response: list[int]
 ) -> None:
-    """One turn, as a collector makes it; see `rollout/collector.py`."""
+    """Make one turn, as `rollout/collector.py` does."""
     import torch
     from tensordict import NonTensorData, TensorDict, lazy_stack
 
     call(env.ask, prompts)
     slots = call(env.reset).unbind(0)
-    said = []
+    tokens_so_far = []
     for slot, prompt in zip(slots, prompts, strict=True):
         if not np.array_equal(slot.get("tokens", torch.empty(0)), prompt["prompt_ids"]):
-            problem = f"{name} does not begin with `tokens`, those of the prompt"
+            problem = f"{name} does not start with the prompt's tokens as `tokens`"
             raise ComponentError(f"environment: {problem}; allowed: {_ALLOWED}")
-        said.append(slot["tokens"].tolist() + response)
+        tokens_so_far.append(slot["tokens"].tolist() + response)
         size = len(response)
         slot.update(
             TensorDict(
@@ -114,16 +114,16 @@ def _roll_out(
             )
         )
     after = call(env.step, lazy_stack(list(slots), 0))
-    for slot, known in zip(after.unbind(0), said, strict=True):
+    for slot, known in zip(after.unbind(0), tokens_so_far, strict=True):
         _check_turn(name, slot["next"], known)
 
 
 def _check_turn(name: str, after: Any, known: list[int]) -> None:
     problem, given = "", set(after.keys())
     if missing := [key for key in ("tokens", "done", "reward") if key not in given]:
-        problem = f"sets no {missing[0]} in its step"
+        problem = f"does not set {missing[0]} in its step"
     elif not np.array_equal(after["tokens"].numpy()[: len(known)], known):
-        problem = "changes tokens that had been said before"
+        problem = "changes earlier tokens"
     elif bool(after["done"]) and not ("score" in given and isinstance(after["score"], Score)):
         problem = "ends a slot without a Score as its score"
     if problem:

@@ -1,4 +1,4 @@
-"""Refuses a `model` that is not the base model's, before anything starts."""
+"""Refuses a `model` that differs from the base model, before anything starts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from grpo_components.training.model_match import (
 
 
 def check_model(node: DictConfig, model: nn.Module, model_type: str, base: Path) -> None:
-    """Refuse a model that would train another policy than the one that generates.
+    """Refuse a model that computes another policy than the generators.
 
     Args:
         node: `model` of the config.
-        model: built from it, on any device; its weights have the names and shapes of the base's.
+        model: built from the node, on any device, with the base model's weight names and shapes.
         model_type: torchtune's name of the family.
-        base: folder of the base model, which generators run.
+        base: folder of the base model, which the generators run.
 
     Raises:
-        ValueError: naming the first key of `model` that makes a difference, its value, and that of
-            the base's config.json.
+        ValueError: naming the first key of `model` that differs, its value, and the value in
+            config.json of the base model.
     """
     hf_config = read_hf_config(base)
     kinds = HF_MODEL_TYPES[model_type]
@@ -40,7 +40,7 @@ def check_model(node: DictConfig, model: nn.Module, model_type: str, base: Path)
         fail("checkpointer.model_type", problem, allowed)
     try:
         found = list(differences(model, model_type, hf_config))
-    except Exception as error:  # of a module of the user's, or of values that no model has
+    except Exception as error:  # from a user's module, or from impossible values
         what = f"{type(error).__name__}: {error}"
         problem = f"{node._component_} cannot be compared with config.json of {base}, {what}"
         fail("model", problem, f"the builder of {base}")
@@ -61,7 +61,7 @@ def _refuse(node: DictConfig, difference: Difference, base: Path) -> None:
         fail(f"model.{name}", f"{found} given, and {theirs}", expected)
     builder = node._component_
     if name in inspect.signature(_get_component_from_path(builder)).parameters:
-        fail(f"model.{name}", f"not given, so that it is {found}, and {theirs}", expected)
+        fail(f"model.{name}", f"not given, so it is {found}, and {theirs}", expected)
     allowed = f"the builder of {base}" if difference.can_match else "a model without it"
     fail("model", f"{builder} has {name}: {found}, and {theirs}", allowed)
 

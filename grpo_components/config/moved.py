@@ -1,4 +1,4 @@
-"""Where a component went whose dotted path an older config still has."""
+"""New dotted paths of components that moved, for older configs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOVED = {
     "rollout.rewards": "rewards.maths",
     "rollout.supervised_dataset": "data.supervised_dataset",
 }
-"""Modules or components, the more exact ones first; both within the package."""
+"""Modules or components within the package, components before their module."""
 _PACKAGE = "grpo_components."
 
 

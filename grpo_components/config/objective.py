@@ -5,45 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from grpo_components.config.building import build
 from grpo_components.config.component_trial import try_components
-from grpo_components.config.schema import PENALTIES
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.losses import at_step
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.reward_shaping import RewardShaping
 from grpo_components.objective.schedules import as_schedule
+from grpo_components.setting_types import PENALTIES
+from grpo_components.settings import Settings
 
 _SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")
 
 
-def build_reward_shaping(cfg: DictConfig) -> RewardShaping:
+def build_reward_shaping(cfg: Settings) -> RewardShaping:
     """Build what takes penalties off the rewards; without any it changes nothing.
 
     Args:
         cfg: checked by preflight.
     """
-    settings = {key: cfg.reward_shaping[key] for key in _SHAPING}
+    settings = {key: getattr(cfg.reward_shaping, key) for key in _SHAPING}
     return RewardShaping(**settings, max_response_tokens=cfg.generator.max_response_tokens)
 
 
-def build_loss(cfg: DictConfig, default_loss: Callable[..., Any]) -> Callable[..., Any]:
+def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[..., Any]:
     """Build the policy loss: the component that the config names, else the recipe's own.
 
     Args:
         cfg: checked by preflight.
         default_loss: called with the tokens and the `clip_low` and `clip_high` of the step.
     """
-    section = {key: cfg.loss[key] for key in cfg.loss if key not in PENALTIES}
+    section = {str(key): cfg.loss[key] for key in cfg.loss if key not in PENALTIES}
     if "_component_" in section:
         return build("loss", OmegaConf.create(section))
     return at_step(default_loss, section)
 
 
-def build_penalties(cfg: DictConfig) -> Penalties:
+def build_penalties(cfg: Settings) -> Penalties:
     """Build the terms that are added to every loss.
 
     Args:
@@ -53,7 +54,7 @@ def build_penalties(cfg: DictConfig) -> Penalties:
 
 
 def build_objective(
-    cfg: DictConfig, default_loss: Callable[..., Any], tokenizer: Any, dataset: Any
+    cfg: Settings, default_loss: Callable[..., Any], tokenizer: Any, dataset: Any
 ) -> Objective:
     """Build every part from its node, and call each component of the config once.
 

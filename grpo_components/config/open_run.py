@@ -1,12 +1,10 @@
-"""Opens a run's folder and everything that records it, as its config says."""
+"""Opens a run's folder, and builds everything that records the run."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig
 
 from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.component_trial import check_logger
@@ -24,11 +22,12 @@ from grpo_components.records.run import RunRecords
 from grpo_components.records.run_log import RunLog
 from grpo_components.replay.event_log import EventLog, open_event_order
 from grpo_components.replay.recorded_run import read_original
+from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
 
 
 def open_run(
-    cfg: DictConfig,
+    cfg: Settings,
     ledger: Ledger,
     prompts: Stateful,
     temperature: Schedule,
@@ -40,13 +39,13 @@ def open_run(
     Args:
         cfg: checked by preflight; written to the folder.
         ledger: of the run, new.
-        prompts: that the ledger draws from, at their start.
+        prompts: the ledger's source, at its start.
         temperature: of sampling, by training step.
         dataset: to train on.
-        held_out: to be evaluated on.
+        held_out: to evaluate on.
 
     Raises:
-        ValueError: if there is no such checkpoint, or the data set has other rows.
+        ValueError: if the checkpoint does not exist, or the data set has changed.
     """
     start = begin_run(cfg, ledger, prompts)
     original = read_original(cfg.replay_events) if cfg.replay_events else None
@@ -81,15 +80,15 @@ def open_run(
     )
 
 
-def open_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
-    """The run log, with the notes of the start and of the data sets shown first.
+def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
+    """Open the run log, and show the notes on the start and the data sets.
 
     Args:
         cfg: checked by preflight.
-        attempt: which life of the run.
-        note: what the person who watches should know first; may be empty.
-        dataset: to train on; its `note`, where it has one, is shown.
-        held_out: to be evaluated on; its note, and how many of its prompts are trained on.
+        attempt: 0 for the first start of the run, +1 for each resume.
+        note: the first line to show; may be empty.
+        dataset: to train on; its `note` is shown, if it has one.
+        held_out: to evaluate on; shows its `note`, and how many prompts are also trained on.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
@@ -99,6 +98,6 @@ def open_log(cfg: DictConfig, attempt: int, note: str, dataset: Any, held_out: A
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     trains = not (cfg.eval_only or cfg.rollout_only)
     shared = shared_prompts(dataset, held_out) if trains else ""
-    for told in filter(None, (note, getattr(dataset, "note", ""), left_out, shared)):
-        run_log.note(told)
+    for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared)):
+        run_log.note(line)
     return run_log

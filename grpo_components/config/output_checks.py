@@ -12,31 +12,32 @@ from grpo_components.records.folder_lock import refuse_folder_in_use, short
 from grpo_components.records.output_folder import is_used, real_path
 from grpo_components.records.resume import find_checkpoint, run_of
 from grpo_components.replay.recorded_run import run_folder
+from grpo_components.settings import Settings
 
 _INPUTS = {
     *("base_model_path", "checkpointer.checkpoint_dir", "reward_model.path", "eval_only"),
     *("train_from", "replay_events", "dataset.source", "eval_dataset.source"),
     *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path"),
 }
-"""Keys that name a file or folder to read. Elsewhere a text may mean a folder if it has a slash."""
+"""Keys of files and folders to read. Other text counts as a path if it has a slash."""
 _OUTPUTS = ("output_dir", "checkpointer.output_dir", "metric_logger.", "profiler.")
-"""Keys, or beginnings of keys, of what the run writes."""
+"""Prefixes of the keys of what the run writes."""
 
 
-def check_inputs(values: dict[str, Any]) -> None:
-    """Refuse an output_dir that holds what the run reads, or lies in it, through links as well.
+def check_inputs(settings: Settings) -> None:
+    """Refuse an output_dir that holds what the run reads, or lies in it; follows links.
 
-    A used output_dir is moved aside, with everything that lies in it.
+    A used output_dir is moved aside with everything in it.
 
     Args:
-        values: of the config.
+        settings: each value within its own bounds.
 
     Raises:
         ValueError: naming output_dir and the other key.
     """
-    output_dir = real_path(values["output_dir"])
+    output_dir = real_path(settings.output_dir)
     alone = "a folder for this run alone"
-    for key, named in _paths("", values):
+    for key, named in _paths("", settings.model_dump()):
         path = real_path(named)
         if path.is_relative_to(output_dir):
             problem = f"{short(Path(named))} lies in {short(output_dir)}, and {key} names it"
@@ -51,32 +52,32 @@ def check_inputs(values: dict[str, Any]) -> None:
         fail("output_dir", f"{short(nearest)} is not a folder to write to", "a writable place")
 
 
-def check_folder(values: dict[str, Any]) -> None:
-    """Refuse an output_dir that another process has, or that holds what no run wrote.
+def check_folder(settings: Settings) -> None:
+    """Refuse an output_dir that another process uses, or that holds files no run wrote.
 
-    `begin_run` checks it again, with the folder locked.
+    `begin_run` checks again, with the folder locked.
 
     Args:
-        values: of the config.
+        settings: each value within its own bounds.
 
     Raises:
         ValueError: naming output_dir.
     """
-    output_dir = real_path(values["output_dir"])
-    refuse_folder_in_use(output_dir)  # before what it holds is looked at
-    checkpoint = find_checkpoint(values["resume_from_checkpoint"], output_dir)
+    output_dir = real_path(settings.output_dir)
+    refuse_folder_in_use(output_dir)  # before its contents are read
+    checkpoint = find_checkpoint(settings.resume_from_checkpoint, output_dir)
     if checkpoint is not None and run_of(checkpoint) == output_dir:
-        return  # it goes on where it is
+        return  # the run goes on in its own folder
     if checkpoint is not None and output_dir.is_relative_to(checkpoint):
         problem = f"{short(output_dir)} lies in the checkpoint of resume_from_checkpoint"
         fail("output_dir", problem, "a folder outside of it")
     if is_used(output_dir) and checkpoint is not None and checkpoint.is_relative_to(output_dir):
-        problem = f"{short(output_dir)} holds the checkpoint of resume_from_checkpoint, not as a "
-        fail("output_dir", problem + "run's in checkpoints", "another folder")
+        problem = f"{short(output_dir)} holds the checkpoint of resume_from_checkpoint, but not in "
+        fail("output_dir", problem + "a run's folder checkpoints", "another folder")
 
 
 def _paths(key: str, given: Any) -> Iterator[tuple[str, str]]:
-    """Every file and folder that is there and that a config names, with its key."""
+    """Existing files and folders that a config names, each with its key."""
     if key.startswith(_OUTPUTS) or key in ("resume_from_checkpoint", "log_level"):
         return
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Paths of a config: `~` is expanded, and each can be looked up before anything depends on it."""
+"""Expands `~` in the paths of a config, and refuses paths that no system call takes."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from typing import Any
 from grpo_components.errors import fail, shown
 
 PATH_KEYS = ("path", "dir", "file", "folder", "source", "eval_only", "train_from", "replay_events")
-"""How the keys of paths end, also among a component's arguments."""
+"""Last words of the keys of paths, also among a component's arguments."""
 _SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
 _ROOM_IN_OUTPUT_DIR = 512
-"""Bytes that the paths of a run's own files need, and its name when it is moved aside."""
+"""Bytes for the names of a run's files, and for the number of a folder that is moved aside."""
 
 
 def expand_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values with `~` expanded where a key is one of a path.
+    """Return the same values with `~` expanded in every path.
 
     Args:
         values: of a config, resolved.
 
     Raises:
-        ValueError: naming the key of a path that no system call takes: too long, with a null byte,
-            of an unknown user, through a circle of links, or in a folder that may not be read.
+        ValueError: naming the key of a path that cannot be looked up: too long, with a null byte,
+            of an unknown user, through a circle of links, or in a folder without permission.
     """
     expanded = {key: _expanded(key, value) for key, value in values.items()}
     output_dir = os.path.abspath(expanded["output_dir"])
     longest = os.pathconf("/", "PC_PATH_MAX") - _ROOM_IN_OUTPUT_DIR
     name = os.pathconf("/", "PC_NAME_MAX") - len("-999999")
     if len(os.fsencode(output_dir)) > longest or len(os.fsencode(Path(output_dir).name)) > name:
-        problem = f"{shown(expanded['output_dir'])} given, and the run's files have longer paths"
-        fail("output_dir", problem, f"{longest} bytes, and {name} in its last name")
+        problem = f"{shown(expanded['output_dir'])} given, too long for the run's files in it"
+        allowed = f"at most {longest} bytes, and {name} in the last name"
+        fail("output_dir", problem, allowed)
     return expanded
 
 
 def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
-    """The `config.json` of a model's folder.
+    """Read the `config.json` of a model's folder.
 
     Args:
         key: of the folder.
-        folder: that has the file.
+        folder: with the file.
 
     Raises:
-        ValueError: naming the key, if it cannot be read, is no JSON object, or has no size where
-            it should have one.
+        ValueError: naming the key, if the file cannot be read, is no JSON object, or has a size
+            that is not a whole number.
     """
     path, allowed = folder / "config.json", "a folder with the config.json of its model"
     try:
@@ -65,7 +66,7 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def is_path(key: str) -> bool:
-    """Whether the last name of a key is that of a path."""
+    """Whether a key holds a path, by its last name."""
     name = key.rpartition(".")[2]
     return name.endswith(tuple(f"_{word}" for word in PATH_KEYS)) or name in (
         *PATH_KEYS,
@@ -97,9 +98,9 @@ def _checked(key: str, text: str) -> str:
     except RuntimeError:  # of pathlib, at a circle of links
         fail(key, f"{shown(text)} given, a circle of links", "a path that can be looked up")
     except UnicodeError:
-        fail(key, f"{shown(text)} given, which no file can be called", "a path")
+        fail(key, f"{shown(text)} given, which cannot be a file name", "a path")
     except ValueError as error:
-        if str(error).startswith(key):
+        if str(error).startswith(key):  # from `fail` above
             raise
         fail(key, f"{shown(text)} given: {error}", "a path that can be looked up")
     return path

@@ -1,4 +1,4 @@
-"""Refuses a config whose held-out prompts have another form than those that are trained on."""
+"""Refuses a config whose held-out prompts differ in form from the prompts to train on."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from typing import Any
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.errors import fail, shown
+from grpo_components.settings import Settings
 
 _FORMS_PROMPTS = re.compile(r"template|system|thinking|instruction|few_?shot|tools")
-"""In names of a data set's arguments: those of ours (`prompt_template`, `chat_template`,
-`system_prompt`), and those that data sets of users have for the same ends."""
+"""In names of arguments: of our data sets (`prompt_template`, `chat_template`, `system_prompt`),
+and names that users' data sets often have for the same purpose."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What forms the prompts of one data set."""
+    """Arguments of a data set that decide on the form of its prompts."""
 
     values: Mapping[str, Any]
-    """By argument, defaults included."""
+    """By name, defaults included."""
     open: bool
     """Whether the data set takes arguments of any name."""
 
 
-def check_same_prompts(v: Mapping[str, Any]) -> None:
-    """Compare what forms the prompts of `dataset` and `eval_dataset`, defaults included.
+def check_same_prompts(settings: Settings) -> None:
+    """Compare the form of the prompts of `dataset` and `eval_dataset`, defaults included.
 
-    Of a mix to train on, each part's form is known to the policy. What only one of the two data
-    sets can be given is not compared.
+    If `dataset` is a mix, the form of any of its parts will do. Arguments that only one of the two
+    data sets takes are not compared.
 
     Args:
-        v: all values of a config; its components can be imported.
+        settings: whose components can be imported.
 
     Raises:
         ValueError: naming the first key of `eval_dataset` that differs, and that of `dataset`.
     """
-    apart = v["eval_only"] or v["rollout_only"] or v["train_from"]  # one of the two goes unused
-    if apart or v["eval"]["allow_other_prompts"]:
+    only_one = settings.eval_only or settings.rollout_only or settings.train_from
+    if only_one or settings.eval.allow_other_prompts:
         return
-    trained = list(_forms("dataset", v["dataset"]))
-    for key, form in _forms("eval_dataset", v["eval_dataset"]):
+    trained = list(_forms("dataset", settings.dataset))
+    for key, form in _forms("eval_dataset", settings.eval_dataset):
         where, differing = min(
             ((other, _differing(form, known)) for other, known in trained),
             key=lambda found: len(found[1]),
@@ -51,13 +52,13 @@ def check_same_prompts(v: Mapping[str, Any]) -> None:
         if differing:
             name, found, expected = differing[0]
             problem = f"{shown(found)}, and {where}.{name} is {shown(expected)}: held-out prompts "
-            problem += "would have another form"
+            problem += "would look different"
             allowed = f"${{{where}.{name}}}, or eval.allow_other_prompts: true"
             fail(f"{key}.{name}", problem, allowed)
 
 
 def _forms(key: str, node: Mapping[str, Any]) -> Iterator[tuple[str, _Form]]:
-    """What forms the prompts of a data set, or of each part of a mix, by its key."""
+    """Key and form of a data set, or of each part of a mix."""
     parts = node.get("parts")
     if isinstance(parts, Mapping) and all(
         isinstance(part, Mapping) and "_component_" in part for part in parts.values()
@@ -80,7 +81,7 @@ def _form(node: Mapping[str, Any]) -> _Form:
 
 
 def _differing(form: _Form, known: _Form) -> list[tuple[str, Any, Any]]:
-    """Name and both values of what differs; an open data set has null where it is given nothing."""
+    """Name and both values of what differs; an open data set has null for what is not given."""
     pairs = [
         (name, form.values.get(name), known.values.get(name))
         for name in {**known.values, **form.values}

@@ -9,10 +9,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.config.schema import SCHEMA, read_section
+from grpo_components.config.reading import read_settings
 from grpo_components.errors import fail, shown
 from grpo_components.replay.recorded_run import FORMAT, read_events, read_json_lines, run_folder
 from grpo_components.replay.schedule import schedule_file
+from grpo_components.settings import Settings
 
 FREE = (
     *("output_dir", "log_level", "replay_events", "gpus_per_generator", "gpus_per_trainer"),
@@ -22,38 +23,35 @@ FREE = (
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     "log_token_logprobs",
 )
-"""Keys that a replay may change: what is trained does not depend on them. `base_model_path` may
-change, too, where the same model lies elsewhere."""
-
-
+"""Keys that a replay may change, because training does not depend on them. `base_model_path` may
+also change, to another copy of the same model."""
 _ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
 
 
-def check_replay(values: dict[str, Any]) -> None:
-    """Say why a run cannot be replayed, or not with this config.
+def check_replay(settings: Settings) -> None:
+    """Refuse a `replay_events` that cannot be replayed, or not with this config.
 
     Args:
-        values: of the config, checked.
+        settings: each value within its own bounds.
 
     Raises:
         ValueError: for the first reason found.
     """
-    if values["replay_events"] is None:
+    if settings.replay_events is None:
         return
-    if values["device"] != "cpu":
-        fail("device", f"{values['device']} given with replay_events", "cpu")
-    if values["resume_from_checkpoint"] is not False:
+    if settings.device != "cpu":
+        fail("device", f"{settings.device} given with replay_events", "cpu")
+    if settings.resume_from_checkpoint is not False:
         problem = "given with replay_events, which replays a run from its start"
         fail("resume_from_checkpoint", problem, "false")
-    run, output_dir = run_folder(values["replay_events"]), Path(values["output_dir"]).resolve()
+    run, output_dir = run_folder(settings.replay_events), Path(settings.output_dir).resolve()
     if run.is_relative_to(output_dir):
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
     _check_there(run, "config.yaml", "receipts.jsonl", "logs/events.jsonl")
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    _check_keys(saved, values)
-    _check_there(
-        run, *(f"{schedule_file(Path('logs'), n)}" for n in range(values["num_generators"]))
-    )
+    _check_keys(saved, settings.model_dump())
+    names = (schedule_file(Path("logs"), n) for n in range(settings.num_generators))
+    _check_there(run, *map(str, names))
     try:
         receipts, events = read_json_lines(run / "receipts.jsonl"), read_events(run)
     except json.JSONDecodeError:  # a run that was killed leaves a torn line
@@ -61,12 +59,12 @@ def check_replay(values: dict[str, Any]) -> None:
     if not receipts or not events or not receipts[-1].get("finished"):
         fail("replay_events", f"the run in {run} did not finish", _ALLOWED)
     if events[0].get("format") != FORMAT:
-        problem = f"the log of {run} is of format {events[0].get('format')}"
+        problem = f"the log of {run} has format {events[0].get('format')}"
         fail("replay_events", problem, f"one of this version, format {FORMAT}")
     rolled_back = any(event["event"] == "rollback" for event in events)
     if rolled_back or any(line["attempt"] > 0 for line in (*receipts, *events)):
         what = "rollback" if rolled_back else "resume"
-        problem = f"the run in {run} had a {what}, and what was lost with it is in no log"
+        problem = f"the run in {run} had a {what}, and no log has the steps that were lost"
         fail("replay_events", problem, "a run of one attempt")
     if lost := [event["role"] for event in events if event.get("given_up")]:
         fail("replay_events", f"the run in {run} gave {lost[0]} up", "one that kept its generators")
@@ -80,11 +78,18 @@ def _check_there(run: Path, *names: str) -> None:
 
 def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
+    before = _with_defaults(saved, given)
     for key in given:
         if key not in FREE:
-            # A key that is younger than the run has the default there: it is what the run did.
-            before = saved if key in saved else read_section({key: SCHEMA[key]}, {}, "")
             _compare(key, _elsewhere(before[key], moved), given[key])
+
+
+def _with_defaults(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with the defaults of keys that are younger than it: so its run behaved."""
+    required = {
+        key: given[key] for key, field in Settings.model_fields.items() if field.is_required()
+    }
+    return {**read_settings(required).model_dump(), **saved}
 
 
 def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:

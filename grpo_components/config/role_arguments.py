@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from torchtune import config
 
 from grpo_components.cluster.cluster import engine_environment
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
-from grpo_components.config.schema import TRUNCATION
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
@@ -26,6 +24,7 @@ from grpo_components.rollout.generator_options import (
     RewardOptions,
     SamplingOptions,
 )
+from grpo_components.settings import TRUNCATION, Settings
 from grpo_components.training.skipped_steps import skipped_folder
 from grpo_components.training.trainer_options import (
     BatchOptions,
@@ -49,7 +48,7 @@ class RoleArguments:
 
 
 def role_arguments(
-    cfg: DictConfig,
+    cfg: Settings,
     *,
     contract: StalenessContract,
     objective: ObjectiveOptions,
@@ -86,11 +85,11 @@ def role_arguments(
     )
 
 
-def _gpus(cfg: DictConfig, per_role: float) -> float:
+def _gpus(cfg: Settings, per_role: float) -> float:
     return per_role if cfg.device == "cuda" else 0
 
 
-def _replay_buffer(cfg: DictConfig, contract: StalenessContract) -> dict[str, Any]:
+def _replay_buffer(cfg: Settings, contract: StalenessContract) -> dict[str, Any]:
     return {
         "contract": contract,
         "stale_tokens": cfg.stale_tokens,
@@ -99,7 +98,7 @@ def _replay_buffer(cfg: DictConfig, contract: StalenessContract) -> dict[str, An
 
 
 def _trainer(
-    cfg: DictConfig,
+    cfg: Settings,
     cpu_threads: int,
     contract: StalenessContract,
     objective: ObjectiveOptions,
@@ -135,7 +134,7 @@ def _trainer(
     }
 
 
-def _rank_options(cfg: DictConfig, rendezvous: str) -> RankOptions:
+def _rank_options(cfg: Settings, rendezvous: str) -> RankOptions:
     sharding = Sharding(
         replicate=cfg.data_parallel_replicate_dim,
         tensor=cfg.tensor_parallel_dim,
@@ -151,7 +150,7 @@ def _rank_options(cfg: DictConfig, rendezvous: str) -> RankOptions:
     )
 
 
-def _optimizer_options(cfg: DictConfig) -> OptimizerOptions:
+def _optimizer_options(cfg: Settings) -> OptimizerOptions:
     optimizer, learning_rate = split_learning_rate(cfg.optimizer)
     steps, build_lr_scheduler = cfg.num_steps, None
     if cfg.lr_scheduler:
@@ -164,7 +163,7 @@ def _optimizer_options(cfg: DictConfig) -> OptimizerOptions:
     )
 
 
-def _diagnostics_options(cfg: DictConfig) -> DiagnosticsOptions:
+def _diagnostics_options(cfg: Settings) -> DiagnosticsOptions:
     profiles = cfg.profiler.enabled
     return DiagnosticsOptions(
         log_peak_memory_stats=cfg.log_peak_memory_stats,
@@ -174,7 +173,7 @@ def _diagnostics_options(cfg: DictConfig) -> DiagnosticsOptions:
     )
 
 
-def _reference(cfg: DictConfig, cpu_threads: int) -> dict[str, Any]:
+def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_reference),
@@ -189,7 +188,7 @@ def _reference(cfg: DictConfig, cpu_threads: int) -> dict[str, Any]:
     }
 
 
-def _reward_model(cfg: DictConfig, cpu_threads: int) -> dict[str, Any]:
+def _reward_model(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_reward_model),
@@ -203,7 +202,7 @@ def _reward_model(cfg: DictConfig, cpu_threads: int) -> dict[str, Any]:
 
 
 def _generator(
-    cfg: DictConfig,
+    cfg: Settings,
     cpu_threads: int,
     stop_tokens: Sequence[int],
     longest_prompt: int,
@@ -244,7 +243,7 @@ def _generator(
     }
 
 
-def _engine_options(cfg: DictConfig, longest_prompt: int) -> EngineOptions:
+def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
     options = cfg.generator
     return EngineOptions(
         model_path=cfg.base_model_path,
@@ -253,15 +252,15 @@ def _engine_options(cfg: DictConfig, longest_prompt: int) -> EngineOptions:
         max_model_len=options.max_model_len or longest_prompt + options.max_response_tokens,
         max_num_seqs=options.max_num_seqs,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        enforce_eager=options.enforce_eager,
+        enforce_eager=bool(options.enforce_eager),  # preflight replaced null
         recompute_kv_after_pull=cfg.recompute_kv_after_pull,
     )
 
 
-def _replay_options(cfg: DictConfig) -> ReplayOptions:
+def _replay_options(cfg: Settings) -> ReplayOptions:
     replayed = cfg.replay_events
     return ReplayOptions(
         schedule_folder=str(Path(cfg.output_dir) / "logs"),
         replayed_folder=str(run_folder(replayed) / "logs") if replayed else None,
-        timeout_s=stall_limit_s(cfg.timeouts),
+        timeout_s=stall_limit_s(cfg.timeouts.rollout_s),
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omegaconf import DictConfig
-
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.handles import (
     GeneratorHandle,
@@ -21,6 +19,7 @@ from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.offline.partial_runs import roles_of
+from grpo_components.settings import Settings
 from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths: each role's module is imported in the role's own process only.
@@ -33,7 +32,7 @@ PARAMETER_SERVER = "grpo_components.exchange.parameter_server.VLLMParameterServe
 
 
 def start_roles(
-    cfg: DictConfig,
+    cfg: Settings,
     cluster: Cluster,
     ledger: Ledger,
     contract: StalenessContract,

@@ -1,93 +1,45 @@
-"""Checks of how the trainer is laid out over ranks and memory: what cannot run, and why."""
+"""Checks how the trainer is laid out over ranks and memory."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_components.config.schema import bending
+from omegaconf import DictConfig
+
 from grpo_components.errors import fail
 from grpo_components.models.tensor_parallel import FAMILIES
+from grpo_components.settings import Settings, biasing
 
-OFFLOADS = ("enable_activation_offloading", "fsdp_cpu_offload")
+MAX_GENERATOR_KL = {"fp32": 1e-4, "bf16": 0.05}
+"""Largest k3 of fresh tokens, in nats per token, by `dtype`; docs/training.md has the reasons."""
 
 
-def check_training(v: dict[str, Any]) -> None:
+def check_training(settings: Settings) -> None:
     """Check keys of the trainer with each other and with this machine.
 
     Args:
-        v: all values of a config, each within its own rule.
+        settings: each value within its own bounds.
 
     Raises:
         ValueError: naming the key.
     """
-    _check_ranks(v)
-    if v["device"] == "cpu":
-        for key in ("dtype", "reduce_dtype"):
-            if v[key] != "fp32":
-                problem = f"{v[key]} given with device: cpu, where rounding would save nothing"
-                fail(key, problem, "fp32, or device: cuda")
-        for key in OFFLOADS:
-            if v[key]:
-                problem = "true given with device: cpu, where everything is in CPU memory already"
-                fail(key, problem, "false, or device: cuda")
-    if v["enable_activation_offloading"] and not v["enable_activation_checkpointing"]:
+    _check_ranks(settings)
+    if settings.device == "cpu":
+        _check_cpu(settings)
+    if settings.enable_activation_offloading and not settings.enable_activation_checkpointing:
         problem = "true given without checkpointing: every intermediate value would be copied"
         allowed = "false, or enable_activation_checkpointing: true"
         fail("enable_activation_offloading", problem, allowed)
-    _check_optimizer(v["optimizer"], v["device"])
-    if v["compile"]:
-        if v["tensor_parallel_dim"] > 1:
-            problem = f"true given with tensor_parallel_dim: {v['tensor_parallel_dim']}, and "
+    _check_optimizer(settings.optimizer, settings.device)
+    if settings.compile:
+        if settings.tensor_parallel_dim > 1:
+            problem = f"true given with tensor_parallel_dim: {settings.tensor_parallel_dim}, and "
             problem += "torch.compile fails on layers that are split over ranks"
             fail("compile", problem, "false, or tensor_parallel_dim: 1")
-        _check_compiler("compile", "true given", v["device"], "false")
-
-
-def _check_optimizer(node: dict[str, Any], device: str) -> None:
-    path = node["_component_"]
-    name = path.rpartition(".")[2]
-    if not path.startswith("torchao."):
-        return
-    allowed = "torch.optim.AdamW, torchao.optim.AdamW8bit"
-    if name == "CPUOffloadOptimizer":
-        problem = f"{path} given, which takes gradients away during backward: before they are "
-        problem += "clipped, and before NaN is found in them"
-        fail("optimizer", problem, f"{allowed}, on CUDA with fsdp_cpu_offload: true")
-    if name.endswith(("4bit", "Fp8")):
-        problem = f"{path} given, whose step fails on parameters that FSDP2 has sharded"
-        fail("optimizer", problem, allowed)
-    if node.get("eps") is None:
-        problem = f"{path} given without eps: 8 bits round small second moments to 0, and with its "
-        problem += "default of 1e-8 such parameters then move many times too far"
-        fail("optimizer", problem, "optimizer.eps not small against your gradients (1e-5, say)")
-    _check_compiler(
-        "optimizer", f"{path} given, whose step is compiled", device, "torch.optim.AdamW"
-    )
-
-
-def _check_ranks(v: dict[str, Any]) -> None:
-    ranks, tensor = v["num_trainers"], v["tensor_parallel_dim"]
-    replicate = v["data_parallel_replicate_dim"]
-    model_type = v["checkpointer"]["model_type"]
-    if tensor > 1 and model_type not in FAMILIES:
-        problem = f"{tensor} given, and there is no tensor-parallel plan for {model_type}"
-        fail("tensor_parallel_dim", problem, f"1, or one of {', '.join(FAMILIES)}")
-    if ranks % tensor:
-        problem = f"{tensor} given, which does not divide num_trainers: {ranks}"
-        fail("tensor_parallel_dim", problem, "a divisor of num_trainers")
-    if (ranks // tensor) % replicate:
-        problem = f"{replicate} given, which does not divide "
-        problem += f"num_trainers / tensor_parallel_dim = {ranks // tensor}"
-        fail("data_parallel_replicate_dim", problem, "a divisor of it")
-    samples, parts = v["groups_per_step"] * v["group_size"], ranks // tensor
-    if parts * v["updates_per_batch"] > samples:
-        problem = f"{ranks} given, and a step has {samples} samples"
-        allowed = f"num_trainers / tensor_parallel_dim x updates_per_batch at most {samples}"
-        fail("num_trainers", problem, allowed)
+        _check_compiler("compile", "true given", settings.device, "false")
 
 
 def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
@@ -98,13 +50,84 @@ def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
         hf_config: of the checkpoint.
 
     Raises:
-        ValueError: naming the number that it does not divide.
+        ValueError: naming the number that `tensor` does not divide.
     """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = hf_config.get(name) or tensor
         if size % tensor:
             problem = f"{tensor} given, and the model's {name} is {size}"
             fail("tensor_parallel_dim", problem, f"a divisor of {size}")
+
+
+def default_bound(settings: Settings) -> float | None:
+    """Default of `max_generator_kl`.
+
+    Args:
+        settings: each value within its own bounds.
+
+    Returns:
+        The bound of its `dtype`; None where the sampler is biased, so that trainer and generator
+        are meant to differ.
+    """
+    return None if biasing(settings.generator) else MAX_GENERATOR_KL[settings.dtype]
+
+
+def _check_cpu(settings: Settings) -> None:
+    if settings.packing:
+        problem = "true given with device: cpu, where flex attention has no backward"
+        fail("packing", problem, "false, or device: cuda")
+    for key in ("dtype", "reduce_dtype"):
+        if (given := getattr(settings, key)) != "fp32":
+            problem = f"{given} given with device: cpu, where rounding saves nothing"
+            fail(key, problem, "fp32, or device: cuda")
+    for key in ("enable_activation_offloading", "fsdp_cpu_offload"):
+        if getattr(settings, key):
+            problem = "true given with device: cpu, where everything is in CPU memory already"
+            fail(key, problem, "false, or device: cuda")
+
+
+def _check_optimizer(node: DictConfig, device: str) -> None:
+    path = node["_component_"]
+    name = path.rpartition(".")[2]
+    if not path.startswith("torchao."):
+        return
+    allowed = "torch.optim.AdamW, torchao.optim.AdamW8bit"
+    if name == "CPUOffloadOptimizer":
+        problem = f"{path} given, which takes gradients away during backward: before they are "
+        problem += "clipped and checked for NaN"
+        fail("optimizer", problem, f"{allowed}, on CUDA with fsdp_cpu_offload: true")
+    if name.endswith(("4bit", "Fp8")):
+        problem = f"{path} given, whose step fails on parameters that FSDP2 has sharded"
+        fail("optimizer", problem, allowed)
+    if node.get("eps") is None:
+        problem = f"{path} given without eps: 8 bits round small second moments to 0, and with the "
+        problem += "default of 1e-8 such parameters then move many times too far"
+        fail("optimizer", problem, "optimizer.eps not small against your gradients (1e-5, say)")
+    _check_compiler(
+        "optimizer", f"{path} given, whose step is compiled", device, "torch.optim.AdamW"
+    )
+
+
+def _check_ranks(settings: Settings) -> None:
+    ranks, tensor = settings.num_trainers, settings.tensor_parallel_dim
+    replicate = settings.data_parallel_replicate_dim
+    model_type = settings.checkpointer["model_type"]
+    if tensor > 1 and model_type not in FAMILIES:
+        problem = f"{tensor} given, and there is no tensor-parallel plan for {model_type}"
+        fail("tensor_parallel_dim", problem, f"1, or one of {', '.join(FAMILIES)}")
+    if ranks % tensor:
+        problem = f"{tensor} given, which does not divide num_trainers: {ranks}"
+        fail("tensor_parallel_dim", problem, "a divisor of num_trainers")
+    parts = ranks // tensor
+    if parts % replicate:
+        problem = f"{replicate} given, which does not divide "
+        problem += f"num_trainers / tensor_parallel_dim = {parts}"
+        fail("data_parallel_replicate_dim", problem, f"a divisor of {parts}")
+    samples = settings.groups_per_step * settings.group_size
+    if parts * settings.updates_per_batch > samples:
+        problem = f"{ranks} given, and a step has {samples} samples"
+        allowed = f"num_trainers / tensor_parallel_dim x updates_per_batch at most {samples}"
+        fail("num_trainers", problem, allowed)
 
 
 def _check_compiler(key: str, given: str, device: str, otherwise: str) -> None:
@@ -115,22 +138,3 @@ def _check_compiler(key: str, given: str, device: str, otherwise: str) -> None:
     if device == "cuda" and find_spec("triton") is None:
         problem = f"{given}, and torch.compile needs the package triton on CUDA"
         fail(key, problem, f"{otherwise}, or `pip install triton` first")
-
-
-MAX_GENERATOR_KL = {"fp32": 1e-4, "bf16": 0.05}
-"""Largest k3 of fresh tokens, in nats per token, by `dtype`; docs/training.md has the reasons."""
-
-
-def default_bound(values: Mapping[str, Any]) -> float | None:
-    """The bound of a config that does not say one.
-
-    Args:
-        values: all values of a config, each within its own rule.
-
-    Returns:
-        That of its `dtype`; None where the sampler bends the distribution, so that the two are
-        meant to differ.
-    """
-    if bending(values["generator"]):
-        return None
-    return MAX_GENERATOR_KL[values["dtype"]]

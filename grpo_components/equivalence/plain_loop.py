@@ -7,14 +7,14 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from omegaconf import DictConfig
 from torchtune import config
 
 from grpo_components.equivalence.roles import GENERATOR, TRAINER, RoleProcess, tiny_arguments
+from grpo_components.settings import Settings
 from grpo_components.trajectory import PackedTrajectories, concatenate
 
 
-def plain_loop(cfg: DictConfig, scratch: Path) -> tuple[list[PackedTrajectories], Path]:
+def plain_loop(cfg: Settings, scratch: Path) -> tuple[list[PackedTrajectories], Path]:
     """Train synchronously: generate groups one by one, train a step, load the weights, repeat.
 
     Args:

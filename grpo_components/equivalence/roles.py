@@ -32,6 +32,7 @@ from grpo_components.objective.losses import GRPOLoss
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
 from grpo_components.rollout.generator_options import EngineOptions
+from grpo_components.settings import Settings
 from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths, so that each class is imported only in its own process.
@@ -162,7 +163,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 # ---- arguments of the roles ---------------------------------------------------------------------
 
 
-def tiny_config(output_dir: Path, *overrides: str) -> DictConfig:
+def tiny_config(output_dir: Path, *overrides: str) -> Settings:
     """The validated config `tiny_async_grpo` with overrides.
 
     Args:
@@ -174,7 +175,7 @@ def tiny_config(output_dir: Path, *overrides: str) -> DictConfig:
     return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
 
 
-def tiny_arguments(cfg: DictConfig, rendezvous: Path) -> tuple[RoleArguments, Prompts]:
+def tiny_arguments(cfg: Settings, rendezvous: Path) -> tuple[RoleArguments, Prompts]:
     """The arguments that the recipe gives its roles, and the prompts in its order.
 
     Args:

@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
-from omegaconf import DictConfig
-
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleLostError
 from grpo_components.evaluation.metrics import evaluation_metrics
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import evaluated_version
+from grpo_components.settings import Settings
 
 Results = list[dict[str, Any]]
 Scored = Callable[[int, Results], Results]
@@ -173,7 +172,7 @@ async def _none_lost(calls: Iterable[Awaitable[Any]]) -> list[Any] | None:
 
 
 def build_evaluation(
-    cfg: DictConfig,
+    cfg: Settings,
     held_out: Sequence[Any],
     temperature: Schedule,
     scored: Scored,

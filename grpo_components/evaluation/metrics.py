@@ -9,6 +9,7 @@ from statistics import fmean, pvariance, stdev
 from typing import Any
 
 from grpo_components.errors import fail, shown
+from grpo_components.settings import Settings
 
 _Z = 1.959964
 """Normal quantile of a two-sided 95 % interval."""
@@ -92,21 +93,21 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values) - half, fmean(values) + half
 
 
-def check_keep_best(values: Mapping[str, Any]) -> None:
-    """Refuse a `keep_best` that no evaluation measures, or that would not rate every checkpoint.
+def check_keep_best(cfg: Settings) -> None:
+    """Refuse a `keep_best` that no evaluation measures, or that misses checkpoints.
 
     Args:
-        values: values of the config, by key.
+        cfg: each value within its own bounds.
 
     Raises:
         ValueError: a key has a wrong value; names the key.
     """
-    metric, samples = values["keep_best"], values["eval"]["samples_per_prompt"]
+    metric, samples = cfg.keep_best, cfg.eval.samples_per_prompt
     allowed = ["eval/success_rate", "eval/reward_mean"]
     allowed += [f"eval/pass_at_{2**i}" for i in range(1, samples.bit_length())]
     if metric is not None and metric not in allowed:
         fail("keep_best", f"{shown(metric)} given", f"null | {' | '.join(allowed)}")
-    save, evaluate = values["save_every_n_steps"], values["eval_every_n_steps"]
+    save, evaluate = cfg.save_every_n_steps, cfg.eval_every_n_steps
     if metric is not None and save % evaluate:
         problem = f"{save} given with keep_best, which ranks checkpoints by their evaluation"
         fail("save_every_n_steps", problem, f"a multiple of eval_every_n_steps: {evaluate}")

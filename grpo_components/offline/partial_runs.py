@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from grpo_components.errors import fail, shown
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.offline.trajectory_file import read_groups
+from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory
 
@@ -73,7 +72,7 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
                 fail("train_from", f"{where} token id {largest}", f"below the model's {num_ids}")
 
 
-def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
+def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
     """Return the dotted paths of the run's trainer and generator, or of their stand-ins.
 
     Args:
@@ -86,7 +85,7 @@ def roles_of(cfg: DictConfig, trainer: str, generator: str) -> tuple[str, str]:
 
 
 def stand_in_arguments(
-    cfg: DictConfig, trainer: dict[str, Any], generator: dict[str, Any]
+    cfg: Settings, trainer: dict[str, Any], generator: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keyword arguments of the classes that `roles_of` returns.
 
@@ -106,7 +105,7 @@ def stand_in_arguments(
     return trainer, generator
 
 
-def evaluated_version(cfg: DictConfig) -> int:
+def evaluated_version(cfg: Settings) -> int:
     """Return the policy version of the weights that generators start with.
 
     Args:
@@ -123,30 +122,29 @@ def evaluated_version(cfg: DictConfig) -> int:
     return read_state(state, "driver")["ledger"]["policy_version"]
 
 
-def check_partial_run(values: Mapping[str, Any]) -> None:
-    """Refuse an impossible partial run before anything starts.
+def check_partial_run(cfg: Settings) -> None:
+    """Refuse a part of a run that cannot be, before anything starts.
 
     Args:
-        values: values of the config, by key.
+        cfg: each value within its own bounds.
 
     Raises:
         ValueError: a key has a wrong value; names the key.
     """
-    given = [key for key in ("eval_only", "rollout_only", "train_from") if values[key]]
+    given = [key for key in ("eval_only", "rollout_only", "train_from") if getattr(cfg, key)]
     if not given:
         return
     key, *others = given
     if others:
-        other = others[0]
-        fail(other, f"{shown(values[other])} given with {key}", f"only one of {key} and {other}")
-    if values["replay_events"]:
+        fail(others[0], f"{shown(getattr(cfg, others[0]))} given with {key}", "one of the two")
+    if cfg.replay_events:
         fail(key, "given with replay_events, which repeats a whole run", "false or null")
-    if key != "train_from" and values["resume_from_checkpoint"] is not False:
+    if key != "train_from" and cfg.resume_from_checkpoint is not False:
         fail("resume_from_checkpoint", f"given with {key}, which trains nothing", "false")
-    if isinstance(values["eval_only"], str):
-        _check_checkpoint(Path(values["eval_only"]))
-    if values["train_from"]:
-        _check_recorded(values)
+    if isinstance(cfg.eval_only, str):
+        _check_checkpoint(Path(cfg.eval_only))
+    if cfg.train_from:
+        _check_recorded(cfg, cfg.train_from)
 
 
 def _check_checkpoint(folder: Path) -> None:
@@ -165,12 +163,12 @@ def _check_checkpoint(folder: Path) -> None:
         fail("eval_only", problem, "true for base_model_path, or the path of another model")
 
 
-def _check_recorded(values: Mapping[str, Any]) -> None:
-    if values["keep_best"] is not None:
+def _check_recorded(cfg: Settings, path: str) -> None:
+    if cfg.keep_best is not None:
         fail("keep_best", "given with train_from, which evaluates nothing", "null")
-    if values["reward_model"]["path"] is not None:
+    if cfg.reward_model.path is not None:
         fail("reward_model.path", "given with train_from, whose rewards are recorded", "null")
-    path, allowed = values["train_from"], f"{TRAJECTORIES} of a run with rollout_only: true"
+    allowed = f"{TRAJECTORIES} of a run with rollout_only: true"
     if not Path(path).is_file():
         fail("train_from", f"no file {path}", allowed)
     try:
@@ -179,18 +177,19 @@ def _check_recorded(values: Mapping[str, Any]) -> None:
         fail("train_from", str(error), allowed)
     if not groups:
         fail("train_from", f"{path} is empty", allowed)
-    if len(groups) < values["groups_per_step"]:
-        problem = f"{values['groups_per_step']} given, but {path} has {len(groups)} groups"
-        fail("groups_per_step", problem, f"at most {len(groups)}")
-    if other := {len(group) for group in groups} - {values["group_size"]}:
-        problem = f"{values['group_size']} given, but {path} has groups of {min(other)}"
+    if len(groups) < cfg.groups_per_step:
+        problem = f"{path} has {len(groups)} groups, fewer than a step trains"
+        given = f"{cfg.groups_per_step} given, and {problem}"
+        fail("groups_per_step", given, f"at most {len(groups)}")
+    if other := {len(group) for group in groups} - {cfg.group_size}:
+        problem = f"{cfg.group_size} given, and {path} has groups of {min(other)}"
         fail("group_size", problem, str(min(other)))
-    contract = StalenessContract(values["max_staleness"], values["groups_per_step"])
-    oldest, last_step = min(map(_oldest_version, groups)), values["num_steps"] - 1
+    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+    oldest, last_step = min(map(_oldest_version, groups)), cfg.num_steps - 1
     if not contract.may_train(oldest, last_step):
         needed = contract.staleness(oldest, last_step)
-        problem = f"{values['max_staleness']} given, but {path} has tokens of policy version "
-        problem += f"{oldest}, which are {needed} versions old in the last step"
+        problem = f"{cfg.max_staleness} given, and {path} has tokens of policy version "
+        problem += f"{oldest}, which the last step would find {needed} versions old"
         fail("max_staleness", problem, f"at least {needed} (or fewer num_steps)")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
@@ -23,6 +23,7 @@ from grpo_components.records.checkpoint_folder import (
 from grpo_components.records.resume import RunStart, Stateful
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.records.run_log import RunLog
+from grpo_components.settings import Settings
 from grpo_components.state_files import write_state
 
 
@@ -47,7 +48,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        cfg: DictConfig,
+        cfg: Settings,
         ledger: Ledger,
         prompts: Stateful,
         *,
@@ -214,12 +215,13 @@ class Checkpoints:
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
         whole = {**state, "identity": self._identity.as_dict()}
         write_state(folder / "state", "driver", whole)
-        OmegaConf.save(self._cfg, folder / "state" / "config.yaml", resolve=True)
+        saved = OmegaConf.create(self._cfg.model_dump())
+        OmegaConf.save(saved, folder / "state" / "config.yaml")
         return publish(folder, step, self._keep_last_n)
 
 
 def build_checkpoints(
-    cfg: DictConfig, ledger: Ledger, prompts: Stateful, run_log: RunLog, run_start: RunStart
+    cfg: Settings, ledger: Ledger, prompts: Stateful, run_log: RunLog, run_start: RunStart
 ) -> Checkpoints:
     """Build the checkpoints from the config.
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from grpo_components.errors import FailedSamplesError
 from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 MAX_ERROR_CHARS = 200
@@ -112,9 +111,7 @@ class FailedSamples:
             )
 
 
-def build_failed_samples(
-    cfg: DictConfig, attempt: int, note: Callable[[str], None]
-) -> FailedSamples:
+def build_failed_samples(cfg: Settings, attempt: int, note: Callable[[str], None]) -> FailedSamples:
     """Build the record of failed samples from the config.
 
     Args:

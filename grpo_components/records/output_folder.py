@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from grpo_components.errors import fail
 from grpo_components.files import cut_torn_line
@@ -20,6 +20,7 @@ from grpo_components.records.folder_lock import (
 from grpo_components.records.leftover_roles import wait_for_roles
 from grpo_components.records.run_contents import foreign_entry, is_empty, is_run, lies_in_run
 from grpo_components.records.run_identity import RunIdentity
+from grpo_components.settings import Settings
 
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
@@ -34,7 +35,7 @@ def real_path(path: str | Path) -> Path:
 
 
 def prepare_output_folder(
-    folder: Path, cfg: DictConfig, identity: RunIdentity
+    folder: Path, cfg: Settings, identity: RunIdentity
 ) -> tuple[FolderLock, Path | None]:
     """Make and lock the folder of a new run; moves an earlier run's folder aside.
 
@@ -133,9 +134,7 @@ def _move_aside(folder: Path) -> Path:
         return moved_to
 
 
-def reopen_output_folder(
-    folder: Path, cfg: DictConfig, attempt: int, identity: RunIdentity
-) -> None:
+def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: RunIdentity) -> None:
     """Prepare a run's folder for another attempt, which appends to its files.
 
     Args:
@@ -152,8 +151,8 @@ def reopen_output_folder(
         cut_torn_line(path)
 
 
-def _write_config(folder: Path, cfg: DictConfig, identity: RunIdentity) -> None:
+def _write_config(folder: Path, cfg: Settings, identity: RunIdentity) -> None:
     """Write config.yaml; the identity goes into comments, so that the config stays valid."""
     head = "".join(f"# {name}: {value}\n" for name, value in identity.as_dict().items())
-    text = head + OmegaConf.to_yaml(cfg, resolve=True)
+    text = head + OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
     (folder / "config.yaml").write_text(text, encoding="utf-8")

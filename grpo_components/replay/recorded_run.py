@@ -88,12 +88,11 @@ def available_cpus(replay_events: str | None) -> int:
     return len(os.sched_getaffinity(0))
 
 
-def stall_limit_s(timeouts: Mapping[str, float]) -> float:
-    """How long a replay may stand still, in seconds.
-
-    Shorter than the roles' own time-outs, whose errors could not say what the replay waits for.
+def stall_limit_s(rollout_s: float) -> float:
+    """How long a replay may stand still, in seconds; below the roles' own time-outs, whose errors
+    would not say what the replay waited for.
     """
-    return timeouts["rollout_s"] / 2
+    return rollout_s / 2
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from grpo_components.config import preflight
 from grpo_components.config.building import build_data, check_components
 from grpo_components.examples import sample_data
+from grpo_components.settings import Settings
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
@@ -51,7 +52,7 @@ SNIPPETS = [
     pytest.param(page, snippet, id=f"{page.stem}-{number}-{next(iter(snippet))}")
     for page in PAGES
     for number, (language, text) in enumerate(blocks(page), start=1)
-    if language == "yaml" and (snippet := load_yaml(text)).keys() <= preflight.SCHEMA.keys()
+    if language == "yaml" and (snippet := load_yaml(text)).keys() <= Settings.model_fields.keys()
 ]
 FILES = [pytest.param(page, name, id=name) for page in PAGES for name in files(page)]
 

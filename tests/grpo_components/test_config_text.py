@@ -68,8 +68,8 @@ def test_nesting_adds_up_over_aliases():
         ("1: 2", "1: 1 given as a key"),
         ("- a", "config: a list given"),
         ("just text", "config: 'just text' given"),
-        ("a: [1,", "a.1: no YAML in line 1, column 7"),
-        ("a: 1\nb: \x00", "config: no YAML in line 2"),
+        ("a: [1,", "a.1: not YAML in line 1, column 7"),
+        ("a: 1\nb: \x00", "config: not YAML in line 2"),
     ],
 )
 def test_what_cannot_be_read_names_its_key(text, start):

@@ -22,6 +22,7 @@ from grpo_components.config.objective import build_loss, build_penalties
 from grpo_components.examples import tiny_policy
 from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.losses import LossInputs, at_step
+from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = sorted(FOLDER.glob("*.yaml"))
@@ -81,7 +82,7 @@ def test_all_configs_have_the_same_keys_in_the_same_order(name):
     assert list(cfg) == list(reference)
     for key in ("generator", "checkpointer", "loss", "optimizer", "profiler"):
         assert list(cfg[key]) == list(reference[key])
-    assert list(cfg) == [key for key in preflight.SCHEMA if key in cfg]
+    assert list(cfg) == [key for key in Settings.model_fields if key in cfg]
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -123,7 +124,7 @@ def test_these_objectives_are_documented_as_overrides():
     assert set(PRESETS) >= {"GRPO, deviation of the batch (Lite PPO)"}
 
 
-def with_preset(name: str, base_model_path: Path, tmp_path: Path) -> DictConfig:
+def with_preset(name: str, base_model_path: Path, tmp_path: Path) -> Settings:
     """The tiny config with a documented preset, checked."""
     given = Namespace(**as_written(load("tiny_async_grpo")))
     cfg = _merge_yaml_and_cli_args(given, PRESETS[name].split())

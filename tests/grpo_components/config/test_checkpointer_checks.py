@@ -1,6 +1,7 @@
 """A checkpointer that a trainer could not read the base model with is refused by its key."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from grpo_components.config.checkpointer_checks import checkpoint_files
 
@@ -8,16 +9,17 @@ HF = "torchtune.training.FullModelHFCheckpointer"
 NODE = {"_component_": HF, "checkpoint_files": ["a.safetensors", "b.safetensors"]}
 
 
+def files(base, **change):
+    return checkpoint_files(OmegaConf.create(NODE | change), base, "/run")
+
+
 def test_files_are_named_or_numbered(tmp_path):
-    named = checkpoint_files(NODE, tmp_path, "/run")
+    named = files(tmp_path)
     assert named == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     numbered = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00002"}
-    names = [
-        path.name
-        for path in checkpoint_files(NODE | {"checkpoint_files": numbered}, tmp_path, "/run")
-    ]
+    names = [path.name for path in files(tmp_path, checkpoint_files=numbered)]
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    checkpoint_files(NODE | {"_component_": "my_checkpointers.Mine"}, tmp_path, "/run")
+    files(tmp_path, _component_="my_checkpointers.Mine")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +48,9 @@ def test_files_are_named_or_numbered(tmp_path):
 )
 def test_what_would_fail_in_the_trainer_is_refused(change, key, tmp_path):
     with pytest.raises(ValueError, match=rf"^{key}: .*; allowed: "):
-        checkpoint_files(NODE | change, tmp_path, "/run")
+        files(tmp_path, **change)
 
 
 def test_a_folder_of_its_own_lies_outside_of_the_base_model(tmp_path):
     with pytest.raises(ValueError, match=r"^checkpointer\.output_dir: "):
-        checkpoint_files(NODE | {"output_dir": str(tmp_path / "x")}, tmp_path, "/run")
+        files(tmp_path, output_dir=str(tmp_path / "x"))

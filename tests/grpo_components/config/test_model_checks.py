@@ -113,7 +113,7 @@ def test_a_key_of_another_value_is_named_with_both(tmp_path, given, theirs, allo
 def test_a_deleted_key_is_named_with_the_builders_default(tmp_path):
     node = {key: value for key, value in MODEL.items() if key != "norm_eps"}
     message = refusal(tmp_path, QWEN2, node)
-    assert message.startswith("model.norm_eps: not given, so that it is 1e-05, and ")
+    assert message.startswith("model.norm_eps: not given, so it is 1e-05, and ")
     assert message.endswith("rms_norm_eps: 1e-06; allowed: 1e-06")
 
 

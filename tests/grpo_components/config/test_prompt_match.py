@@ -20,23 +20,30 @@ def anything(tokenizer, **options):
 """
 
 
-def check(dataset, eval_dataset, **changes):
-    values = {"eval_only": False, "rollout_only": False, "train_from": None}
-    values |= {"eval": {"allow_other_prompts": False}, **changes}
-    check_same_prompts({**values, "dataset": dataset, "eval_dataset": eval_dataset})
+@pytest.fixture
+def check(settings_with):
+    def check(dataset, eval_dataset, **changes):
+        changes = {"dataset": dataset, "eval_dataset": eval_dataset, **changes}
+        check_same_prompts(settings_with(**changes))
+
+    return check
 
 
-def refusal(*args, **changes):
-    with pytest.raises(ValueError) as refused:
-        check(*args, **changes)
-    return str(refused.value)
+@pytest.fixture
+def refusal(check):
+    def refusal(*args, **changes):
+        with pytest.raises(ValueError) as refused:
+            check(*args, **changes)
+        return str(refused.value)
+
+    return refusal
 
 
 def mix(**parts):
     return {"_component_": "grpo_components.data.prompt_mix.mixed_dataset", "parts": parts}
 
 
-def test_other_rows_of_one_form_pass():
+def test_other_rows_of_one_form_pass(check):
     rows = {"source": "b.jsonl", "num_rows": 9, "max_prompt_tokens": 8, "too_long": "drop"}
     check(CHAT, {**CHAT, **rows})
     check(PLAIN, {**PLAIN, "chat_template": None, "system_prompt": None})
@@ -47,7 +54,7 @@ def test_other_rows_of_one_form_pass():
     [("prompt_template", "{question}!"), ("chat_template", "/model"), ("system_prompt", "Go on.")],
 )
 @pytest.mark.parametrize("absent", [False, True])
-def test_a_form_that_is_not_followed_is_refused_with_both_keys(name, theirs, absent):
+def test_a_form_that_is_not_followed_is_refused_with_both_keys(refusal, name, theirs, absent):
     """Given otherwise, or not given while `dataset` has it."""
     held_out = {**CHAT, name: theirs}
     if absent:
@@ -58,25 +65,25 @@ def test_a_form_that_is_not_followed_is_refused_with_both_keys(name, theirs, abs
     assert message.endswith(f"allowed: ${{dataset.{name}}}, or eval.allow_other_prompts: true")
 
 
-def test_what_is_meant_can_be_said():
+def test_what_is_meant_can_be_said(check):
     check(CHAT, PLAIN, eval={"allow_other_prompts": True})
 
 
 @pytest.mark.parametrize(
     "half", [{"eval_only": True}, {"rollout_only": True}, {"train_from": "file.jsonl"}]
 )
-def test_half_a_run_has_nothing_to_compare(half):
+def test_half_a_run_has_nothing_to_compare(check, half):
     check(CHAT, PLAIN, **half)
 
 
-def test_the_defaults_of_builders_are_compared():
+def test_the_defaults_of_builders_are_compared(check, refusal):
     math = {"_component_": MATH, "source": "a.jsonl"}
     assert refusal(math, {**PLAIN}).startswith("eval_dataset.prompt_template: ")
     default = "{question}\nReason step by step, and put the final answer in \\boxed{}.\n"
     check(math, {**PLAIN, "prompt_template": default})
 
 
-def test_a_held_out_prompt_may_have_the_form_of_any_part_of_a_mix():
+def test_a_held_out_prompt_may_have_the_form_of_any_part_of_a_mix(check, refusal):
     check(mix(words=PLAIN, chats=CHAT), CHAT)
     check(mix(words=PLAIN, chats=CHAT), mix(a=CHAT, b={**PLAIN, "source": "b.jsonl"}))
     message = refusal(mix(words=PLAIN, chats=CHAT), {**CHAT, "system_prompt": "Go on."})
@@ -85,7 +92,9 @@ def test_a_held_out_prompt_may_have_the_form_of_any_part_of_a_mix():
     assert message.startswith("eval_dataset.parts.b.")
 
 
-def test_data_sets_of_users_are_compared_in_what_forms_prompts(tmp_path, monkeypatch):
+def test_data_sets_of_users_are_compared_by_the_form_of_prompts(
+    check, refusal, tmp_path, monkeypatch
+):
     (tmp_path / "my_prompts.py").write_text(MY_DATA)
     monkeypatch.syspath_prepend(tmp_path)
     mine = {"_component_": "my_prompts.mine", "prompts": "train.txt"}

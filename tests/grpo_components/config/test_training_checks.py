@@ -5,23 +5,7 @@ import pytest
 from grpo_components.config import training_checks
 from grpo_components.config.training_checks import check_heads, check_training
 
-VALUES = {
-    "device": "cpu",
-    "dtype": "fp32",
-    "reduce_dtype": "fp32",
-    "checkpointer": {"model_type": "QWEN2"},
-    "optimizer": {"_component_": "torch.optim.AdamW"},
-    "num_trainers": 1,
-    "tensor_parallel_dim": 1,
-    "data_parallel_replicate_dim": 1,
-    "groups_per_step": 2,
-    "group_size": 4,
-    "updates_per_batch": 1,
-    "compile": False,
-    "enable_activation_checkpointing": False,
-    "enable_activation_offloading": False,
-    "fsdp_cpu_offload": False,
-}
+VALUES = {"groups_per_step": 2, "group_size": 4, "compile": False}
 CUDA = {"device": "cuda"}
 LOW_BIT = {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "eps": 1e-5}}
 OFFLOADING = {"enable_activation_offloading": True}
@@ -47,13 +31,13 @@ def layout(ranks, tensor, replicate):
         LOW_BIT,
         {**CUDA, "dtype": "bf16", "reduce_dtype": "bf16"},
         {**CUDA, **OFFLOADING, **CHECKPOINTING, "fsdp_cpu_offload": True},
-        {**layout(2, 2, 1), "checkpointer": {"model_type": "LLAMA3_2"}},
-        {**layout(2, 1, 2), "checkpointer": {"model_type": "GEMMA"}},
+        {**layout(2, 2, 1), "checkpointer__model_type": "LLAMA3_2"},
+        {**layout(2, 1, 2), "checkpointer__model_type": "GEMMA"},
     ],
 )
-def test_what_works_is_accepted(changes, monkeypatch):
+def test_what_works_is_accepted(settings_with, changes, monkeypatch):
     monkeypatch.setattr(training_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    check_training({**VALUES, **changes})
+    check_training(settings_with(**{**VALUES, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +47,7 @@ def test_what_works_is_accepted(changes, monkeypatch):
         (layout(4, 2, 4), "data_parallel_replicate_dim: 4 given", "= 2"),
         (layout(9, 1, 1), "num_trainers: 9 given", "8 samples"),
         (
-            {**layout(2, 2, 1), "checkpointer": {"model_type": "GEMMA"}},
+            {**layout(2, 2, 1), "checkpointer__model_type": "GEMMA"},
             "tensor_parallel_dim: 2 given",
             "no tensor-parallel plan for GEMMA; allowed: 1, or one of LLAMA3, LLAMA3_2, QWEN2",
         ),
@@ -86,27 +70,27 @@ def test_what_works_is_accepted(changes, monkeypatch):
         (
             {**CUDA, "optimizer": {"_component_": "torchao.optim.CPUOffloadOptimizer"}},
             "optimizer: torchao.optim.CPUOffloadOptimizer given",
-            "before they are clipped",
+            "torchao.optim.CPUOffloadOptimizer",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(changes, start, reason):
+def test_what_cannot_work_is_refused_with_the_reason(settings_with, changes, start, reason):
     with pytest.raises(ValueError, match="; allowed: ") as refused:
-        check_training({**VALUES, **changes})
+        check_training(settings_with(**{**VALUES, **changes}))
     assert str(refused.value).startswith(start)
     assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize(("changes", "key"), [({"compile": True}, "compile"), (LOW_BIT, "optim")])
-def test_what_is_compiled_needs_a_compiler(changes, key, monkeypatch):
+def test_what_is_compiled_needs_a_compiler(settings_with, changes, key, monkeypatch):
     monkeypatch.setattr(training_checks.shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match=rf"{key}.*finds no C\+\+ compiler"):
-        check_training({**VALUES, **changes})
+        check_training(settings_with(**{**VALUES, **changes}))
     monkeypatch.undo()
     monkeypatch.setattr(training_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(training_checks, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=rf"{key}.*needs the package triton"):
-        check_training({**VALUES, **changes, **CUDA})
+        check_training(settings_with(**{**VALUES, **changes, **CUDA}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_components.config.preflight import SUFFIXES as CHECKED_SUFFIXES
+from grpo_components.config.file_checks import SUFFIXES as CHECKED_SUFFIXES
 from grpo_components.data.rows import SUFFIXES, Row, read_rows
 
 

@@ -2,16 +2,17 @@
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from grpo_components.config.schema import MODEL_TYPES
 from grpo_components.equivalence import __main__ as equivalence
 from grpo_components.equivalence import engine_rungs, family_rungs, resume, rungs
 from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.rungs import Bench, max_difference, ragged_batch
+from grpo_components.setting_types import ModelType
 
 PAGE = Path(__file__).parents[3] / "docs" / "equivalence.md"
 SLOW = {  # they start Ray or vLLM
@@ -48,8 +49,8 @@ def test_a_rung_holds(bench, rung):
     assert result.holds, f"{result.difference} is above {rung.tolerance}"
 
 
-def test_every_model_type_of_the_config_has_a_family():
-    assert {family.model_type for family in FAMILIES.values()} == set(MODEL_TYPES)
+def test_the_families_are_those_that_a_config_may_name():
+    assert {family.model_type for family in FAMILIES.values()} == set(get_args(ModelType))
 
 
 def test_the_documented_table_is_up_to_date_and_every_rung_holds():

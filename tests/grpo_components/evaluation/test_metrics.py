@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from grpo_components.evaluation.metrics import (
     check_keep_best,
@@ -117,9 +118,10 @@ def test_one_prompt_has_no_interval_of_its_reward():
 def test_a_best_checkpoint_needs_a_metric_that_every_checkpoint_has(keep_best, save, problem):
     values = {"keep_best": keep_best, "eval": {"samples_per_prompt": 7}}
     values |= {"save_every_n_steps": save, "eval_every_n_steps": 2}
+    settings = OmegaConf.create(values)
     if problem is None:
-        check_keep_best(values)
+        check_keep_best(settings)
     else:
         with pytest.raises(ValueError) as refused:
-            check_keep_best(values)
+            check_keep_best(settings)
         assert str(refused.value).startswith(problem)

@@ -51,7 +51,8 @@ def values(**changes):
     whole = {"eval_only": False, "rollout_only": False, "train_from": None, "replay_events": None}
     rest = {"resume_from_checkpoint": False, "groups_per_step": 2, "group_size": 2}
     rest |= {"keep_best": None, "reward_model": {"path": None}}
-    return {**whole, **rest, "num_steps": 4, "max_staleness": 3, "output_dir": "/run", **changes}
+    rest |= {"num_steps": 4, "max_staleness": 3, "output_dir": "/run"}
+    return OmegaConf.create({**whole, **rest, **changes})
 
 
 def refusal(**changes):

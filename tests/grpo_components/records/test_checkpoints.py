@@ -26,6 +26,7 @@ from grpo_components.records.checkpoint_folder import latest, point_latest, rate
 from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.folder_lock import lock_folder
 from grpo_components.records.run_identity import new_identity
+from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.trajectory import Trajectory, pack, summarize
@@ -216,7 +217,7 @@ class Run:
         defaults |= {"writes": True, "failure": "error", "in_background": False}
         self.checkpoints = Checkpoints(
             self.folder,
-            OmegaConf.create({"seed": 7}),
+            Settings.model_construct(seed=7),
             self.ledger,
             self.ledger,
             run_log=self.log,
@@ -273,7 +274,7 @@ def state_of(folder, tmp_path):
     assert torch.equal(momentum.to_local(), torch.full((2, 3), expected_momentum(step)))
     _, taken = asyncio.run(run.buffer.take(1, 0))
     assert [group.group_id for group in taken.groups] == [step]
-    assert OmegaConf.load(folder / "state" / "config.yaml") == {"seed": 7}
+    assert OmegaConf.load(folder / "state" / "config.yaml").seed == 7
     for name in ("config.json", "generation_config.json"):
         assert (folder / name).read_text() == name
     assert not (folder / "old.bin").exists()

@@ -19,6 +19,7 @@ from grpo_components.records.output_folder import (
     reopen_output_folder,
 )
 from grpo_components.records.run_identity import new_identity
+from grpo_components.settings import Settings
 
 CONFIG = {
     "output_dir": "/runs/a",
@@ -26,13 +27,12 @@ CONFIG = {
     "max_staleness": 1,
     "groups_per_step": 2,
     "group_size": 2,
-    "path": "${base_model_path}/x.json",
 }
 FORK = multiprocessing.get_context("fork")
 
 
 def cfg(**changes):
-    return OmegaConf.create({"seed": 1, **CONFIG, **changes})
+    return Settings.model_construct(**{"seed": 1, **CONFIG, **changes})
 
 
 def prepare(folder, **changes):
@@ -65,8 +65,7 @@ def test_a_fresh_folder_is_made_with_its_parents_and_nothing_is_moved(tmp_path, 
 def test_the_config_is_written_resolved(tmp_path):
     whole_run(tmp_path / "a")
     written = OmegaConf.load(tmp_path / "a" / "config.yaml")
-    assert written == {"seed": 1, **CONFIG, "path": "/models/a/x.json"}
-    assert "${" not in (tmp_path / "a" / "config.yaml").read_text()
+    assert written == {**cfg().model_dump(), "seed": 1, **CONFIG}
 
 
 def test_every_earlier_run_is_kept_under_the_next_free_number(tmp_path):
@@ -176,9 +175,9 @@ def test_one_of_several_runs_that_start_together_gets_the_folder(tmp_path, befor
     "content",
     [
         {"thesis.tex": "ten years"},
-        {"config.yaml": "seed: 1", "logs/run.log": ""},  # of another program
-        {"config.yaml": OmegaConf.to_yaml(cfg())},  # a user's, to start runs with
-        {"config.yaml": OmegaConf.to_yaml(cfg()), "logs/mine.log": ""},
+        {"config.yaml": "seed: 1", "logs/run.log": ""},  # another program's
+        {"config.yaml": OmegaConf.to_yaml(cfg().model_dump())},  # mine, to start runs with
+        {"config.yaml": OmegaConf.to_yaml(cfg().model_dump()), "logs/mine.log": ""},
         {"receipts.jsonl": '{"record": "start"}'},
         {"checkpoints/step_1/model.safetensors": ""},
         {LOCK: "mine"},

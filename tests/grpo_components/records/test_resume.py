@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_components.audit.__main__ import audit
-from grpo_components.config.preflight import needs_reference
+from grpo_components.config.cross_checks import needs_reference
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -18,6 +18,7 @@ from grpo_components.records.checkpoint_folder import latest, point_latest
 from grpo_components.records.receipt_chain import read_end
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
+from grpo_components.settings import Settings
 from grpo_components.state_files import write_state
 
 VALUES = {
@@ -84,7 +85,9 @@ def check(cfg):
 
 def begin(cfg, num_rows=9):
     ledger, prompts = parts(num_rows)
-    return begin_run(cfg, ledger, prompts), ledger, prompts
+    names = ("output_dir", "resume_from_checkpoint", "num_steps")
+    settings = Settings.model_construct(**{name: cfg[name] for name in names})
+    return begin_run(settings, ledger, prompts), ledger, prompts
 
 
 def test_without_resume_a_used_folder_is_moved_aside(run):

@@ -355,7 +355,7 @@ def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains):
     left_out = "dataset a: 2 prompts of 3 rows; 1 in other parts"
     dataset, held_out = Prompts([1, 2], left_out), Prompts([2, 3], left_out)
     open_log(cfg, 0, "moved aside", dataset, held_out).close()
-    shared = ["eval_dataset: 1 of its 2 prompts are trained on, too"]
+    shared = ["eval_dataset: 1 of its 2 prompts are also trained on"]
     told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
     assert capsys.readouterr().out.splitlines() == told
 

@@ -18,6 +18,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from grpo_components._plugin import recipes_folder
+from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
 from grpo_components.errors import ReplayError
 from grpo_components.exchange.ledger import Ledger
@@ -382,55 +384,48 @@ def test_a_divergence_is_told_with_its_step_or_event(tmp_path, file, change, err
 def values(tmp_path):
     """A checked config that names a finished run."""
     base, run = tmp_path / "base", tmp_path / "finished"
-    config = {
-        "output_dir": str(run),
-        "base_model_path": str(base),
-        "device": "cpu",
-        "resume_from_checkpoint": False,
-        "tokenizer": {"path": f"{base}/vocab.json"},
-        "checkpointer": {"output_dir": str(run)},
-        "num_generators": 1,
-        "max_staleness": 2,
-        "log_level": "WARNING",
-        "replay_events": None,
-    }
+    tiny = OmegaConf.load(recipes_folder() / "configs" / "tiny_async_grpo.yaml")
+    tiny.output_dir, tiny.base_model_path = str(run), str(base)
+    config = read_settings(OmegaConf.to_container(tiny, resolve=True)).model_dump()
     (run / "logs").mkdir(parents=True)
     OmegaConf.save(config, run / "config.yaml")
     (run / "logs" / "schedule_generator_0.jsonl").touch()
     start = {"event": "start", "attempt": 0, "cpus": 5, "format": FORMAT}
     write(run / "logs" / "events.jsonl", start)
     write(run / "receipts.jsonl", {"record": "end", "attempt": 0, "finished": True})
-    new = str(tmp_path / "new")
-    elsewhere = {"output_dir": new, "checkpointer": {"output_dir": new}, "replay_events": str(run)}
-    return config | elsewhere
+    elsewhere = json.dumps(config).replace(str(run), str(tmp_path / "new"))
+    return json.loads(elsewhere) | {"replay_events": str(run)}
 
 
 def write(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def check(values):
+    check_replay(read_settings(values))
+
+
 def refusal(values):
     with pytest.raises(ValueError) as refused:
-        check_replay(values)
+        check(values)
     assert "; allowed: " in str(refused.value) and "\n" not in str(refused.value)
     return str(refused.value)
 
 
 def test_a_finished_run_can_be_replayed_by_its_folder_or_its_log_and_with_other_cpus(values):
-    check_replay(values)
+    check(values)
     assert available_cpus(values["replay_events"]) == 5
     values["replay_events"] += "/logs/events.jsonl"
-    check_replay(values)
+    check(values)
     assert available_cpus(values["replay_events"]) == 5
     values["log_level"] = "ERROR"
-    check_replay(values)
+    check(values)
 
 
 def test_the_base_model_may_lie_elsewhere(values):
-    values["base_model_path"] = "/elsewhere"
-    assert refusal(values).startswith("tokenizer.path: ")
-    values["tokenizer"] = {"path": "/elsewhere/vocab.json"}
-    check_replay(values)
+    base = values["base_model_path"]
+    assert refusal(values | {"base_model_path": "/elsewhere"}).startswith("tokenizer.path: ")
+    check(json.loads(json.dumps(values).replace(base, "/elsewhere")))
 
 
 @pytest.mark.parametrize(
@@ -486,6 +481,6 @@ def test_a_run_with_restarts_can_be_replayed_one_of_another_version_not(values):
     (start,) = (json.loads(each) for each in path.open())
     restart = {"event": "restart", "attempt": 0, "role": "generator_0", "given_up": False}
     write(path, start, restart)
-    check_replay(values)
+    check(values)
     write(path, start | {"format": 1})
     assert f"format {FORMAT}" in refusal(values)

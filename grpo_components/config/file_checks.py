@@ -1,0 +1,129 @@
+"""Checks that the files of a config exist, and that its numbers fit the models in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from grpo_components.config.checkpointer_checks import checkpoint_files
+from grpo_components.config.paths import read_hf_config
+from grpo_components.config.training_checks import check_heads
+from grpo_components.errors import fail, shown
+from grpo_components.setting_types import REFUSED_MODEL_TYPES, ModelType
+from grpo_components.settings import Settings
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+"""Of local data sets. `data/rows.py` has their readers, but importing it takes seconds."""
+_HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
+
+
+def check_files(settings: Settings) -> None:
+    """Refuse missing files, and numbers that the models of the config cannot have.
+
+    Args:
+        settings: each value within its own bounds.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    base = Path(settings.base_model_path)
+    if not base.is_dir():
+        owner = "Qwen" if base.name.startswith("Qwen") else "<owner>"
+        command = f"tune download {owner}/{base.name} --output-dir {base}"
+        if "tiny" in base.name:
+            command = "python -m grpo_components.examples.tiny_policy"
+        fail("base_model_path", f"no folder {base}", f"an existing one; `{command}` makes it")
+    given = settings.checkpointer.get("checkpoint_dir", base)
+    if Path(str(given)).resolve() != base.resolve():
+        problem = f"{given} given, and generators start from base_model_path"
+        fail("checkpointer.checkpoint_dir", problem, str(base))
+    for key, file in _files(settings, base):
+        if not file.is_file():
+            fail(key, f"no file {file}", "an existing file")
+    _check_reward_model(settings.reward_model.path)
+    hf_config = read_hf_config("base_model_path", base)
+    _check_kind(base, hf_config)
+    check_against_model(settings, hf_config)
+    check_heads(settings.tensor_parallel_dim, hf_config)
+
+
+def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
+    """Compare token ids and lengths with the base model.
+
+    Args:
+        settings: each value within its own bounds.
+        hf_config: of the base model.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    engine, vocab = settings.generator, hf_config.get("vocab_size")
+    for token in engine.stop_token_ids or ():
+        if token < 0 or (vocab is not None and token >= vocab):
+            ids = f"0 to {vocab - 1}" if vocab is not None else "0 and above"
+            problem = f"{shown(token)} given, which the model cannot sample"
+            fail("generator.stop_token_ids", problem, f"token ids of {ids}")
+    positions = hf_config.get("max_position_embeddings")
+    if positions is None:
+        return
+    if engine.max_model_len is not None and engine.max_model_len > positions:
+        problem = f"{engine.max_model_len} given, and the model has {positions} positions"
+        fail("generator.max_model_len", problem, f"at most {positions}")
+    row = positions // 128 * 128
+    if settings.packing and settings.tokens_per_micro_batch > row:
+        problem = f"{settings.tokens_per_micro_batch} given with packing: true, as the row length"
+        fail("tokens_per_micro_batch", problem, f"at most the model's {row}")
+    prompt = settings.dataset.get("max_prompt_tokens") or 1
+    if prompt + engine.max_response_tokens > positions:
+        problem = f"{engine.max_response_tokens} given with dataset.max_prompt_tokens: {prompt}, "
+        problem += f"and the model has {positions} positions"
+        fail("generator.max_response_tokens", problem, f"at most {positions - prompt}")
+
+
+def _files(settings: Settings, base: Path) -> list[tuple[str, Path]]:
+    """Files that a run reads, each with its key."""
+    files = [("base_model_path", base / "config.json")]
+    named = checkpoint_files(settings.checkpointer, base, settings.output_dir)
+    files += [("checkpointer.checkpoint_files", file) for file in named]
+    tokenizer = settings.tokenizer
+    keys = [key for key in ("path", "merges_file", "special_tokens_path") if tokenizer.get(key)]
+    files += [(f"tokenizer.{key}", Path(tokenizer[key])) for key in keys]
+    sources = {"dataset.source": settings.dataset.get("source")}
+    sources["eval_dataset.source"] = settings.eval_dataset.get("source")
+    for key, source in sources.items():
+        if source is None:  # a mix, or a user's own data set
+            continue
+        path = Path(source)
+        if source.startswith(("/", ".")) or path.suffix in SUFFIXES or path.exists():
+            files.append((key, path))
+            if path.is_dir() or (path.exists() and path.suffix not in SUFFIXES):
+                problem = f"{source} is a {'folder' if path.is_dir() else 'file of another kind'}"
+                fail(key, problem, f"a {' or '.join(SUFFIXES)} file, or a hub name")
+    return files
+
+
+def _check_kind(base: Path, hf_config: dict[str, Any]) -> None:
+    """Refuse a base model of a family that cannot be trained."""
+    kind = {"gemma2": "GEMMA2"}.get(str(hf_config.get("model_type")))
+    if "vision_config" in hf_config or "audio_config" in hf_config:
+        kind = "LLAMA3_VISION"  # or another multimodal one, for the same reason
+    if kind is not None:
+        problem = f"{base} is a {hf_config.get('model_type')} model; {REFUSED_MODEL_TYPES[kind]}"
+        fail("base_model_path", problem, f"a model of {', '.join(get_args(ModelType))}")
+
+
+def _check_reward_model(path: str | None) -> None:
+    if path is None:
+        return
+    key, allowed = "reward_model.path", "a model's folder, or a hub name"
+    if not (path.startswith(("/", ".")) or Path(path).exists()):
+        if not _HUB_NAME.fullmatch(path):
+            fail(key, f"no folder {path}", allowed)
+        return
+    if not (Path(path) / "config.json").is_file():
+        fail(key, f"no file {path}/config.json", allowed)
+    kinds = read_hf_config(key, Path(path)).get("architectures")
+    kind = kinds[0] if isinstance(kinds, list) and kinds else "model without architectures"
+    if not str(kind).endswith("ForSequenceClassification"):
+        fail(key, f"{path} has a {kind}", "a model ForSequenceClassification")

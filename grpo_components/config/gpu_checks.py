@@ -1,0 +1,52 @@
+"""Checks whether the roles of a run fit onto the GPUs of this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_components.config.cross_checks import kl_sections, needs_reference
+from grpo_components.errors import fail
+from grpo_components.settings import Settings
+
+
+def check_gpus(settings: Settings) -> None:
+    """Compare the roles' shares with the GPUs that PyTorch finds.
+
+    Args:
+        settings: with device: cuda.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    if not torch.cuda.is_available():
+        fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
+    counts = _roles(settings)
+    shares = {role: getattr(settings, f"gpus_per_{role}") for role in counts}
+    if counts["trainer"] > 1 and shares["trainer"] <= 0.5:
+        problem = f"{shares['trainer']:g} given, and NCCL lets no two trainers share a GPU"
+        fail("gpus_per_trainer", problem, "above 0.5 (or num_trainers: 1)")
+    memory = settings.generator.gpu_memory_utilization
+    if memory > shares["generator"]:
+        problem = f"{memory:g} given, more than a generator's share of a GPU"
+        fail("generator.gpu_memory_utilization", problem, "at most gpus_per_generator")
+    needed = [shares[role] for role, count in counts.items() for _ in range(count)]
+    free = [1.0] * len(needed)  # of each GPU; as in Ray, no share is split over two GPUs
+    for share in sorted(needed, reverse=True):
+        free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
+    num_needed = sum(left < 1 for left in free)
+    if num_needed > torch.cuda.device_count():
+        problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items())
+        problem += f" need {num_needed} GPUs, and there are {torch.cuda.device_count()}"
+        fail("num_generators", problem, "fewer roles, or gpus_per_<role> below 1")
+
+
+def _roles(settings: Settings) -> dict[str, int]:
+    """Processes of each role that uses a GPU."""
+    trains = not (settings.eval_only or settings.rollout_only)
+    counts = {"generator": 0 if settings.train_from else settings.num_generators}
+    counts["trainer"] = settings.num_trainers if trains else 0
+    if any(map(needs_reference, kl_sections(settings).values())):
+        counts["reference"] = settings.num_references
+    if settings.reward_model.path is not None:
+        counts["reward_model"] = 1
+    return counts

@@ -1,0 +1,159 @@
+"""Checks every `_component_` of a config: it can be imported, and takes the arguments given."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
+from torchtune.config._utils import _get_component_from_path
+
+from grpo_components.config.argument_types import check_types
+from grpo_components.config.building import (
+    SHIPPED_ENVIRONMENT,
+    build,
+    nested_components,
+    parameters_of,
+)
+from grpo_components.config.moved import moved_to
+from grpo_components.config.reading import nearest
+from grpo_components.errors import fail, shown
+from grpo_components.setting_types import PENALTIES
+from grpo_components.settings import Settings
+
+# What the recipe adds to a component's arguments: how many leading ones, and which by name.
+_ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "dataset": (1, ()),
+    "eval_dataset": (1, ()),
+    "environment": (0, ("num_slots", "decode", "encode", "score", "max_response_tokens")),
+    "optimizer": (1, ()),
+    "ptx": (1, ()),
+    "lr_scheduler": (1, ("num_training_steps",)),
+}
+_OF_REWARDS = ("weight", "is_success")
+"""Keys of a reward's node that the recipe reads."""
+_REWARD_CALL = ("prompt_text", "response_text", "answer", "finish_reason")
+
+
+def check_components(settings: Settings) -> None:
+    """Import every component, and compare its arguments with its signature.
+
+    Args:
+        settings: each value within its own bounds.
+
+    Raises:
+        ValueError: naming the component or its argument.
+    """
+    if os.getcwd() not in sys.path:
+        # At the end, as torchtune does: a datasets.py here must not hide the package of that name.
+        sys.path.append(os.getcwd())
+    for key in type(settings).model_fields:
+        node = getattr(settings, key)
+        is_node = isinstance(node, DictConfig) and "_component_" in node and key != "user"
+        if is_node and node != SHIPPED_ENVIRONMENT:
+            own = {name: node[name] for name in node if key != "loss" or name not in PENALTIES}
+            _check_arguments(key, own, *_ADDED.get(key, (0, ())))
+    for name in nested_components(settings.environment):
+        part = settings.environment[name]
+        _check_arguments(f"environment.{name}", part)
+        if part["_component_"].startswith("grpo_components."):
+            build(f"environment.{name}", part)
+    if settings.environment["_component_"].endswith(".MultiTurnEnvironment"):
+        _check_world(settings.environment)
+    for name, node in settings.rewards.items():
+        _check_reward(f"rewards.{name}", node, settings.timeouts.reward_s)
+
+
+def _check_reward(key: str, node: DictConfig, limit_s: float) -> None:
+    arguments = {str(name): node[name] for name in node if name not in _OF_REWARDS}
+    reward = _check_arguments(key, arguments)
+    _check_call(key, reward, _REWARD_CALL, by_name=True)
+    if not (inspect.isclass(reward) and node["_component_"].startswith("grpo_components.")):
+        return
+    try:  # ours are built quickly, and check their arguments
+        made = config.instantiate(OmegaConf.create(arguments))
+    except ValueError as error:
+        separator = "." if re.split("[,:]", str(error))[0] in arguments else ": "
+        raise ValueError(f"{key}{separator}{error}") from error
+    if getattr(made, "wall_s", 0) >= limit_s:  # slow programs would be failed samples
+        problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
+        fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
+
+
+def _check_world(environment: DictConfig) -> None:
+    world = environment["world"]
+    if "world" not in nested_components(environment):
+        fail("environment.world", f"{shown(world)} given", "`_component_` and its arguments")
+    component = _get_component_from_path(world["_component_"])
+    _check_call("environment.world", component, ("prompt", "seed"), by_name=False)
+
+
+def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: bool) -> None:
+    """Refuse a class whose objects cannot be called with these arguments."""
+    if not inspect.isclass(component):
+        return  # what a function returns is not known before it is called
+    calls = [vars(base)["__call__"] for base in component.__mro__ if "__call__" in vars(base)]
+    places, names = ((), dict.fromkeys(arguments)) if by_name else (arguments, {})
+    try:
+        inspect.signature(calls[0]).bind(None, *places, **names)
+    except (IndexError, TypeError) as error:
+        path = f"{component.__module__}.{component.__qualname__}"
+        problem = f"objects of {path} cannot be called: {error}"
+        fail(key, problem, f"a class called with {', '.join(arguments)}")
+
+
+def _imported(key: str, path: str) -> Any:
+    """The class or function of a dotted path."""
+    if moved := moved_to(path):
+        fail(key, f"{path} has moved", moved)
+    try:
+        component = _get_component_from_path(path)
+    except BaseException as error:  # a user's module may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        cause = error.__cause__ or error
+        place = traceback.extract_tb(cause.__traceback__)[-1]
+        problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
+        if not any(name in place.filename for name in ("torchtune", "importlib")):
+            problem += f" ({place.filename}:{place.lineno})"
+        fail(key, problem, "a dotted path, installed or in the current folder")
+    if not callable(component):
+        fail(key, f"{path} cannot be called", "a class or function")
+    return component
+
+
+def _check_arguments(
+    key: str, node: Mapping[Any, Any], leading: int = 0, by_name: Sequence[str] = ()
+) -> Any:
+    """Compare a node with its component's signature, less the arguments that the recipe adds."""
+    path, is_reward = node["_component_"], key.startswith("rewards.")
+    component = _imported(f"{key}._component_", path)
+    parameters = parameters_of(component)[leading:]
+    if key == "loss" and (terms := [p.name for p in parameters if p.name in PENALTIES]):
+        problem = f"an argument of {path}, and the recipe adds this term to every loss"
+        fail(f"loss.{terms[0]}", problem, "a loss without this argument")
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    given = [name for name in node if name != "_component_"]
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
+        for name in (name for name in given if name not in named):
+            known = [*named, *(_OF_REWARDS if is_reward else PENALTIES if key == "loss" else ())]
+            problem = f"unknown argument of {path}"
+            fail(f"{key}.{name}", problem, nearest(str(name), known, f"{key}."))
+    for name in given:
+        if name in by_name:
+            fail(f"{key}.{name}", "given, and the recipe sets it", "without it")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in given and name not in by_name:
+            if is_reward and name in _REWARD_CALL:
+                allowed = "a class whose objects do, or a function that makes one"
+                fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
+            fail(f"{key}.{name}", "missing", f"the argument of {path}")
+    if not (is_reward and path.startswith("grpo_components.")):
+        check_types(key, component, node)  # ours are built, and check more than types
+    return component

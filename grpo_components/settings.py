@@ -1,0 +1,260 @@
+"""Every key of a config with its type, default and bounds, in the order of the shipped configs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from grpo_components.setting_types import (
+    SECTION,
+    CheckpointerArguments,
+    Coefficient,
+    Component,
+    Count,
+    CountOrZero,
+    DatasetArguments,
+    EnvironmentArguments,
+    FlagOrPath,
+    GpuShare,
+    LrSchedulerArguments,
+    ModelArguments,
+    OptimizerArguments,
+    PathText,
+    Penalty,
+    Positions,
+    Precision,
+    Processes,
+    ProfilerArguments,
+    PtxArguments,
+    Rewards,
+    Samples,
+    Scheduled,
+    Seconds,
+    Seed,
+    Temperature,
+    Text,
+    TokenBudget,
+    TokenIds,
+    TokenizerArguments,
+    Weight,
+    component,
+    free_section,
+    loss_section,
+)
+
+
+class RewardShapingSettings(BaseModel):
+    """Penalties that are taken off the rewards."""
+
+    model_config = SECTION
+    kl_coeff: Scheduled[Coefficient] = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    overlong_tokens: Annotated[int, Field(ge=0, le=2**22)] = 0
+    overlong_penalty: Coefficient = 1.0
+
+
+class DynamicSamplingSettings(BaseModel):
+    """Replacing groups whose rewards are all equal."""
+
+    model_config = SECTION
+    enabled: bool = False
+    max_discarded: Count = 256
+
+
+class GeneratorSettings(BaseModel):
+    """Sampling and the engine; sampler settings have vLLM's names."""
+
+    model_config = SECTION
+    max_response_tokens: Positions
+    temperature: Scheduled[Temperature]
+    stop_token_ids: TokenIds | None = None
+    max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    kv_cache_gib: Annotated[int, Field(ge=1, le=2**20)] = 1
+    enforce_eager: bool | None = None  # null: true on cpu, false on cuda
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
+    allow_biased_sampling: bool = False
+
+
+TRUNCATION: dict[str, float] = {
+    name: GeneratorSettings.model_fields[name].default
+    for name in (
+        *("top_p", "top_k", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    )
+}
+"""Sampler settings that change the distribution, each with the value that leaves it alone."""
+
+
+def biasing(generator: GeneratorSettings) -> list[str]:
+    """Names of the sampler settings that make tokens come from another distribution.
+
+    Args:
+        generator: section of a config.
+    """
+    off = {"top_k": (0, -1)}  # vLLM turns it off with either
+    return [
+        name
+        for name, neutral in TRUNCATION.items()
+        if getattr(generator, name) not in off.get(name, (neutral,))
+    ]
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < 0.01:
+        raise PydanticCustomError("refused", "vLLM samples at 0, or at 0.01 to 2")
+    return temperature
+
+
+class EvalSettings(BaseModel):
+    """How held-out prompts are answered."""
+
+    model_config = SECTION
+    samples_per_prompt: Annotated[int, Field(ge=1, le=2**14)] = 1
+    temperature: (
+        Annotated[
+            float,
+            Field(ge=0, le=2, json_schema_extra={"allowed": "0, or a number of 0.01 to 2"}),
+            AfterValidator(_greedy_or_warm),
+        ]
+        | None
+    ) = None  # null: generator.temperature
+    allow_other_prompts: bool = False
+
+
+class RewardModelSettings(BaseModel):
+    """A learned reward; none without a path."""
+
+    model_config = SECTION
+    path: PathText | None = None
+    weight: Weight = 1.0
+    chat_template: bool = False
+    tokens_per_micro_batch: TokenBudget = 8192
+
+
+class Timeouts(BaseModel):
+    """How long the driver and the roles wait, in seconds."""
+
+    model_config = SECTION
+    startup_s: Seconds = 600.0
+    rollout_s: Seconds = 600.0
+    batch_s: Seconds = 1200.0
+    train_step_s: Seconds = 1800.0
+    weights_s: Seconds = 300.0
+    reward_s: Seconds = 10.0
+    collective_s: Seconds = 600.0
+    shutdown_s: Seconds = 20.0
+    heartbeat_s: Seconds = 60.0
+
+
+class Settings(BaseModel):
+    """A whole config; `config/reading.py` makes it, `config/preflight.py` checks it further."""
+
+    model_config = SECTION
+    output_dir: PathText
+    base_model_path: PathText
+    seed: Seed
+    device: Literal["cpu", "cuda"]
+    dtype: Precision
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+    model: Annotated[DictConfig, component(ModelArguments)]
+    tokenizer: Annotated[DictConfig, component(TokenizerArguments)]
+    checkpointer: Annotated[DictConfig, component(CheckpointerArguments)]
+    resume_from_checkpoint: FlagOrPath
+    dataset: Annotated[DictConfig, component(DatasetArguments)]
+    eval_dataset: Annotated[DictConfig, component(DatasetArguments)]
+    shuffle: bool
+    environment: Annotated[DictConfig, component(EnvironmentArguments)]
+    rewards: Annotated[Rewards, Field(min_length=1)]
+
+    num_generators: Processes
+    num_trainers: Processes
+    num_references: Annotated[int, Field(ge=0, le=1024)]
+    gpus_per_generator: GpuShare = 1.0
+    gpus_per_trainer: GpuShare = 1.0
+    gpus_per_reference: GpuShare = 1.0
+    rollouts_in_flight: Annotated[int, Field(ge=1, le=2**14)]  # each is a thread
+    push_every_n_steps: Count
+    pull_every_m_rollouts: Count
+    max_staleness: Annotated[int, Field(ge=0, le=10**6)]
+    stale_groups: Literal["drop", "wait"]
+    stale_tokens: Literal["drop", "mask"] = "drop"
+    recompute_kv_after_pull: bool
+
+    num_steps: Count
+    groups_per_step: Samples
+    group_size: Annotated[int, Field(ge=2, le=2**16)]
+    ppo_epochs: Annotated[int, Field(ge=1, le=10**4)]
+    updates_per_batch: Samples
+    tokens_per_micro_batch: TokenBudget
+    loss: Annotated[DictConfig, loss_section()]
+    advantages: Component
+    aggregation: Component
+    off_policy: Component
+    reward_shaping: RewardShapingSettings = RewardShapingSettings()
+    mask_overlong: bool = False
+    dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
+    optimizer: Annotated[DictConfig, component(OptimizerArguments)]
+    lr_scheduler: Annotated[DictConfig | None, component(LrSchedulerArguments, null=True)] = None
+    clip_grad_norm: Annotated[float, Field(gt=0, le=1e30)] | None
+    enable_activation_checkpointing: bool
+    compile: bool
+
+    generator: GeneratorSettings
+
+    save_every_n_steps: Count
+    eval_every_n_steps: Count
+    metric_logger: Component
+    log_every_n_steps: Count
+    log_peak_memory_stats: bool
+    profiler: Annotated[DictConfig, component(ProfilerArguments, enabled=False)]
+
+    ptx: Annotated[DictConfig | None, component(PtxArguments, null=True)] = None
+    eval: EvalSettings = EvalSettings()
+    eval_only: FlagOrPath = False
+    rollout_only: bool = False
+    train_from: PathText | None = None  # trajectories.jsonl of a rollout_only run
+    max_restarts: CountOrZero = 8  # of all roles together, within restart_window_s
+    restart_window_s: Annotated[float, Field(gt=0, le=1e9)] = 3600.0
+    min_generators: Processes | None = None  # null: all of them
+    replay_events: PathText | None = None
+    reward_model: RewardModelSettings = RewardModelSettings()
+    gpus_per_reward_model: GpuShare = 1.0
+    max_failed_samples: Count = 64  # between two training steps
+    object_store_memory: Annotated[int, Field(ge=75 * 2**20, le=2**50)] | None = None  # bytes
+    max_skipped_steps: Count = 10  # in a row
+    max_generator_kl: Annotated[float, Field(gt=0, le=1e3)] | None = None  # null: by dtype
+    packing: bool = False
+    keep_last_n: Count | None = None
+    keep_best: Text | None = None  # eval/success_rate, eval/pass_at_4, ...
+    async_checkpoint: bool = False
+    checkpoint_failure: Literal["error", "warn"] = "error"
+    reward_workers: Processes = 1
+    rollouts_logged_per_step: CountOrZero = 1
+    log_token_logprobs: bool = False  # in the rollouts that are logged
+    logprob_chunk_tokens: TokenBudget = 1024
+    data_parallel_replicate_dim: Processes = 1
+    tensor_parallel_dim: Processes = 1
+    reduce_dtype: Precision = "fp32"
+    enable_activation_offloading: bool = False
+    fsdp_cpu_offload: bool = False
+    timeouts: Timeouts = Timeouts()
+    user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null_sections(cls, given: Any) -> Any:
+        """Read `section: null` as the defaults of the section."""
+        fields = cls.model_fields.items()
+        sections = {name for name, field in fields if isinstance(field.default, BaseModel)}
+        return {k: v for k, v in given.items() if v is not None or k not in sections}
