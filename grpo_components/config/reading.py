@@ -77,6 +77,7 @@ def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
         for key in reversed(whole)
         for schema in _alternatives(whole[key])
         for leaf in schema.get("properties", ())
+        if leaf != "_component_"
     }
     anywhere |= {key: key for key in whole}
     if near := get_close_matches(name, anywhere, n=1, cutoff=0.8):

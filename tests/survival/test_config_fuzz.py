@@ -72,14 +72,12 @@ def recipe(tiny_policy, tmp_path_factory):
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look for it
     spec.loader.exec_module(module)
-    assert hasattr(module, "build_cluster")
     module.build_cluster = NoCluster
     patched = pytest.MonkeyPatch()
     patched.setattr("datasets.load_dataset", no_hub)
-    home = folder / "home"  # `~` is a path like any other, and this one is nobody's
-    home.mkdir()
-    (home / "mine").touch()
-    patched.setenv("HOME", str(home))
+    (folder / "home").mkdir()  # `~` is a path like any other, and this one is nobody's
+    (folder / "home" / "mine").touch()
+    patched.setenv("HOME", str(folder / "home"))
     open_run = module.open_run
 
     def open_here(cfg, *args):
@@ -333,22 +331,10 @@ def test_what_ended_in_a_traceback_a_hang_or_an_engine_is_one_line(recipe, overr
 
 # ---- what is accepted is built ------------------------------------------------------------------
 
-SIZES = {
-    "num_generators": 3,
-    "num_trainers": 4,
-    "num_references": 2,
-    "rollouts_in_flight": 9,
-    "push_every_n_steps": 3,
-    "pull_every_m_rollouts": 9,
-    "max_staleness": 4,
-    "num_steps": 9,
-    "groups_per_step": 9,
-    "group_size": 9,
-    "ppo_epochs": 3,
-    "updates_per_batch": 4,
-    "tensor_parallel_dim": 4,
-    "data_parallel_replicate_dim": 4,
-}
+SIZES = {"num_generators": 3, "num_trainers": 4, "num_references": 2, "rollouts_in_flight": 9}
+SIZES |= {"push_every_n_steps": 3, "pull_every_m_rollouts": 9, "max_staleness": 4, "num_steps": 9}
+SIZES |= {"groups_per_step": 9, "group_size": 9, "ppo_epochs": 3, "updates_per_batch": 4}
+SIZES |= {"tensor_parallel_dim": 4, "data_parallel_replicate_dim": 4}
 
 
 def within(schemas, key):
@@ -370,11 +356,10 @@ def within(schemas, key):
     return number | st.fixed_dictionaries(shape)
 
 
-KINDS = ("integer", "number", "boolean")
 NUMBERS = {
     key: schemas
     for key, schemas in RULES.items()
-    if ("enum" in schemas[0] or schemas[0].get("type") in KINDS)
+    if ("enum" in schemas[0] or schemas[0].get("type") in ("integer", "number", "boolean"))
     and not any(schema.get("type") == "string" for schema in schemas[1:])
     and key[0] not in ("lr_scheduler", "ptx", "model")
     and key[-1] not in ("device", "momentum")
