@@ -60,7 +60,7 @@ def test_a_component_gets_its_own_arguments_and_the_penalties_get_theirs(checked
         ([GSPO, "loss.epsilon=3.0"], "loss.epsilon", "clip_low, clip_high, dual_clip, kl_coeff"),
         ([GSPO, "loss.kl_estimator=k4"], "loss.kl_estimator", "k1 | k2 | k3"),
         (["loss.entropy_coeff=-1"], "loss.entropy_coeff", "at least 0"),
-        (["loss=my.Loss"], "loss", "loss._component_=my.Loss"),
+        (["loss=my.Loss"], "loss", "_component_"),
         (["loss._component_=takes.Takes"], "loss.kl_coeff", "without this argument"),
         (["user=3"], "user", "a mapping"),
     ],
