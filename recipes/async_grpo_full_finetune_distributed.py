@@ -14,7 +14,7 @@ The whole algorithm is in this file. Its loops run side by side and meet in the 
       reference  logprobs, where a KL needs them     push        every n steps
       buffer     waits while it is full              finish_step receipt, evaluate, log, save
 
-The default loss is `grpo_loss`, below. Edit it, and hand over what else is yours, at EDIT ME.
+The default loss is `grpo_loss`, below. EDIT ME marks what forks change.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
     """
 
     async def rollout_loop(self, generator: GeneratorHandle) -> None:
-        """Generate one group after the other, until the run needs no more."""
+        """Generate group after group until the run needs no more."""
         while entry := await self.ledger.admit(generator.name, self.timeouts.train_step_s):
             try:
                 await self.weights.pull_if_due(generator, entry)
@@ -93,7 +93,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             await self.roles.buffer.add(group)
 
     async def training_loop(self, loops: asyncio.TaskGroup) -> None:
-        """Train one batch after the other, until every step of the run is done."""
+        """Train batch after batch until every step of the run is done."""
         await self.run.begin(loops)
         while not self.ledger.finished:
             batch = await self.roles.buffer.take(self.groups_per_step)
@@ -105,7 +105,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.run.finish()
 
     def rejects(self, group: Group) -> str | None:
-        """Why a group is not trained; None where it is."""
+        """Return why a group is not trained, or None."""
         if not self.run.has_trainable(group):
             return "failed"
         sampling, summary = self.dynamic_sampling, group.summary
@@ -124,11 +124,14 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         """
         cfg = read_config(given)
         tokenizer, dataset, held_out = build_data(cfg)
-        # EDIT ME: a coefficient of your own stands under `user:` in the config:
-        # partial(grpo_loss, my_coeff=cfg.user.my_coeff). Trainers get the loss by value.
+        # EDIT ME: the loss. A coefficient of your own stands under `user:` in the config:
+        # partial(grpo_loss, my_coeff=cfg.user.my_coeff). The trainers get the loss by value.
         objective = build_objective(cfg, grpo_loss, tokenizer, dataset)
-        self.advantages, self.reward_shaping = objective.advantages_of, objective.reward_shaping
-        self.dynamic_sampling, self.temperature = objective.dynamic_sampling, objective.temperature
+        # EDIT ME: rewards [B, G] -> advantages [B, G]; here those that the config names.
+        self.advantages = objective.advantages_of
+        self.reward_shaping = objective.reward_shaping
+        self.dynamic_sampling = objective.dynamic_sampling
+        self.temperature = objective.temperature
 
         self.groups_per_step, self.rollouts_in_flight = cfg.groups_per_step, cfg.rollouts_in_flight
         self.timeouts = cfg.timeouts
@@ -178,7 +181,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    """Run it with a config (`tune ls` has some), whose keys the command line overrides."""
+    """Run the recipe; the command line overrides keys of the config."""
     recipe = AsyncGRPOFullFinetuneRecipeDistributed()
     try:
         recipe.setup(cfg)
