@@ -9,10 +9,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from grpo_components.config.moved import moved_to
 from grpo_components.config.reading import read_settings
 from grpo_components.errors import fail, shown
 from grpo_components.replay.recorded_run import FORMAT, read_events, read_json_lines, run_folder
 from grpo_components.replay.schedule import schedule_file
+from grpo_components.setting_types import PENALTIES
 from grpo_components.settings import Settings
 
 FREE = (
@@ -21,10 +23,12 @@ FREE = (
     *("log_every_n_steps", "log_peak_memory_stats", "profiler", "keep_last_n", "keep_best"),
     "async_checkpoint",
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
-    "log_token_logprobs",
+    *("log_token_logprobs", "max_generator_kl"),
 )
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""
+_SAME_LOSS = "grpo_components.objective.losses.GRPOLoss"
+"""Computes the same bits as the recipe's own loss."""
 _ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
 
 
@@ -78,10 +82,29 @@ def _check_there(run: Path, *names: str) -> None:
 
 def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
-    before = _with_defaults(saved, given)
+    before = _with_defaults(_of_this_version(saved, given), given)
     for key in given:
         if key not in FREE:
             _compare(key, _elsewhere(before[key], moved), given[key])
+
+
+def _of_this_version(saved: Any, given: dict[str, Any]) -> Any:
+    """A saved config with today's names: components may have moved since."""
+    named = _with_new_paths(saved)
+    if named["loss"].get("_component_") == _SAME_LOSS and "_component_" not in given["loss"]:
+        del named["loss"]["_component_"]
+    named["loss"] = PENALTIES | named["loss"]
+    return named
+
+
+def _with_new_paths(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    renamed = {key: _with_new_paths(item) for key, item in value.items()}
+    path = renamed.get("_component_")
+    if isinstance(path, str):
+        renamed["_component_"] = moved_to(path) or path
+    return renamed
 
 
 def _with_defaults(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
