@@ -1,4 +1,4 @@
-"""Evaluation during training: the generators answer held-out prompts, at one policy version."""
+"""Evaluates during training: generators answer held-out prompts at one policy version."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from grpo_components.settings import Settings
 
 Results = list[dict[str, Any]]
 Scored = Callable[[int, Results], Results]
+"""Function of step and results; returns those results that have a score, and counts the others."""
 OnResult = Callable[[int, dict[str, float]], None]
+"""Function of step and metrics; called with each evaluation."""
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
-"""Brings a generator to the published weights; the second argument says what for."""
+"""Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
-"""Keeps the generators' weights; see `Ledger.pin_weights`."""
+"""Returns a context manager that keeps the generators' weights; see `Ledger.pin_weights`."""
 
 
 class Evaluation:
@@ -29,17 +31,17 @@ class Evaluation:
 
     Args:
         held_out: rows of the evaluation data set; empty turns evaluation off.
-        every_n_steps: training steps from one evaluation to the next; the last step has one too.
+        every_n_steps: training steps from one evaluation to the next; the last step also has one.
         num_steps: training steps of the run.
-        contract: how far training may run ahead of the weights under evaluation.
+        contract: staleness contract; bounds how far training runs ahead of evaluated weights.
         first_version: policy version of the weights that generators start with.
-        samples: responses to each row.
-        batch: responses that one generator samples at a time.
-        temperature: sampling temperature by training step; 0 is greedy.
-        timeout_s: longest wait for one batch.
-        scored: by step and results, those results that have a score; it counts the others.
-        pin_weights: entered while an evaluation needs the generators' weights unchanged.
-        on_result: called with step and metrics of each evaluation.
+        samples: number of responses to each row.
+        batch: number of responses that one generator samples at a time.
+        temperature: schedule of the sampling temperature by training step; 0 is greedy.
+        timeout_s: longest wait for one batch, in seconds.
+        scored: function of step and results; returns those that have a score.
+        pin_weights: returns a context manager, entered while generators must keep their weights.
+        on_result: functions called with step and metrics of each evaluation.
     """
 
     def __init__(
@@ -74,14 +76,15 @@ class Evaluation:
     async def begin(
         self, step: int, generators: Sequence[GeneratorHandle], pull: Pull, tasks: asyncio.TaskGroup
     ) -> None:
-        """Start an evaluation of the published weights.
+        """Start an evaluation of the published weights; return once all generators loaded them.
+
+        The caller must not publish newer weights before this returns.
 
         Args:
             step: training steps done.
-            generators: all of the run; lost ones are skipped.
-            pull: loads the published weights into a generator.
-            tasks: runs the evaluation. This method returns once every generator holds the weights;
-                no newer ones may be published before.
+            generators: all generators of the run; lost ones are skipped.
+            pull: function that loads the published weights into a generator.
+            tasks: task group that runs the evaluation.
         """
         if not self._held_out:
             return
@@ -91,12 +94,12 @@ class Evaluation:
         await pinned.wait()  # if the evaluation fails, the task group cancels this wait
 
     async def collect(self, step: int | None = None) -> dict[str, float]:
-        """Collect the metrics of the evaluation that ended since the last call; empty if none did.
+        """Return the metrics of the evaluation that ended since the last call; empty if none did.
 
         Args:
-            step: training steps done. A running evaluation is waited for if this is the last step,
-                if the next evaluation follows the next step, or if the next step's groups need
-                newer weights than the generators may load now. None always waits.
+            step: training steps done. The call waits for a running evaluation if this is the last
+                step, if the next step is followed by an evaluation, or if the next step's groups
+                need newer weights than the generators may load now. With None it always waits.
         """
         if self._running is not None and (step is None or self._must_end(step)):
             await asyncio.wait([self._running])
@@ -104,7 +107,7 @@ class Evaluation:
         return metrics
 
     def _must_end(self, step: int) -> bool:
-        # Steps stand for versions here: a skipped step only makes the wait start earlier.
+        # Steps are used as versions: after a skipped step, the wait only starts earlier.
         needs_newer_weights = not self._contract.may_train(self._began, step)
         return step >= self._num_steps or self.due(step + 1) or needs_newer_weights
 
@@ -135,7 +138,7 @@ class Evaluation:
         pull: Pull,
         pinned: asyncio.Event,
     ) -> Results | None:
-        """All results, at one version; None if a generator was lost or restarted."""
+        """Return all results, of one version; None if a generator was lost or restarted."""
         cause = f"evaluation {step}"
         living = [generator for generator in generators if not generator.lost]
         pulled = await _none_lost(pull(generator, cause) for generator in living)
@@ -146,7 +149,7 @@ class Evaluation:
             self._ask(generator, range(i, len(self._held_out), len(living)), step)
             for i, generator in enumerate(living)
         )
-        if shares is None:  # the next try shares its prompts among the others
+        if shares is None:  # the next try gives the lost one's prompts to the others
             return None
         results = [result for share in shares for result in share]
         # A restarted generator loads the newest weights, which may be newer than the others'.
@@ -162,7 +165,7 @@ class Evaluation:
 
 
 async def _none_lost(calls: Iterable[Awaitable[Any]]) -> list[Any] | None:
-    """Results of concurrent calls; None if a generator was lost meanwhile."""
+    """Return the results of concurrent calls; None if a generator was lost meanwhile."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     for failure in failures:
@@ -179,15 +182,15 @@ def build_evaluation(
     pin_weights: PinWeights,
     on_result: Sequence[OnResult],
 ) -> Evaluation:
-    """Build the evaluation from the config.
+    """Build `Evaluation` from the config.
 
     Args:
-        cfg: checked by preflight.
+        cfg: config, checked by preflight.
         held_out: rows of the evaluation data set.
-        temperature: of training, by step: that of evaluations, too, unless the config has another.
-        scored: by step and results, those results that have a score; it counts the others.
-        pin_weights: entered while an evaluation needs the generators' weights unchanged.
-        on_result: called with step and metrics of each evaluation.
+        temperature: schedule of training's temperature, used unless `eval.temperature` is set.
+        scored: function of step and results; returns those that have a score.
+        pin_weights: returns a context manager, entered while generators must keep their weights.
+        on_result: functions called with step and metrics of each evaluation.
     """
     eval_temperature = cfg.eval.temperature
     return Evaluation(

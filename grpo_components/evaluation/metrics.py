@@ -1,4 +1,4 @@
-"""Held-out metrics: success rate, pass@k and reward, each with a 95 % interval."""
+"""Computes held-out metrics: success rate, pass@k and reward, each with a 95 % interval."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _Z = 1.959964
 
 
 def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Compute held-out success and reward, with the version that sampled every response.
+    """Compute held-out success and reward of responses that one policy version sampled.
 
     Args:
-        results: one per scored response: prompt_index, reward, success, oldest_version,
+        results: for each scored response: prompt_index, reward, success, oldest_version,
             newest_version.
 
     Returns:
-        Means over prompts, each with the ends of its 95 % interval under `_low` and `_high`.
-        With several responses to a prompt also `eval/pass_at_<k>`, for each power of two up to
-        their number, over the prompts with at least k scored responses.
+        Means over prompts, each with the ends of its 95 % interval under `_low` and `_high`; the
+        policy version and the number of prompts. If prompts have several scored responses, also
+        `eval/pass_at_<k>` for each power of two k up to the largest number of them: a mean over the
+        prompts with at least k.
     """
     versions = {v for r in results for v in (r["oldest_version"], r["newest_version"])}
     assert len(versions) == 1, f"evaluation: several policy versions: {sorted(versions)}"
@@ -47,14 +48,14 @@ def evaluation_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 
 def pass_at(k: int, scored: int, right: int) -> float:
-    """Estimate, without bias, the chance that at least one of k responses to a prompt is right.
+    """Return an unbiased estimate of the chance that at least one of k responses is right.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
 
     Args:
-        k: responses in the hypothetical draw, at most `scored`.
-        scored: responses that were scored.
-        right: scored responses that were right.
+        k: number of responses in the hypothetical draw, at most `scored`.
+        scored: number of responses to the prompt that were scored.
+        right: how many of these are right.
     """
     return 1.0 - math.comb(scored - right, k) / math.comb(scored, k)
 
@@ -62,13 +63,13 @@ def pass_at(k: int, scored: int, right: int) -> float:
 def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, float]:
     """Compute the 95 % interval of a mean of shares, for prompts drawn at random.
 
-    Wilson's score interval at the effective number of responses: their number divided by Kish's
-    design effect, because responses to one prompt are alike. With one response per prompt, this is
-    the plain Wilson interval. A single prompt counts as one response.
+    This is Wilson's score interval for the effective number of responses: the number of responses
+    divided by Kish's design effect, because responses to one prompt are alike. With one response
+    per prompt, it is the plain Wilson interval. A single prompt counts as one response.
 
     Args:
         shares: [P] share of right responses to each prompt, between 0 and 1.
-        num_responses: to all prompts together; bounds the effective number.
+        num_responses: number of responses to all prompts; the effective number is at most this.
     """
     mean, between = fmean(shares), pvariance(shares)
     n = float(len(shares))
@@ -82,10 +83,10 @@ def share_interval(shares: Sequence[float], num_responses: int) -> tuple[float, 
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Compute the 95 % interval of a mean by the normal distribution; NaN for a single value.
+    """Compute the 95 % interval of a mean, by the normal distribution; NaN for a single value.
 
     Args:
-        values: [P] one per prompt.
+        values: [P] one value per prompt.
     """
     if len(values) < 2:
         return math.nan, math.nan
@@ -94,10 +95,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def check_keep_best(cfg: Settings) -> None:
-    """Refuse a `keep_best` that no evaluation measures, or that misses checkpoints.
+    """Refuse a `keep_best` metric that evaluations do not measure, or not at every checkpoint.
 
     Args:
-        cfg: each value within its own bounds.
+        cfg: config, each value within its own bounds.
 
     Raises:
         ValueError: a key has a wrong value; names the key.

@@ -1,4 +1,4 @@
-"""Partial runs: evaluation only, generators without trainers, trainers without generators."""
+"""Sets up partial runs: only evaluation, only generators, or only trainers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl"
-"""File that `rollout_only` writes into the run's folder, for `train_from`."""
+"""Name of the file that a `rollout_only` run writes to its folder, and `train_from` reads."""
 _WRITER = "grpo_components.offline.trajectory_file.TrajectoryWriter"
 _RECORDED = "grpo_components.offline.trajectory_file.RecordedGroups"
 
@@ -27,38 +27,39 @@ class RecordedPrompts(Dataset[dict[str, Any]]):
     """The prompts of a trajectory file as a data set, one row per group.
 
     Args:
-        path: of the trajectory file.
+        path: path of the trajectory file.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._prompts: list[list[int]] = []
         self._lengths: list[int] = []
-        """Per group, tokens of its longest prompt and response together."""
+        """Per group, the number of tokens of prompt and longest response together."""
         self._largest_ids: list[int] = []
+        """Per group, its largest token id."""
         for group in read_groups(path):
             self._prompts.append(group[0].prompt_ids.tolist())
             tokens = [np.concatenate([t.prompt_ids, t.response_ids]) for t in group]
             self._lengths.append(max(map(len, tokens)))
             self._largest_ids.append(int(np.concatenate(tokens).max()))
         self.max_prompt_length = max(map(len, self._prompts))
-        """Of any prompt, in tokens."""
+        """Length of the longest prompt, in tokens."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        # The file has no text, but reports of failed samples show one.
+        # The file has no prompt texts, but reports of failed samples show one.
         text = f"(line {row + 1} of {self._path})"
         return {"prompt_index": row, "prompt_ids": self._prompts[row], "prompt_text": text}
 
     def check(self, longest: int, limit: str, num_ids: int | None) -> None:
-        """Refuse groups that the policy cannot read.
+        """Refuse groups that are too long for the policy or have token ids that it lacks.
 
         Args:
-            longest: most tokens of a prompt and its response.
-            limit: where that limit comes from, for the message.
-            num_ids: number of token ids of the model; None if unknown.
+            longest: largest allowed number of tokens of a prompt and its response together.
+            limit: text for the error message that says where this limit comes from.
+            num_ids: number of token ids of the model; None skips this check.
 
         Raises:
             ValueError: a group is too long or has an unknown token id; names its line.
@@ -76,9 +77,9 @@ def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
     """Return the dotted paths of the run's trainer and generator, or of their stand-ins.
 
     Args:
-        cfg: checked by preflight.
-        trainer: dotted path in a whole run.
-        generator: dotted path in a whole run.
+        cfg: config, checked by preflight.
+        trainer: dotted path of the trainer in a whole run.
+        generator: dotted path of the generator in a whole run.
     """
     trains = not (cfg.eval_only or cfg.rollout_only)
     return trainer if trains else _WRITER, _RECORDED if cfg.train_from else generator
@@ -87,10 +88,10 @@ def roles_of(cfg: Settings, trainer: str, generator: str) -> tuple[str, str]:
 def stand_in_arguments(
     cfg: Settings, trainer: dict[str, Any], generator: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keyword arguments of the classes that `roles_of` returns.
+    """Return the keyword arguments for the trainer and generator that `roles_of` returns.
 
     Args:
-        cfg: checked by preflight.
+        cfg: config, checked by preflight.
         trainer: arguments of the trainer in a whole run.
         generator: arguments of the generator in a whole run.
     """
@@ -109,13 +110,13 @@ def evaluated_version(cfg: Settings) -> int:
     """Return the policy version of the weights that generators start with.
 
     Args:
-        cfg: checked by preflight.
+        cfg: config, checked by preflight.
 
     Returns:
-        The version of a checkpoint that `eval_only` evaluates; else 0.
+        The version of the checkpoint, if `eval_only` evaluates one; else 0.
     """
     if not cfg.eval_only:
-        return 0  # versions start at 0, even if the base model is a checkpoint of ours
+        return 0  # training starts at version 0, even from weights of another run
     state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
     if not (state / "driver.json").is_file():
         return 0
@@ -123,10 +124,10 @@ def evaluated_version(cfg: Settings) -> int:
 
 
 def check_partial_run(cfg: Settings) -> None:
-    """Refuse a part of a run that cannot be, before anything starts.
+    """Refuse a config whose partial run is impossible, before anything starts.
 
     Args:
-        cfg: each value within its own bounds.
+        cfg: config, each value within its own bounds.
 
     Raises:
         ValueError: a key has a wrong value; names the key.

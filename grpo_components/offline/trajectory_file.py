@@ -1,4 +1,4 @@
-"""Trajectory files, and the stand-ins for trainer and generator that write and read them."""
+"""Writes and reads trajectory files; stand-ins for trainer and generator do so in partial runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _PLAIN = ("finish_reason", "temperature", "reward_terms", "success", "error")
 def group_line(group: Sequence[Trajectory]) -> str:
     """Format a group as one line of JSON: `prompt_index`, `prompt_ids` and a list `responses`.
 
-    The line keeps everything that training needs, logprobs bit for bit. A failed reward is null.
+    The line keeps everything that training needs, logprobs bit for bit. The reward of a failed
+    sample is null.
 
     Args:
         group: the trajectories of one prompt.
@@ -57,10 +58,10 @@ def group_line(group: Sequence[Trajectory]) -> str:
 
 
 def read_groups(path: str | Path) -> Iterator[list[Trajectory]]:
-    """Read the groups of a trajectory file, one `group_line` each.
+    """Read the groups of a trajectory file, one from each line that `group_line` formatted.
 
     Args:
-        path: of the trajectory file.
+        path: path of the trajectory file.
 
     Raises:
         ValueError: a line is not a valid group; names the line, from 1, and the reason.
@@ -118,7 +119,7 @@ def _trajectory(record: Mapping[str, Any], response: Mapping[str, Any]) -> Traje
 
 
 def _array(values: Mapping[str, Any], name: str, dtype: type[np.generic]) -> NDArray[Any]:
-    """Convert a JSON list, after a check of its type: NumPy would turn text into numbers."""
+    """Convert a JSON list to an array, after a type check: NumPy would turn text into numbers."""
     array = np.array(values[name])
     kinds = {np.bool_: "b", np.float32: "fiu"}.get(dtype, "iu")
     fits = array.ndim == 1 and (array.dtype.kind in kinds or not array.size)
@@ -136,9 +137,9 @@ class TrajectoryWriter:
     """Stand-in for a trainer that writes each batch to a file; the policy stays at version 0.
 
     Args:
-        rank: of this process; only rank 0 writes.
-        path: of the trajectory file; an existing one is emptied.
-        logged_responses: how many responses of each batch, from its first, return token logprobs.
+        rank: rank of this process; only rank 0 writes.
+        path: path of the trajectory file; an existing file is emptied.
+        logged_responses: number of responses, the first of each batch, to return logprobs of.
     """
 
     def __init__(self, *, rank: int, path: str, logged_responses: int = 0) -> None:
@@ -155,7 +156,7 @@ class TrajectoryWriter:
         Args:
             batch: whole groups, packed.
             advantages: [S] float32, one per trajectory; not written.
-            step: steps done before this one.
+            step: training steps done before this one.
 
         Returns:
             The outcome of a step that trained nothing.
@@ -183,8 +184,8 @@ class RecordedGroups:
     """Stand-in for a generator that hands out the groups of a file.
 
     Args:
-        number: of this generator, from 0.
-        path: of the trajectory file.
+        number: number of this generator, from 0.
+        path: path of the trajectory file.
     """
 
     def __init__(self, *, number: int, path: str) -> None:
@@ -198,9 +199,9 @@ class RecordedGroups:
         Args:
             prompt: a row of `RecordedPrompts`; its `prompt_index` is the group's line, from 0.
             epoch: pass over the file, from 0.
-            group_id: of the new run.
-            attempt: of the new run.
-            temperature: unused; the responses keep the one they were sampled with.
+            group_id: id of the group in the new run.
+            attempt: number of the new run's attempt, from 0.
+            temperature: not used; the responses keep the temperature they were sampled with.
 
         Returns:
             The packed group, its summary, and None: there is no text for the rollout log.
@@ -213,7 +214,7 @@ class RecordedGroups:
     def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]
     ) -> tuple[int, str]:
-        """Acknowledge new weights without using them."""
+        """Return version and checksum of new weights, without loading them."""
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
 
     def begin_attempt(self) -> None:

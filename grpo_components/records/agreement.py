@@ -8,14 +8,17 @@ from typing import Any
 from grpo_components.errors import DisagreementError
 
 _FEW_TOKENS = 16
-"""Below this number of tokens the bound grows in proportion: one rounding error could decide."""
+"""Fewer fresh tokens multiply the bound by `_FEW_TOKENS` / tokens, to allow for rounding errors."""
 
 
 class GeneratorAgreement:
-    """Compares trainer and generator on fresh tokens: those sampled by the version being trained.
+    """Ends the run if trainer and generator disagree on the logprobs of fresh tokens.
+
+    Fresh tokens were sampled by the version being trained, so with the same weights on both sides.
 
     Args:
-        max_generator_kl: largest k3 estimate of the KL, in nats per token; None disables the check.
+        max_generator_kl: largest allowed KL between the two, a k3 estimate in nats per token; None
+            disables the check.
     """
 
     def __init__(self, max_generator_kl: float | None) -> None:
@@ -26,7 +29,7 @@ class GeneratorAgreement:
 
         Args:
             step: training step, from 1.
-            metrics: metrics of the step, with `mismatch/fresh_kl` and `mismatch/fresh_tokens`.
+            metrics: metrics of the step, including `mismatch/fresh_kl` and `mismatch/fresh_tokens`.
 
         Raises:
             DisagreementError: the KL is above the bound.

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: publishes each atomically; `latest` and `best` are links to one."""
+"""Publishes each checkpoint of a run atomically, and keeps the links `latest` and `best`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grpo_components.whole_files import write_whole
 LATEST = "latest"
 BEST = "best"
 _EVALUATION = "evaluation.json"
-"""File in a checkpoint with the metrics of its evaluation."""
+"""Name of the file in a checkpoint that has the metrics of its evaluation."""
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """Make a hidden folder to write a checkpoint into; removes leftovers of a killed run.
+    """Remove leftovers of a killed run, and make a hidden folder to write a checkpoint into.
 
     Args:
         checkpoints: folder of all checkpoints of the run.
@@ -42,7 +42,7 @@ def clean(checkpoints: Path) -> None:
 
 
 def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
-    """Give a written checkpoint its name, and point `latest` at it.
+    """Rename a written checkpoint to `step_<step>`, point `latest` at it, and delete older ones.
 
     The files are synced to disk first, and every change is one rename: after a crash, `latest`
     points at a whole checkpoint, the new one or the one before.
@@ -50,7 +50,8 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     Args:
         unfinished: folder that `begin` returned.
         step: training steps done.
-        keep_last_n: checkpoints to keep besides the best; None keeps all.
+        keep_last_n: how many checkpoints to keep, this one included; `best` is kept in addition.
+            None keeps all.
 
     Returns:
         The checkpoint's folder, `step_<step>`.
@@ -61,12 +62,12 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     for folder, _, files in os.walk(unfinished):
         for name in (*files, "."):
             _sync(Path(folder, name))
-    discard(target)  # of an earlier attempt
+    discard(target)  # left by an earlier attempt
     unfinished.rename(target)
     _sync(checkpoints)
     point_latest(target)
     if keep_last_n is not None:
-        # Later steps are of an attempt that was rolled back: they go first.
+        # Delete later steps first: they belong to an attempt that was rolled back.
         kept = (target, _target(checkpoints, BEST))
         others = [folder for folder in checkpoints.glob("step_*") if folder not in kept]
         others.sort(key=lambda folder: (_step(folder) < step, _step(folder)), reverse=True)
@@ -76,12 +77,12 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` points at; None without one."""
+    """Return the checkpoint that `latest` points at; None if there is no such link."""
     return _target(checkpoints, LATEST)
 
 
 def point_latest(checkpoint: Path) -> None:
-    """Make a checkpoint the one that the run resumes from."""
+    """Point `latest` at a checkpoint, so that the run resumes from it."""
     _point(checkpoint, LATEST)
 
 
@@ -98,15 +99,15 @@ def rate(checkpoint: Path, metrics: Mapping[str, float]) -> None:
 
 
 def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
-    """Point `best` at the checkpoint with the highest value of a metric, the earliest if equal.
+    """Point `best` at the checkpoint with the highest value of a metric, the earliest of equals.
 
     Args:
         checkpoints: folder of all checkpoints of the run.
         metric: key of the metric in `evaluation.json`.
-        last_step: ignore checkpoints of later steps: their attempt was rolled back.
+        last_step: checkpoints of later steps are ignored: their attempt was rolled back.
 
     Returns:
-        The best checkpoint; None if none has the metric.
+        The best checkpoint; None if no checkpoint has the metric.
     """
     ratings = {}
     for path in checkpoints.glob(f"step_*/{_EVALUATION}"):
@@ -123,7 +124,10 @@ def choose_best(checkpoints: Path, metric: str, last_step: int) -> Path | None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder if it exists; renames it first, so that a visible folder is always whole."""
+    """Delete a folder or a link, if it exists.
+
+    A folder is first renamed to a hidden name, so that a visible folder is always whole.
+    """
     if path.is_symlink():
         path.unlink()
     elif path.exists():

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the state of the driver and of every role, at one point in time."""
+"""Saves and restores checkpoints: the state of driver, trainers and buffer between two steps."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ from grpo_components.state_files import write_state
 
 
 class Checkpoints:
-    """Saves and restores checkpoints, whose parts are all taken between the same two steps.
+    """Saves and restores checkpoints; all parts of one are taken between the same two steps.
 
     Args:
         folder: folder of all checkpoints of the run.
         cfg: config of the run, saved with each checkpoint.
         ledger: ledger of the run.
-        prompts: the prompt stream that the ledger draws from.
+        prompts: prompt stream from which the ledger draws.
         writes: whether to write checkpoints at all.
-        keep_last_n: checkpoints to keep; None keeps all.
-        keep_best: evaluation metric whose best checkpoint is kept too, as `best`; None keeps none.
-        failure: whether a checkpoint that cannot be written ends the run or only shows a warning.
-        in_background: write from a copy while the next steps run.
-        run_log: shows each saved checkpoint and each failure.
+        keep_last_n: number of newest checkpoints to keep; None keeps all.
+        keep_best: evaluation metric; the checkpoint with its highest value is also kept, as `best`.
+            None disables this.
+        failure: what happens if a checkpoint cannot be written: "error" ends the run, "warn" only
+            shows a warning.
+        in_background: whether to write from a copy of the state while the next steps run.
+        run_log: shows each saved checkpoint and each failure to the user.
         identity: ids of the run and its process, saved with each checkpoint.
-        verify: raises an OSError if the folder is no longer the run's.
+        verify: function that raises an OSError if the folder no longer belongs to the run.
     """
 
     def __init__(
@@ -67,30 +69,30 @@ class Checkpoints:
         self._in_background, self._log = in_background, run_log
         self._writes, self._keep_best = writes, keep_best
         self._versions: dict[int, int] = {}
-        """Policy version of the last checkpoint, by step."""
+        """Step of the last checkpoint -> its policy version."""
         self._evaluations: dict[int, Mapping[str, float]] = {}
-        """Metrics of the last evaluation, by step."""
+        """Step of the last evaluation -> its metrics."""
         self._held: dict[str, Any] = {}
         self._buffered: list[Any] = []
         self._writing: asyncio.Task[None] | None = None
 
     def hold(self) -> None:
-        """Keep the driver's state for `save`. Call it right after the step's receipt.
+        """Keep a copy of the driver's state for `save`; call it right after the step's receipt.
 
-        No await may come between: an event or a pull there would be in the receipts, but not in the
-        state of the resumed run, or the other way round.
+        The caller must not await between the two: an event or a pull at that time would be in
+        receipts.jsonl but not in the state that a resumed run starts from, or the other way round.
 
         Raises:
-            OSError: the last checkpoint could not be written in the background.
+            OSError: writing the last checkpoint in the background failed.
         """
         self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
-        # References to the groups: the buffer's process may die before it has written them.
+        # Keep references to the groups: the buffer's process may die before it has written them.
         self._buffered = [p for e in self._ledger.in_state("buffered") for p in e.parts]
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
     async def save(self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle) -> None:
-        """Write a checkpoint, between two training steps; waits for the checkpoint before.
+        """Write a checkpoint between two training steps, once the previous one has been written.
 
         Args:
             step: training steps done when `hold` was called.
@@ -98,7 +100,7 @@ class Checkpoints:
             buffer: the replay buffer.
 
         Raises:
-            OSError: the checkpoint cannot be written, with `failure: error`.
+            OSError: this or the previous checkpoint cannot be written, and `failure` is "error".
         """
         await self.finish()
         if not self._writes:
@@ -107,33 +109,33 @@ class Checkpoints:
         self._writing = asyncio.create_task(
             self._write(step, self._held, self._buffered, trainers, buffer)
         )
-        # Retrieve the error, so that asyncio does not warn if the run ends by another one.
+        # Retrieve the error, so that asyncio does not warn if the run ends with another one.
         self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not self._in_background:
             await self.finish()
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rate the checkpoint of a step by an evaluation, as soon as both exist.
+        """Rate the checkpoint of a step by the evaluation of that step, once both exist.
 
         Args:
             step: training steps done when the evaluation began.
-            metrics: metrics of the evaluation, with `eval/policy_version`.
+            metrics: metrics of the evaluation, including `eval/policy_version`.
         """
         self._evaluations = {step: metrics}
         self._rate(step)
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is written.
+        """Wait until the last checkpoint has been written.
 
         Raises:
-            OSError: it could not be written, with `failure: error`.
+            OSError: it could not be written, and `failure` is "error".
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
     async def wait_idle(self) -> None:
-        """Wait until nothing is being written, whether or not it succeeded."""
+        """Wait until no checkpoint is being written; an error of the last write is not raised."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await asyncio.wait([writing])
@@ -141,7 +143,7 @@ class Checkpoints:
     async def restore(
         self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
     ) -> None:
-        """Restore trainers and buffer; `begin_run` has restored the driver's state.
+        """Load a checkpoint into trainers and buffer; `begin_run` has already restored the driver.
 
         Args:
             checkpoint: folder of the checkpoint.
@@ -189,9 +191,10 @@ class Checkpoints:
             self._rate(step)
 
     def _rate(self, step: int) -> None:
-        """Compare a written checkpoint with the best, if the evaluation was of its weights.
+        """Write the evaluation of a step to its checkpoint, and point `best` at the best one.
 
-        A generator that is restarted during an evaluation goes on with newer weights.
+        Does nothing until both exist, or if the evaluation was of newer weights: a generator that
+        restarts during an evaluation loads them.
         """
         metrics = self._evaluations.get(step)
         if not self._keep_best or metrics is None:
@@ -223,14 +226,14 @@ class Checkpoints:
 def build_checkpoints(
     cfg: Settings, ledger: Ledger, prompts: Stateful, run_log: RunLog, run_start: RunStart
 ) -> Checkpoints:
-    """Build the checkpoints from the config.
+    """Build `Checkpoints` from the config.
 
     Args:
         cfg: config, checked by preflight.
         ledger: ledger of the run.
-        prompts: the prompt stream that the ledger draws from.
-        run_log: shows each saved checkpoint.
-        run_start: how the run started.
+        prompts: prompt stream from which the ledger draws.
+        run_log: shows each saved checkpoint and each failure to the user.
+        run_start: where the run starts, with its ids and the lock of its folder.
     """
     return Checkpoints(
         Path(cfg.output_dir) / "checkpoints",

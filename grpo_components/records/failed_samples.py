@@ -14,20 +14,20 @@ from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
 MAX_ERROR_CHARS = 200
-"""Characters of an error in a message; the file has the whole error."""
+"""Length to which a message cuts an error; the file has the whole error."""
 
 
 class FailedSamples:
-    """Counts the failed samples between two training steps, of training and evaluation.
+    """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
-    Each is written to `failed_samples.jsonl` with its prompt. The first after each step is shown to
-    the user.
+    The count restarts with each training step. Every failed sample is written to
+    `failed_samples.jsonl` with its prompt; the first after each step is also shown to the user.
 
     Args:
-        max_failed_samples: number between two training steps that ends the run.
-        logs: folder of the file; the file is created with the first failure.
+        max_failed_samples: number of failures since the last training step that ends the run.
+        logs: folder of `failed_samples.jsonl`; the first failure creates the file.
         attempt: number of the run's attempt, from 0.
-        note: shows a line to the user.
+        note: function that shows a line to the user.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class FailedSamples:
         """Count the failed samples of an evaluation.
 
         Args:
-            step: training steps done.
+            step: training steps done when the evaluation began.
             results: results of all prompts, as `Generator.evaluate` returns them.
 
         Returns:
-            The results without an error.
+            Those results that have no error.
 
         Raises:
             FailedSamplesError: too many samples failed since the last step, or all of them.
@@ -81,7 +81,7 @@ class FailedSamples:
         return scored
 
     def take_count(self) -> int:
-        """Samples that failed since the last call. Call it once per training step."""
+        """Return how many samples failed since the last call; call it once per training step."""
         count, self._count = self._count, 0
         return count
 
@@ -95,7 +95,7 @@ class FailedSamples:
             **what,
             "prompt_index": prompt["prompt_index"],
             "prompt": prompt["prompt_text"],
-            "errors": dict(Counter(errors)),  # number of samples by error
+            "errors": dict(Counter(errors)),  # error -> number of samples
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -112,11 +112,11 @@ class FailedSamples:
 
 
 def build_failed_samples(cfg: Settings, attempt: int, note: Callable[[str], None]) -> FailedSamples:
-    """Build the record of failed samples from the config.
+    """Build `FailedSamples` from the config.
 
     Args:
         cfg: config, checked by preflight.
         attempt: number of the run's attempt, from 0.
-        note: shows a line to the user.
+        note: function that shows a line to the user.
     """
     return FailedSamples(cfg.max_failed_samples, Path(cfg.output_dir) / "logs", attempt, note)

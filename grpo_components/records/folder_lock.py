@@ -1,4 +1,4 @@
-"""The lock of a run's folder: only one process may write there; the lock file names it."""
+"""Locks a run's folder, so that only one process writes to it; a lock file names that process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from typing import NoReturn
 from grpo_components.errors import fail
 
 LOCK = "run.lock"
-"""Lock file in the folder of a run, while a process holds the folder."""
+"""Name of the lock file, which is in a run's folder while a process holds that folder."""
 HEARTBEAT_S = 10.0
 """Seconds between two updates of the lock file's modification time by its holder."""
 SILENT_S = 60.0
-"""Seconds without an update after which a holder on another host counts as dead."""
+"""Seconds without such an update after which a holder on another host counts as dead."""
 TIME = "%Y-%m-%d %H:%M:%S %z"
-"""Format of a holder's `started`."""
+"""Format of `Holder.started`."""
 _BLOCKED_S = 2.0
-"""Seconds to retry while the lock is held, but the file does not name its holder."""
+"""Longest time, in seconds, to retry while the holder of a lock is not yet in its file."""
 _RETRY_S = 0.05
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _RECORD_BYTES = 1024
-"""Fixed length of a record, so that one write replaces the earlier record completely."""
+"""Fixed length of the lock file's record, so that one write replaces an earlier one completely."""
 _MAX_PATH_CHARS = 100
 
 
@@ -44,32 +44,32 @@ class Holder:
     pid: int
     host: str
     started: str
-    """Local date and time, with the offset from UTC."""
+    """When it locked the folder: local date and time, with the offset from UTC."""
     boot: str
     """The kernel's boot id, the same in all containers of a machine."""
     pid_namespace: str
-    """PID namespace of `pid`."""
+    """PID namespace in which `pid` is valid."""
     start_ticks: int
     """Start of the process, in clock ticks since boot; tells apart processes that reuse a pid."""
 
     def is_here(self) -> bool:
-        """Whether this process can look up its pid."""
+        """Whether the calling process can look up `pid`: both share boot and PID namespace."""
         here = (_boot(), _pid_namespace())
         return (self.boot, self.pid_namespace) == here
 
     def is_alive(self) -> bool:
-        """Whether the process still runs; valid only if it `is_here`."""
+        """Whether the holder still runs; valid only if `is_here` is true."""
         return _start_ticks(self.pid) == self.start_ticks
 
 
 class FolderLock:
-    """A lock held by this process, until `release` or the end of the process.
+    """A lock that this process holds on a folder, until `release` or the end of the process.
 
     Args:
         folder: the locked folder, without symbolic links.
-        descriptor: open lock file; `release` closes it.
-        atomic: whether the file system supports locks; without, only the file's contents count.
-        died: the holder before, if it ended without releasing the folder; else None.
+        descriptor: file descriptor of the open lock file; `release` closes it.
+        atomic: whether the file system supports file locks; if not, only the file's text counts.
+        died: previous holder, if it ended without releasing the folder; else None.
     """
 
     def __init__(self, folder: Path, descriptor: int, atomic: bool, died: Holder | None) -> None:
@@ -89,7 +89,7 @@ class FolderLock:
         """Check that the folder still belongs to this run.
 
         Raises:
-            OSError: it was moved, removed or replaced during the run.
+            OSError: the folder was moved, removed or replaced during the run.
         """
         if not _is_at(self._descriptor, self.folder / LOCK):
             problem = "no longer belongs to this run: it was moved, removed or replaced"
@@ -97,11 +97,11 @@ class FolderLock:
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock a folder for this process; creates the folder if it is missing.
+    """Lock a folder for this process; create the folder if it is missing.
 
-    Uses flock(2) on a file in the folder; the kernel releases it when the process ends. A lock file
-    of another host must also be older than `SILENT_S`, because some network file systems do not
-    share locks between hosts.
+    The lock is flock(2) on a file in the folder; the kernel releases it when the process ends.
+    Some network file systems do not share locks between hosts: a lock file written by another host
+    is taken over only if it has not been updated for `SILENT_S`.
 
     Args:
         folder: path without symbolic links.
@@ -126,14 +126,14 @@ def lock_folder(folder: Path) -> FolderLock:
         if lock is not None:
             return lock
         os.close(descriptor)
-        # The holder is just starting or ending: the file does not name it.
+        # The holder is just starting or ending, so that the file does not name it.
         threading.Event().wait(_RETRY_S)
 
 
 def refuse_folder_in_use(folder: Path) -> None:
     """Refuse a folder that a process of this machine holds; changes nothing.
 
-    An early check, to refuse a config before anything is loaded; `lock_folder` decides.
+    This is an early check, before anything is loaded; `lock_folder` checks again and decides.
 
     Args:
         folder: path without symbolic links; may be missing.
@@ -147,7 +147,7 @@ def refuse_folder_in_use(folder: Path) -> None:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """The recorded holder of a folder, alive or dead; None without a valid record.
+    """Return the recorded holder of a folder, alive or dead; None without a valid record.
 
     Args:
         folder: path of the folder; may be missing.
@@ -165,7 +165,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file is a run's lock file. It may be empty: its process was killed early."""
+    """Whether a file is a run's lock file; an empty one counts: its process was killed early."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
@@ -179,7 +179,7 @@ def is_lock(path: Path) -> bool:
 
 
 def short(path: Path) -> str:
-    """A path for a message: only the end of a very long one."""
+    """Return a path as text for a message; only the end of a very long path."""
     text = str(path)
     return text if len(text) <= _MAX_PATH_CHARS else f"...{text[3 - _MAX_PATH_CHARS :]}"
 
@@ -198,8 +198,8 @@ def _try_lock(folder: Path, descriptor: int, last: bool) -> FolderLock | None:
 
     Args:
         folder: folder to lock.
-        descriptor: its open lock file.
-        last: whether this is the last try: refuse the folder even if its holder is unknown.
+        descriptor: file descriptor of its open lock file.
+        last: whether this is the last try, which refuses a folder even if its holder is unknown.
 
     Returns:
         The lock; None if the caller should try again.
@@ -231,9 +231,9 @@ def _try_lock(folder: Path, descriptor: int, last: bool) -> FolderLock | None:
 
 
 def _blocks(folder: Path, descriptor: int, holder: Holder, atomic: bool) -> bool:
-    """Whether the recorded holder may be alive, although this process could take the lock."""
+    """Whether the recorded holder may be alive although this process could take the lock."""
     if holder.boot == _boot() and (atomic or holder.is_here()):
-        return not atomic and holder.is_alive()  # this kernel knows all locks of its processes
+        return not atomic and holder.is_alive()  # if atomic, this kernel found no other lock
     with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{LOCK}.") as probe:
         now = os.fstat(probe.fileno()).st_mtime  # by the file server's clock
     return now - os.fstat(descriptor).st_mtime < SILENT_S
@@ -270,12 +270,12 @@ def _this_process() -> Holder:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Start of a process, in clock ticks since boot; None if no process has this pid."""
+    """Return when a process started, in clock ticks since boot; None if none runs with this pid."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()  # its name may contain blanks and brackets
+    state, *fields = text.rpartition(")")[2].split()  # the process name may contain blanks and ")"
     return None if state in "ZX" else int(fields[18])
 
 
@@ -288,7 +288,7 @@ def _pid_namespace() -> str:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a path still names an open file."""
+    """Whether a path still leads to the file that is open as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -304,7 +304,7 @@ def _beat(descriptor: int, stop: threading.Event) -> None:
 def _release(
     path: Path, descriptor: int, stop: threading.Event, beat: threading.Thread, owner: int
 ) -> None:
-    if os.getpid() != owner:  # a fork of the holder, with a copy of this object
+    if os.getpid() != owner:  # a fork of the holder has a copy of this object
         return
     stop.set()
     beat.join()

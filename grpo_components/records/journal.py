@@ -1,4 +1,4 @@
-"""Ledger, receipts and checkpoints of a run, which must agree after every step."""
+"""Keeps ledger, receipts and checkpoints of a run in agreement with each other."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from grpo_components.training.step_result import StepResult
 
 
 class Journal:
-    """Commits each step to ledger, receipts and checkpoint at once; saves and restores them.
+    """Commits each step to ledger, receipts and checkpoints together; saves, restores, rolls back.
+
+    The ledger is the account of every group, a receipt is a step's record in receipts.jsonl.
 
     Args:
-        start: where the run begins; the ledger and its prompts are there already.
-        ledger: of the run.
-        prompts: that the ledger draws from.
-        receipts: of the run.
-        checkpoints: of the run.
-        original: of a replay: every batch is compared with it; None for a live run.
+        start: where the attempt starts; ledger and prompts already have this state.
+        ledger: ledger of the run.
+        prompts: prompt stream from which the ledger draws.
+        receipts: receipts of the run.
+        checkpoints: checkpoints of the run.
+        original: in a replay, the run to repeat: every batch must equal its batch. None in a live
+            run.
         save_every_n_steps: training steps from one checkpoint to the next.
     """
 
@@ -41,18 +44,18 @@ class Journal:
         self._save_every_n_steps = save_every_n_steps
 
     async def commit(self, batch_hash: str, result: StepResult) -> int:
-        """Commit a trained step, once its turn has come.
+        """Commit a trained step; a replay first waits for the turn of this step.
 
         Args:
-            batch_hash: of the batch.
-            result: of the trainers.
+            batch_hash: hash of the batch.
+            result: result of the trainers.
 
         Returns:
-            The step, from 1.
+            The number of the step, from 1.
 
         Raises:
-            ReplayError: if the original of a replay trained another batch in this step.
-            OSError: if the receipt cannot be written, or an earlier checkpoint could not.
+            ReplayError: if the original run of a replay trained another batch in this step.
+            OSError: if the receipt or an earlier checkpoint could not be written.
         """
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
@@ -60,9 +63,9 @@ class Journal:
         return step
 
     def _commit(self, step: int, batch_hash: str, result: StepResult) -> None:
-        """Not async on purpose: no event may fall between the receipt and the state to save.
+        """Commit a step without an await: no event may happen between receipt and state to save.
 
-        Otherwise a resumed run would miss that event, or a second receipt would have it again.
+        Otherwise a resumed run would miss that event, or record it in a second receipt.
         """
         if self._original:
             self._original.check_batch(step, batch_hash)
@@ -72,27 +75,30 @@ class Journal:
         self._checkpoints.hold()
 
     async def save_if_due(self, step: int, roles: Roles) -> None:
-        """Write a checkpoint every n steps and after the last one, with the committed state.
+        """Write the committed state as a checkpoint, every n steps and after the last step.
 
         Args:
-            step: that `commit` returned; the trainers stand between it and the next.
-            roles: of the run.
+            step: step that `commit` returned; the trainers have not begun the next one.
+            roles: roles of the run.
 
         Raises:
-            OSError: if it cannot be written, with `checkpoint_failure: error`.
+            OSError: if it cannot be written, and `checkpoint_failure` is "error".
         """
         if step % self._save_every_n_steps == 0 or self._ledger.finished:
             await self._checkpoints.save(step, roles.trainers, roles.buffer)
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
-        """Load the checkpoint that this attempt goes on from, if any, into every role."""
+        """Load this attempt's checkpoint, if any, into trainers and buffer.
+
+        Unless the run is new, also publish the trainers' weights and load them into all generators.
+        """
         if self._start.checkpoint:
             await self._checkpoints.restore(self._start.checkpoint, roles.trainers, roles.buffer)
         if self._start.attempt or self._start.checkpoint:
             await weights.restore()
 
     async def roll_back(self) -> int:
-        """End the attempt, go back to the last checkpoint or the start, and begin the next attempt.
+        """End this attempt, and begin the next one at the last checkpoint or at the start.
 
         Returns:
             The number of the new attempt.
@@ -105,7 +111,7 @@ class Journal:
         return self._start.attempt
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint has been written."""
         await self._checkpoints.finish()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Waits for roles of a killed driver, which may still write to the run's folder for seconds."""
+"""Waits until the roles of a killed driver, which may still write to its folder, have ended."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grpo_components.errors import fail
 from grpo_components.records.folder_lock import TIME, Holder, short
 
 WAIT_S = 30.0
-"""Seconds the roles of a killed driver may take to end."""
+"""Seconds that the roles of a killed driver may take to end."""
 _CLOCK_S = 1.0
-"""Seconds by which two clock readings may differ."""
+"""Seconds by which two clocks may differ on the time of one event."""
 
 
 def wait_for_roles(folder: Path, driver: Holder | None) -> None:
     """Wait until the roles of a dead driver have ended, so that nothing else writes to its folder.
 
-    Ray ends them when it notices that the driver is gone.
+    Ray ends the roles when it notices that the driver is gone.
 
     Args:
         folder: folder of the run.
@@ -44,7 +44,7 @@ def wait_for_roles(folder: Path, driver: Holder | None) -> None:
 
 
 def _roles(path: Path, driver: Holder) -> dict[psutil.Process, str]:
-    """The running processes that the driver recorded as its roles, with the roles' names."""
+    """Return the running processes that the driver recorded as roles, each with its role's name."""
     since = datetime.strptime(driver.started, TIME).timestamp()
     found: dict[psutil.Process, str] = {}
     try:
@@ -74,7 +74,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _record(line: str) -> tuple[str, int, float]:
-    """Name, pid and start time of a role; time 0 if the line is incomplete."""
+    """Return name, pid and start time of a role; time 0 if the line is not a valid record."""
     try:
         record: dict[str, Any] = json.loads(line)
         return str(record["role"]), int(record["pid"]), float(record["started"])

@@ -17,11 +17,12 @@ from grpo_components.records.rollout_table import log_rollout_table
 class MetricLog:
     """Writes metrics to `{output_dir}/logs/metrics.jsonl` and, every n steps, to a logger.
 
-    The file gets every step and is flushed line by line, so that it is complete after a crash.
+    The file gets every step. Each line is flushed, so that the file is complete after a crash.
+    Sampled groups go to `rollouts.jsonl` in the same folder.
 
     Args:
         output_dir (str): folder of the run.
-        metric_logger (MetricLoggerInterface): torchtune's logger; `close` closes it.
+        metric_logger (MetricLoggerInterface): torchtune's logger, which `close` closes.
         log_every_n_steps (int): the logger gets steps divisible by this, and every evaluation.
     """
 
@@ -40,7 +41,7 @@ class MetricLog:
 
         Args:
             step (int): training step, from 1; 0 for the evaluation before the first step.
-            metrics (Mapping[str, Any]): metric key to number (or one-element tensor or array).
+            metrics (Mapping[str, Any]): metric key -> number, or one-element tensor or array.
         """
         values = {key: _plain(value) for key, value in metrics.items()}
         append_line(self._metrics, _line({"step": step, **values}))
@@ -50,7 +51,7 @@ class MetricLog:
             payload = {key: math.nan if value is None else value for key, value in values.items()}
             try:
                 self._metric_logger.log_dict(payload, step)
-            except OSError as error:  # of the logger's file or server; it does not name itself
+            except OSError as error:  # the error does not name the logger
                 raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
     def log_rollouts(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -26,10 +26,10 @@ _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 def real_path(path: str | Path) -> Path:
-    """Absolute path without symbolic links; missing parts stay as they are.
+    """Return the absolute path without symbolic links; parts that do not exist stay as they are.
 
     Args:
-        path: any spelling of the path.
+        path: absolute or relative path, with or without links.
     """
     return Path(os.path.realpath(path))
 
@@ -37,17 +37,18 @@ def real_path(path: str | Path) -> Path:
 def prepare_output_folder(
     folder: Path, cfg: Settings, identity: RunIdentity
 ) -> tuple[FolderLock, Path | None]:
-    """Make and lock the folder of a new run; moves an earlier run's folder aside.
+    """Make and lock the folder of a new run; move an earlier run's folder aside.
 
-    A folder is moved only by the holder of its lock, so that a running run keeps its folder.
+    Only the holder of its lock moves a folder, so that a running run keeps its folder.
 
     Args:
         folder: folder of the run, without symbolic links.
-        cfg: config; written to config.yaml, resolved.
-        identity: ids of the run and this process; written as comments in config.yaml.
+        cfg: config; its resolved values are written to config.yaml.
+        identity: ids of the run and this process, written as comments in config.yaml.
 
     Returns:
-        The lock, and the new path of an earlier run (`<name>-1`, `-2`, ...) or None.
+        The lock, and the path that an earlier run was moved to (`<name>-1`, `-2`, ...); None if
+        there was no earlier run.
 
     Raises:
         ValueError: another process holds the folder, or it contains files that no run wrote; names
@@ -55,7 +56,7 @@ def prepare_output_folder(
     """
     moved_to = None
     while True:
-        is_used(folder)  # first: no lock file is made in a folder that is not a run's
+        is_used(folder)  # first, so that no lock file is made in a foreign folder
         lock = lock_folder(folder)
         try:
             wait_for_roles(folder, lock.died)
@@ -78,8 +79,8 @@ def is_used(folder: Path) -> bool:
         folder: path without symbolic links; may be missing.
 
     Raises:
-        ValueError: a process of this machine holds the folder, it contains other files, or it is
-            part of a run's folder; names output_dir.
+        ValueError: a process of this machine holds the folder, it contains files that no run wrote,
+            or it is part of a run's folder; names output_dir.
     """
     while True:
         refuse_folder_in_use(folder)
@@ -127,7 +128,7 @@ def _move_aside(folder: Path) -> Path:
         try:
             folder.rename(moved_to)
         except OSError as error:
-            if error.errno in _NAME_TAKEN:  # by another process, just now
+            if error.errno in _NAME_TAKEN:  # another process took it just now
                 continue
             problem = f"{short(folder)} contains an earlier run and cannot be moved aside"
             fail("output_dir", f"{problem}: {error.strerror}", "another folder")
@@ -139,7 +140,7 @@ def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: Ru
 
     Args:
         folder: folder of the run, locked.
-        cfg: new config.yaml; the config of the attempt before is kept as config_attempt_<n>.yaml.
+        cfg: config, written to config.yaml; the earlier file is kept as config_attempt_<n>.yaml.
         attempt: number of the new attempt.
         identity: ids of the run and this process.
     """

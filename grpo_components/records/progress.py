@@ -30,7 +30,7 @@ class Progress:
     Args:
         num_steps (int): training steps of the whole run.
         console (Console | None): console to write to; None for stdout.
-        plain (bool): no live display even in a terminal; for a logger that prints to stdout.
+        plain (bool): show no live display even in a terminal; needed if a logger prints to stdout.
     """
 
     def __init__(self, num_steps: int, console: Console | None = None, *, plain: bool = False):
@@ -73,7 +73,7 @@ class Progress:
 
         Args:
             step (int): training step, from 1; 0 for the evaluation before the first step.
-            metrics (Mapping[str, float]): values by metric key; missing or NaN is shown as "-".
+            metrics (Mapping[str, float]): metric key -> value; missing or NaN is shown as "-".
         """
         self._phase = ""
         self._step, self._metrics = step, metrics
@@ -104,7 +104,7 @@ class Progress:
         """End the display and print the closing table.
 
         Args:
-            rows (Sequence[tuple[str, str]]): a label and its value; a value may have several lines.
+            rows (Sequence[tuple[str, str]]): label and value, which may be several lines.
         """
         self.close()
         width = max((len(label) for label, _ in rows), default=0)
@@ -187,7 +187,7 @@ class Progress:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as a line of blocks; each block is the mean of an equal stretch of values.
+    """Draw values as a line of blocks, each the mean of an equally long part of the values.
 
     Args:
         values (Sequence[float]): numbers between 0 and 1, oldest first.

@@ -1,4 +1,4 @@
-"""The hash chain of receipts: each record contains a hash of itself and of all before it."""
+"""Chains the records of receipts.jsonl: each has a hash of itself and of all records before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from grpo_components.files import append_line, cut_torn_line
 
 END_FILE = "receipts.end"
-"""File beside the receipts with the number of records and the hash of the last one."""
+"""File beside receipts.jsonl that has the number of its records and the hash in the last one."""
 _MAX_BYTES = 200
 _HASH = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 _END = re.compile(rb'\{"records": {1,20}([0-9]{1,15}), "chain": "([0-9a-f]{64}|)"\} {0,20}\n?')
@@ -23,23 +23,23 @@ _END = re.compile(rb'\{"records": {1,20}([0-9]{1,15}), "chain": "([0-9a-f]{64}|)
 
 @dataclass(frozen=True)
 class End:
-    """The last record of a chain."""
+    """The end of a chain: how many records it has, and their hash."""
 
     records: int = 0
     """Number of records in the chain."""
     chain: str = ""
-    """Hash of all records in the chain: sha256, hexadecimal; empty without records."""
+    """Hash of all records in the chain: sha256, in hexadecimal; empty without records."""
 
 
 def link(before: str, fields: bytes) -> str:
-    """Hash of a record and of all records before it.
+    """Return the hash of a record and of all records before it.
 
     Args:
-        before: hash of the record before; empty for the first.
+        before: hash in the previous record; empty for the first record.
         fields: line of the record, without its hash and line end.
 
     Returns:
-        sha256 of both, hexadecimal.
+        sha256 of both, in hexadecimal.
     """
     return hashlib.sha256(before.encode() + b"\n" + fields).hexdigest()
 
@@ -58,13 +58,13 @@ def split(line: bytes) -> tuple[bytes, str | None]:
 
 
 def read_end(receipts: Path) -> End | None:
-    """Read `receipts.end`.
+    """Read from `receipts.end` how many records were written, and the last hash.
 
     Args:
         receipts: path of the receipts.
 
     Returns:
-        The end of the chain; None if the file does not exist.
+        The recorded end of the chain; None if the file does not exist.
 
     Raises:
         ValueError: the file has another format.
@@ -88,18 +88,19 @@ def read_end(receipts: Path) -> End | None:
 class ChainedFile:
     """Appends receipts to a new or existing chain.
 
-    An incomplete last line is cut off. If records are missing that `receipts.end` counts, the chain
-    continues from the missing ones, so that the audit finds the gap even after more records.
+    An incomplete last line is cut off. If `receipts.end` counts more records than the file has, the
+    next record is chained to the last lost one, so that the audit finds the gap even after more
+    records.
 
     Args:
-        path: path of the receipts; its folder exists.
+        path: path of receipts.jsonl; its folder exists.
     """
 
     def __init__(self, path: Path) -> None:
         cut_torn_line(path)
         self._path, self._end = path, _continue_from(path)
         self._file = path.open("a", encoding="utf-8")
-        # Overwritten in place: one short write is never partial, and it fits on a full disk.
+        # It is overwritten in place: one short write is never partial, and it fits on a full disk.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._end_file: int | None = os.open(path.with_name(END_FILE), flags, 0o666)
@@ -115,7 +116,7 @@ class ChainedFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record with its hash, then update `receipts.end`.
 
-        A run killed between the two leaves one record more than `receipts.end` counts.
+        A run killed between the two writes leaves one record more than `receipts.end` counts.
 
         Args:
             record: values that JSON can represent, without NaN.
@@ -153,7 +154,7 @@ class ChainedFile:
 
 
 def _continue_from(path: Path) -> End:
-    """The end that the next record is chained to: of the file, or of records that it lost."""
+    """Return the end that the next record continues: the file's, or that of records it lost."""
     try:
         known = read_end(path)
     except ValueError:
@@ -165,7 +166,7 @@ def _continue_from(path: Path) -> End:
 
 
 def _ends(path: Path) -> Iterator[End]:
-    """The end of the chain after each record; hashes are added to records of older versions."""
+    """Yield the chain's end after each record; compute the hashes that older versions left out."""
     if not path.exists():
         return
     chain = ""

@@ -1,4 +1,4 @@
-"""The fields and types of each record in receipts.jsonl; docs/receipts.md explains them."""
+"""Defines fields and types of each record in receipts.jsonl, which docs/receipts.md explains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 LARGEST = 2**53
 """Largest number allowed in a record; the smallest is 0."""
 _NUMBER = re.compile("0|[1-9][0-9]*")
-"""Keys that are numbers have one spelling, so that no number occurs twice."""
+"""The one allowed spelling of a number as a key, so that two keys are never the same number."""
 
 _AMOUNT = {"count": int, "response_tokens_mean": (float, None)}
 _GROUPS = {
@@ -65,15 +65,15 @@ _SHAPES = {
         "waiting": [{"prompt_index": int, "epoch": int}],
     },
 }
-"""Shape of each record: a type, a tuple of alternatives, [shape of the items],
-{type of the keys: shape of the values}, or {field: shape} with all fields."""
+"""Kind of record -> its shape. A shape is a type, a tuple of alternative shapes, [shape of each
+item], {type of the keys: shape of the values}, or {field: shape} with all fields."""
 
 
 def mismatch(record: Any) -> str | None:
-    """Compare a record with the shape of its kind.
+    """Find out how a record differs from the shape of its kind.
 
     Args:
-        record: JSON value of a line of the receipts, without its hash.
+        record: JSON value of a line of receipts.jsonl, without its hash.
 
     Returns:
         The first difference; None if there is none.
@@ -85,7 +85,7 @@ def mismatch(record: Any) -> str | None:
 
 
 def _mismatch(value: Any, shape: Any, path: str) -> str | None:
-    """The first difference between a JSON value and a shape (see `_SHAPES`), or None."""
+    """Return the first difference between a JSON value and a shape (see `_SHAPES`), or None."""
     if isinstance(shape, tuple):
         found = [_mismatch(value, each, path) for each in shape]
         return None if None in found else found[0]

@@ -1,4 +1,4 @@
-"""Receipts: one JSON record per training step that says what it was made of, for the audit."""
+"""Writes receipts: for each training step a JSON record of what it trained, for the audit."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Receipts:
     """Writes `receipts.jsonl`: for each attempt a start record, one per step, and an end record.
 
     The fields are explained in docs/receipts.md; `python -m grpo_components.audit` checks them.
-    Records are appended, flushed one by one, and each is chained to the one before. What they say
+    Each record is appended, flushed, and chained to the previous one by a hash. What records say
     about groups and weights comes from the ledger's events.
 
     Args:
-        path: of the file; its folder exists.
-        ledger: of the run, with its event order.
-        attempt: which attempt of the run this is, from 0.
-        max_staleness: the contract's bound, in policy versions.
-        groups_per_step: groups that one step trains.
-        group_size: responses per group.
-        generators: names of all generators; one that never pulls is listed, too.
-        identity: of the run and its process; None if the folder has none.
+        path: path of the file; its folder exists.
+        ledger: ledger of the run, whose events are recorded.
+        attempt: number of the run's attempt, from 0.
+        max_staleness: largest allowed age of a trained token, in policy versions.
+        groups_per_step: number of groups that one step trains.
+        group_size: number of responses per group.
+        generators: names of all generators, also of those that never pull weights.
+        identity: ids of the run and its process; None if the folder has none.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Receipts:
         ledger.events.listen(self._add)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Open the file and write the start record; the ledger is restored, if it has to be.
+        """Open the file and write the start record, from a ledger that is already restored.
 
         Args:
-            attempt: which attempt of the run begins.
+            attempt: number of the attempt that begins.
         """
         ledger, self._attempt = self._ledger, attempt
         self._file = ChainedFile(self._path)
@@ -86,18 +86,18 @@ class Receipts:
         correction_mass: float,
         batch_hash: str,
     ) -> None:
-        """Write the record of one training step, after `Ledger.finish_step`.
+        """Write the record of one training step; call it after `Ledger.finish_step`.
 
         Args:
-            step: from 1.
-            policy_version: of the trainers after the step; a skipped step leaves it as it was.
-            token_versions: number of trained tokens by the policy version that sampled them; each
-                token counts once, whatever the number of epochs over the batch.
+            step: training step, from 1.
+            policy_version: policy version after the step; a skipped step leaves it as it was.
+            token_versions: policy version -> number of trained tokens that it sampled; each token
+                counts once, whatever the number of epochs over the batch.
             correction_mass: mean off-policy weight of the trained tokens.
-            batch_hash: of the batch.
+            batch_hash: hash of the batch.
 
         Raises:
-            OSError: naming the file, if it cannot be written.
+            OSError: if a file cannot be written; names the file.
         """
         versions = {version: n for version, n in sorted(token_versions.items()) if n}
         self._write(
@@ -116,12 +116,13 @@ class Receipts:
         self._step, self._policy_version = step, policy_version
 
     def close(self) -> None:
-        """Write the end record of the attempt: which groups and prompts are left; close the file.
+        """Write the attempt's end record, with the groups and prompts left over; close the file.
 
-        Closing a second time does nothing.
+        A second call does nothing.
 
         Raises:
-            OSError: if it cannot be written; not if the run has failed, by an error of its own.
+            OSError: if all steps are done and the record cannot be written. In an unfinished run,
+                this is ignored, so that the error that ends the run is shown.
         """
         if self._file.closed:
             return
@@ -132,7 +133,7 @@ class Receipts:
 
     def _write_end(self, finished: bool) -> None:
         recent = self._recent.take()
-        del recent["trained"]  # the batch is a field of step records only
+        del recent["trained"]  # the groups of a batch: only a step record has them
         self._write(
             "end",
             finished=finished,
@@ -162,13 +163,13 @@ class Receipts:
 
 
 def build_receipts(cfg: Settings, ledger: Ledger, attempt: int, identity: RunIdentity) -> Receipts:
-    """The receipts of a run.
+    """Build `Receipts` from the config.
 
     Args:
-        cfg: checked by preflight.
-        ledger: of the run, with its event order.
-        attempt: which attempt of the run this is, from 0.
-        identity: of the run and this process.
+        cfg: config, checked by preflight.
+        ledger: ledger of the run, whose events are recorded.
+        attempt: number of the run's attempt, from 0.
+        identity: ids of the run and this process.
     """
     return Receipts(
         Path(cfg.output_dir) / "receipts.jsonl",

@@ -1,4 +1,4 @@
-"""Starts a run: from scratch or from a checkpoint, in a folder with all of its attempts."""
+"""Starts a run from scratch or from a checkpoint, in a folder that has all of its attempts."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
     *("dataset", "shuffle", "group_size", "optimizer._component_", "lr_scheduler._component_"),
 )
-"""Keys that a resumed run must not change, because its state depends on them. All others may
+"""Config keys that a resume must not change, because the state depends on them. All others may
 change: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""
 
 
 KL_SECTIONS = ("loss", "reward_shaping", "advantages")
-"""Config sections whose `kl_coeff` may need the reference."""
+"""Config sections whose `kl_coeff` may need the reference model."""
 
 
 class Stateful(Protocol):
     """An object of the driver whose state goes into checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in values that JSON can represent."""
+        """Return the state, in values that JSON can represent."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Restore a state."""
+        """Restore a state that `state_dict` returned."""
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """How an attempt of a run starts."""
+    """Where an attempt of a run starts, and the locked folder that it writes to."""
 
     attempt: int
     """Number of the attempt, from 0."""
     checkpoint: Path | None
-    """Checkpoint that it resumes from; None for a new run."""
+    """Checkpoint that the attempt starts from; None if it starts from scratch."""
     note: str
     """Line to show to the user; may be empty."""
     output_dir: Path
     """Folder of the run."""
     driver: dict[str, Any]
-    """State of the driver's objects at the start."""
+    """State of the driver at the start, including `ledger` and `prompts`."""
     identity: RunIdentity
     """Ids of the run and of this process."""
     lock: FolderLock
@@ -74,11 +74,11 @@ class RunStart:
 
 
 def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
-    """The checkpoint to resume from.
+    """Find the checkpoint to resume from.
 
     Args:
-        resume_from: `resume_from_checkpoint` of the config: false, true for the newest checkpoint
-            of the run, or the path of a checkpoint.
+        resume_from: value of the config key `resume_from_checkpoint`: false, true for the newest
+            checkpoint of the run, or the path of a checkpoint.
         output_dir: folder of the run.
 
     Returns:
@@ -97,11 +97,12 @@ def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
 
 
 def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
-    """Compare the config with the config of the checkpoint to resume from.
+    """Refuse a config that cannot continue the checkpoint to resume from.
 
     Args:
-        values: config, checked.
-        needs_reference: whether a config section needs the reference for its KL.
+        values: config, each value already checked on its own.
+        needs_reference: function that returns whether a config section needs the reference model
+            for its KL.
 
     Raises:
         ValueError: a key changed that must not change, or all steps are done; names the key.
@@ -129,11 +130,14 @@ def begin_run(cfg: Settings, ledger: Stateful, prompts: Stateful) -> RunStart:
     Args:
         cfg: config, checked by preflight; written to the folder.
         ledger: new ledger of the run.
-        prompts: the prompt stream that the ledger draws from, at its start.
+        prompts: prompt stream from which the ledger draws, at its start.
+
+    Returns:
+        Where the run starts, with the lock of its folder.
 
     Raises:
-        ValueError: there is no such checkpoint, the data set has other rows, or the folder cannot
-            be used.
+        ValueError: the checkpoint to resume from does not exist, the data set has other rows than
+            it had then, or the folder cannot be used.
     """
     folder = real_path(cfg.output_dir)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
@@ -158,7 +162,7 @@ def _resume_in_place(
 ) -> RunStart:
     """Start another attempt in the folder of the run."""
     wait_for_roles(folder, lock.died)
-    # Look again: before, a role of the old attempt could still write.
+    # Look again: until now, a role of the old attempt could still write a checkpoint.
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
     assert checkpoint is not None, "it was there before the lock was taken"
     state = _load(checkpoint, ledger, prompts)
@@ -167,7 +171,7 @@ def _resume_in_place(
         problem = f"{shown(cfg.resume_from_checkpoint)} given, which is of run {saved}"
         fail("resume_from_checkpoint", problem, f"a checkpoint of run {known}, as in output_dir")
     identity = new_identity(known or saved)
-    point_latest(checkpoint)  # later checkpoints are of the old attempt
+    point_latest(checkpoint)  # later checkpoints belong to the old attempt
     attempt = last_attempt(folder) + 1
     reopen_output_folder(folder, cfg, attempt, identity)
     note = _noted(f"resumed from {checkpoint} (attempt {attempt})", lock)
@@ -204,12 +208,12 @@ def _noted(note: str, lock: FolderLock) -> str:
 
 
 def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunStart:
-    """Set ledger and prompts back to the run's last checkpoint, or to its start.
+    """Set ledger and prompts back to the run's last checkpoint or, without one, to its start.
 
     Args:
         run_start: start of the attempt that failed.
         ledger: ledger of the run.
-        prompts: the prompt stream that the ledger draws from.
+        prompts: prompt stream from which the ledger draws.
 
     Returns:
         The start of the next attempt.
@@ -225,17 +229,17 @@ def roll_back(run_start: RunStart, ledger: Stateful, prompts: Stateful) -> RunSt
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The run's folder that contains a checkpoint, at checkpoints/step_<n>."""
+    """Return the folder of the run whose checkpoints/step_<n> this checkpoint is."""
     return checkpoint.parent.parent
 
 
 def last_attempt(output_dir: Path) -> int:
-    """Number of the last attempt in the receipts of a run; -1 without one."""
+    """Return the number of the last attempt in a run's receipts; -1 if there is none."""
     return last_start(output_dir).get("attempt", -1)
 
 
 def last_start(output_dir: Path) -> dict[str, Any]:
-    """The start record of the last attempt in a run's receipts; empty without one."""
+    """Return the start record of the last attempt in a run's receipts; empty if there is none."""
     path, start = output_dir / "receipts.jsonl", {}
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -247,7 +251,7 @@ def last_start(output_dir: Path) -> dict[str, Any]:
 
 def _copy_history(run: Path, folder: Path) -> None:
     """Copy what the audit needs to follow a run from its start: receipts and earlier configs."""
-    for name in (END_FILE, "receipts.jsonl"):  # in this order: the end file may be older, not newer
+    for name in (END_FILE, "receipts.jsonl"):  # the copied end file may be older, never newer
         if (run / name).is_file():
             shutil.copy2(run / name, folder)
     for path in run.glob("config_attempt_*.yaml"):

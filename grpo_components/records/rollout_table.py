@@ -20,7 +20,7 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         step: training step that trained the groups.
         groups: records as in `logs/rollouts.jsonl`.
     """
-    import wandb  # only if it is the logger: the import takes most of a second
+    import wandb  # only if W&B is the logger: the import takes most of a second
 
     columns, rows = rollout_rows(step, groups)
     # Answers in a data set and values of a user's reward may have mixed types.
@@ -29,7 +29,7 @@ def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_rows(step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Column names, and one row per response.
+    """Return the table's column names, and one row per response.
 
     Args:
         step: training step that trained the groups.
@@ -55,5 +55,5 @@ def _cell(value: Any) -> Any:
 
 
 def _sequence(values: Sequence[Any] | None) -> str:
-    """JSON text: W&B needs one type per column of lists, and some logprobs are null."""
+    """Return a list as JSON text: W&B needs one type in a column, and some logprobs are null."""
     return "" if values is None else json.dumps(values)

@@ -1,4 +1,4 @@
-"""One run beside its algorithm: what each step leaves behind, and where an attempt begins."""
+"""Does what a run needs besides its algorithm: records, evaluation, checkpoints and rollbacks."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ from grpo_components.training.step_result import StepResult
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The open folder of a run, before its roles start and after they have ended."""
+    """The parts of a run that write to its folder, from before its roles start until they ended."""
 
     start: RunStart
-    """Where the run begins; holds the folder's lock."""
+    """Where the attempt starts; holds the folder's lock."""
     ledger: Ledger
+    """The account of every group."""
     event_log: EventLog
-    """Gets the ledger's events."""
+    """Writes the ledger's events to a file."""
     journal: Journal
-    """Commits, saves and restores the ledger."""
+    """Commits each step; saves and restores the state of the run."""
     log: RunLog
-    """Metrics, sampled rollouts and progress."""
+    """Logs metrics, sampled rollouts and progress."""
     evaluation: Evaluation
-    """Of held-out prompts."""
+    """Measures success on held-out prompts."""
     failures: FailedSamples
+    """Counts and records failed samples."""
     agreement: GeneratorAgreement
     """Compares the logprobs of trainers and generators."""
     skipped_steps: SkippedSteps
+    """Reports steps that trained nothing."""
     rollouts_logged: int
-    """Groups of each step that are logged as text."""
+    """Number of groups of each step that are logged as text."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:
-        """The run, once its roles are started."""
+        """Return a run with these records and with roles that have been started."""
         return Run(self, roles, weights)
 
     def close(self) -> None:
@@ -58,12 +61,12 @@ class RunRecords:
 
 
 class Run:
-    """Commits each step, evaluates, logs, saves, restores, and rolls back.
+    """Does what surrounds a training step: commits, evaluates, logs, saves, restores, rolls back.
 
     Args:
-        records: of the run.
-        roles: of the run.
-        weights: of the run.
+        records: records of the run, already open.
+        roles: roles of the run, already started.
+        weights: pushes weights to the server and pulls them into generators.
     """
 
     def __init__(self, records: RunRecords, roles: Roles, weights: WeightSync) -> None:
@@ -73,14 +76,14 @@ class Run:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def restore(self) -> None:
-        """Load the checkpoint that this attempt goes on from, if any, into every role."""
+        """Bring the roles to the state that this attempt starts from; do nothing in a new run."""
         await self._journal.restore(self._roles, self._weights)
 
     async def begin(self, tasks: asyncio.TaskGroup) -> None:
         """Evaluate before the first step of an attempt.
 
         Args:
-            tasks: the attempt's loops; evaluations run beside them.
+            tasks: task group of the attempt's loops, in which evaluations run, too.
         """
         self._tasks = tasks
         self._log.phase("evaluating the policy")
@@ -98,9 +101,9 @@ class Run:
         """Commit a step; evaluate, log and save if due.
 
         Args:
-            batch: that was trained.
-            advantages: [B, G] that it was trained with.
-            result: of the trainers.
+            batch: batch that was trained.
+            advantages: [B, G] advantages that it was trained with.
+            result: result of the trainers.
         """
         metrics = self._metrics(batch, result)
         step = await self._journal.commit(batch.batch_hash, result)
@@ -115,11 +118,11 @@ class Run:
         await self._journal.save_if_due(step, self._roles)
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint has been written."""
         await self._journal.finish()
 
     async def begin_again(self) -> None:
-        """Go back to the last checkpoint, in the next attempt, with new trainers."""
+        """Begin the next attempt at the last checkpoint, after the trainers were started again."""
         attempt = await self._journal.roll_back()
         for log in (self._log, self._records.failures):
             log.attempt = attempt

@@ -17,7 +17,7 @@ PLACEHOLDERS = (
     *(".gitkeep", ".keep", ".gitignore", ".DS_Store", "Thumbs.db", "desktop.ini"),
     "lost+found",
 )
-"""Files and folders that do not count: they are nobody's work, and no run reads them."""
+"""Files and folders to ignore: they contain nobody's work, and no run reads them."""
 _REMOVED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
 _FILES = re.compile(
     r"config\.yaml|config_attempt_\d+\.yaml|receipts\.(jsonl|end)|trajectories\.jsonl"
@@ -36,7 +36,7 @@ _TREES = re.compile(
 _TOP = re.compile(
     r"log_.+\.txt|events\.out\.tfevents\..+|run_\d+_.+|wandb|torchtune_config\.yaml|iteration_\d+"
 )
-"""Files of torchtune's loggers and profiler, if they write to the run's folder itself."""
+"""What torchtune's loggers and profiler write if they are given the run's folder itself."""
 _KEYS = {"output_dir", "base_model_path", "max_staleness", "groups_per_step", "group_size"}
 """Keys in the config of every run."""
 _MAX_CONFIG_BYTES = 2**20
@@ -56,7 +56,8 @@ def is_empty(folder: Path) -> bool:
 def is_run(folder: Path) -> bool:
     """Whether a folder contains a run's config and logs, or a lock file that names its holder.
 
-    A `config.yaml` and a folder `logs` are not enough: other programs write them, too.
+    The config must have a run's keys, and receipts or event log must begin with a start record:
+    other programs also write a `config.yaml` and a folder `logs`.
     """
     if read_holder(folder) is not None:
         return True
@@ -67,7 +68,7 @@ def is_run(folder: Path) -> bool:
 
 
 def lies_in_run(folder: Path) -> Path | None:
-    """The run whose folder contains a folder, e.g. its checkpoints; None without one.
+    """Return the run that a folder is part of, e.g. as its `checkpoints`; None if there is none.
 
     Args:
         folder: path without symbolic links; may be missing.
@@ -80,13 +81,13 @@ def lies_in_run(folder: Path) -> Path | None:
 
 
 def foreign_entry(run: Path) -> Path | None:
-    """The first file or folder in a run's folder that no run wrote.
+    """Find the first file or folder in a run's folder that no run wrote.
 
     Args:
         run: folder of a run.
 
     Returns:
-        Its path relative to the folder; None if there is no such file.
+        Its path relative to the run's folder; None if there is none.
     """
     outputs = _outputs(run)
     return _foreign(run, "", outputs)
@@ -104,7 +105,7 @@ def _foreign(run: Path, where: str, outputs: set[str]) -> Path | None:
                 return Path(name)
         elif _TREES.fullmatch(name) or name in outputs:
             if nested := next((p for p in _walk(run / name) if p.name == LOCK), None):
-                return nested.relative_to(run)  # another run, maybe still running
+                return nested.relative_to(run)  # the lock of another run, which may still run
         elif name in _FOLDERS or leads_to_output:
             if found := _foreign(run, name, outputs):
                 return found
@@ -116,13 +117,13 @@ def _foreign(run: Path, where: str, outputs: set[str]) -> Path | None:
 
 
 def _is_foreign_lock(path: Path) -> bool:
-    return not is_lock(path) and os.path.lexists(path)  # not if it was just released
+    return not is_lock(path) and os.path.lexists(path)  # a lock that was just released is gone
 
 
 def _outputs(run: Path) -> set[str]:
-    """Paths in the run's folder that its configs give to metric logger and profiler.
+    """Return the paths in a run's folder that its configs give to metric logger and profiler.
 
-    "." is the run's folder itself.
+    They are relative to the folder; "." is the folder itself.
     """
     found: set[str] = set()
     for path in (run / "config.yaml", *run.glob("config_attempt_*.yaml")):
@@ -140,7 +141,7 @@ def _outputs(run: Path) -> set[str]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The config in a file; empty if the file is not a config."""
+    """Return the config in a file; empty if the file is not a config."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             return {}
@@ -151,7 +152,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _first_record(path: Path) -> dict[str, Any]:
-    """The first record in a file of JSON lines; empty if there is none."""
+    """Return the first record in a file of JSON lines; empty if there is none."""
     try:
         with path.open(encoding="utf-8") as lines:
             record = json.loads(lines.readline(_MAX_LINE_CHARS))
@@ -164,7 +165,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             found = [e for e in entries if not _is_placeholder(e.name)]
-    except FileNotFoundError:  # a running run just renamed it
+    except FileNotFoundError:  # another process just renamed it
         return []
     return sorted(found, key=lambda entry: entry.name)
 
@@ -174,7 +175,7 @@ def _is_placeholder(name: str) -> bool:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file and symbolic link below a folder, except placeholders."""
+    """Yield every file and symbolic link below a folder, except placeholders."""
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(folder / entry.name)

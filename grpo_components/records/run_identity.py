@@ -1,4 +1,4 @@
-"""Ids of a run and of the process that drives it, written to the run's files for the audit."""
+"""Identifies a run and the process that drives it, by ids in the run's files, for the audit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Ids in the config, the receipts and every checkpoint of a run."""
+    """The ids that config, receipts and every checkpoint of a run contain."""
 
     run: str
     """Id of the run, the same in all attempts; 32 hexadecimal digits."""
@@ -16,7 +16,7 @@ class RunIdentity:
     """Id of the driver's process, new at every start; 32 hexadecimal digits."""
 
     def as_dict(self) -> dict[str, str]:
-        """Both ids, by name."""
+        """Return both ids, by name."""
         return asdict(self)
 
 

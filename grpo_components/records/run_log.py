@@ -60,7 +60,7 @@ class RunLog:
 
         Args:
             step: training step, from 1.
-            metrics: metrics of the step; gets the throughput added.
+            metrics: metrics of the step; the throughput is added to this dict.
             trained_tokens: number of tokens that the step trained.
         """
         now = time.perf_counter()
@@ -79,7 +79,7 @@ class RunLog:
         self._generated_tokens += tokens
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show an evaluation; the one before the first step is logged as step 0.
+        """Show an evaluation to the user, and log the one before the first step as step 0.
 
         Args:
             step: training steps done.
@@ -109,14 +109,15 @@ class RunLog:
         advantages: NDArray[Any],
         token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> None:
-        """Write the first trained groups of a step as text.
+        """Log the first groups of a step as text.
 
         Args:
-            step: training step that trained them.
+            step: training step that trained the groups.
             entries: ledger entries of the step's groups.
-            texts: readable form of the first groups; None for a group from a checkpoint.
-            advantages: [B, G], one per response.
-            token_logprobs: logprobs of each response, by group id; may lack groups.
+            texts: the first groups as text, in the same order; None for a group restored from a
+                checkpoint.
+            advantages: [B, G] advantage of each response.
+            token_logprobs: group id -> logprobs of each response; may lack groups.
         """
         groups: list[dict[str, Any]] = []
         for entry, text, row in zip(entries, texts, advantages, strict=False):
@@ -145,9 +146,9 @@ class RunLog:
         """Show the closing summary.
 
         Args:
-            dropped_groups: number of groups that were never trained, by reason.
-            replay: result of a replay; empty for any other run.
-            skipped_steps: summary of the skipped steps; empty without any.
+            dropped_groups: reason -> number of groups that were dropped for it and never trained.
+            replay: result of a replay; empty for a live run.
+            skipped_steps: summary of the skipped steps; empty if there are none.
         """
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
@@ -192,7 +193,7 @@ class RunLog:
     def close(self) -> None:
         """End the display, close the files and the logger, and write the report.
 
-        If an error is ending the run, it is written to `logs/failures.jsonl` for the report first.
+        An error that is ending the run is first written to `logs/failures.jsonl`, for the report.
         """
         if (error := sys.exception()) is not None:
             with contextlib.suppress(OSError):  # the disk may be full

@@ -1,4 +1,4 @@
-"""Metrics of one training step, by their keys in every logger."""
+"""Computes the metrics of one training step, named by the keys that every logger gets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from grpo_components.trajectory import GroupSummary
 def rollout_metrics(
     groups: Sequence[GroupSummary], policy_version: int, token_versions: Mapping[int, int]
 ) -> dict[str, float]:
-    """Reward, success rate, length and staleness of the groups that a step trains.
+    """Compute reward, success rate, length and staleness of the groups that a step trains.
 
     Args:
         groups: summaries of the groups in the batch.
         policy_version: policy version before the step.
-        token_versions: number of trained tokens by the policy version that sampled them.
+        token_versions: policy version -> number of trained tokens that it sampled.
 
     Returns:
         Means over samples, the number of trained tokens, and their staleness in policy versions.
@@ -44,14 +44,14 @@ def rollout_metrics(
 def buffer_metrics(
     waited_s: float, buffered: int, dropped_stale: int, filtered: int, failed_samples: int
 ) -> dict[str, float]:
-    """Buffer and waiting metrics of one step.
+    """Collect the metrics of one step about the buffer and about waiting for a batch.
 
     Args:
         waited_s: seconds that the trainers waited for the batch.
-        buffered: groups left in the buffer.
-        dropped_stale: groups dropped because they were too old.
-        filtered: groups discarded before the buffer, since the start of the run.
-        failed_samples: samples whose reward or environment failed, since the step before.
+        buffered: number of groups left in the buffer.
+        dropped_stale: number of groups dropped as too old while the batch was taken.
+        filtered: number of groups discarded before the buffer, since the start of the run.
+        failed_samples: number of samples whose reward or environment failed since the last step.
     """
     return {
         "time/wait_for_batch": waited_s,
@@ -64,5 +64,5 @@ def buffer_metrics(
 
 
 def mean(values: Sequence[float]) -> float:
-    """Mean of the values; NaN without values."""
+    """Return the mean of the values; NaN if there are none."""
     return sum(values) / len(values) if values else math.nan
