@@ -1,4 +1,4 @@
-"""Adds our recipe and its configs to torchtune's registry at the moment torchtune loads it."""
+"""Registers our recipe and its configs with torchtune when torchtune's registry is imported."""
 
 import importlib.util
 import logging
@@ -13,10 +13,10 @@ _RECIPE = "async_grpo_full_finetune_distributed"
 
 
 def install() -> None:
-    """Arrange the registration; `import torch` calls this through the `torch.backends` entry point.
+    """Register the recipe as soon as torchtune's registry is imported; `import torch` calls this.
 
-    Nothing heavy may be imported here: torch itself is still being imported, and in every program
-    of the environment.
+    It is an entry point of the group `torch.backends`, so it runs in every program that imports
+    torch, while torch itself is still being imported: import nothing heavy here.
     """
     if _REGISTRY in sys.modules:
         _register_or_warn(sys.modules[_REGISTRY])
@@ -24,13 +24,13 @@ def install() -> None:
         sys.meta_path.insert(0, _RegistryFinder())
     program = Path(*sys.argv[:1])
     if program.name in ("tune", "tiny_policy.py") or program.parent.name == "equivalence":
-        # torchtune needs a torchao older than torch; its kernels, which are then left out, are not
-        # used, and these programs would say so at every start.
+        # torchtune needs a torchao that is too old for this torch. torchao then leaves out its C++
+        # kernels, which we do not use, and warns at every start: these programs hide the warning.
         logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.msg)
 
 
 def register(registry: ModuleType) -> None:
-    """Append the recipe with every config found beside it, once.
+    """Append the recipe and all configs in its `configs` folder, unless it is already registered.
 
     Args:
         registry: the module `torchtune._recipe_registry`.
@@ -56,7 +56,7 @@ def register(registry: ModuleType) -> None:
 
 
 def recipes_folder() -> Path:
-    """Return the folder of the recipe: inside the package in a wheel, beside it in a checkout.
+    """Return the recipe's folder: inside the package in a wheel, next to the package in a checkout.
 
     Raises:
         FileNotFoundError: neither folder holds the recipe.
@@ -70,10 +70,11 @@ def recipes_folder() -> Path:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Map config names to files, the tiny ones first, then by name.
+    """Map config names to files: names that start with `tiny` first, then by name.
 
     Args:
-        folder: searched with its subfolders; `folder/a/b.yaml` is named `a/b`, as torchtune does.
+        folder: folder to search with its subfolders; `folder/a/b.yaml` is named `a/b`, as in
+            torchtune.
     """
     names = {
         path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")
@@ -91,7 +92,7 @@ class _RegistryFinder:
     ) -> ModuleSpec | None:
         if fullname != _REGISTRY:
             return None
-        sys.meta_path.remove(self)  # one shot; it would also find itself below
+        sys.meta_path.remove(self)  # needed once; `find_spec` below would call it again
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return None
@@ -101,7 +102,7 @@ class _RegistryFinder:
             run_module(module)
             _register_or_warn(module)
 
-        # Patched on this one loader object, so that inspect and reload see torchtune's own.
+        # Patched on this loader object only, so that `inspect` and `reload` work as usual.
         spec.loader.exec_module = run_and_register
         return spec
 
@@ -109,6 +110,6 @@ class _RegistryFinder:
 def _register_or_warn(registry: ModuleType) -> None:
     try:
         register(registry)
-    # Whatever it is, it must not break `import torch` and `tune` for everybody else.
+    # No error here may break `import torch` or `tune` for everybody else.
     except Exception as error:
         warnings.warn(f"async GRPO was not added to `tune`: {error!r}", stacklevel=2)

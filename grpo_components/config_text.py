@@ -15,13 +15,13 @@ import yaml
 from grpo_components.errors import fail, shown
 
 MAX_BYTES = 2**18
-"""Of a config file, or of one override; the longest shipped config has 8 KiB."""
+"""Maximum size of a config file or of one override; the longest shipped config has 8 KiB."""
 MAX_DEPTH = 20
-"""Levels of mappings and lists; parsers recurse, and crash at some thousand levels."""
+"""Maximum nesting of mappings and lists; parsers recurse, and crash at some thousand levels."""
 MAX_EXPANDED = 2**20
-"""Characters and values after all interpolations are replaced."""
+"""Maximum characters of a text with interpolations replaced; other values count 1 each."""
 MAX_BITS = 1023
-"""Of a whole number; longer ones do not fit into a float, and may be too long to print."""
+"""Maximum bits of a whole number; longer ones overflow a float or may be too long to print."""
 _INTERPOLATION = re.compile(r"\$\{([\w.\[\]-]+)\}")
 _NESTING = f"at most {MAX_DEPTH} levels"
 
@@ -33,7 +33,7 @@ def check_command(argv: Sequence[str]) -> None:
         argv: arguments after the program's name: `--config FILE key=value ...`.
 
     Raises:
-        ValueError: naming the key, or the line of the file; also for a file that cannot be read.
+        ValueError: a check fails, or the file cannot be read; names the key, or the line.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config")
@@ -57,7 +57,7 @@ def _read(path: str) -> str | None:
     try:
         mode = Path(path).stat().st_mode
         if stat.S_ISFIFO(mode):
-            return None  # `--config <(...)` can be read only once
+            return None  # a pipe, as in `--config <(...)`, can be read only once
         if not stat.S_ISREG(mode):
             fail("--config", f"{path} is not a file", "a YAML file, or a name that `tune ls` shows")
         with Path(path).open("rb") as file:
@@ -75,7 +75,7 @@ def _read(path: str) -> str | None:
 
 @dataclass
 class _Level:
-    """An open mapping or list."""
+    """A mapping or list that was entered and not yet left."""
 
     name: str
     is_mapping: bool
@@ -84,7 +84,7 @@ class _Level:
     """In a mapping: the key whose value comes next."""
     items: int = 0
     height: int = 1
-    """Levels from this one to the deepest one inside it."""
+    """Number of levels from this one down to the deepest inside it."""
 
 
 @dataclass
@@ -95,10 +95,10 @@ class _Reader:
     loader: Any
     levels: list[_Level] = field(default_factory=list)
     heights: dict[str, int] = field(default_factory=dict)
-    """Levels of each complete node with an anchor, by anchor."""
+    """Number of levels of each complete node that has an anchor, by anchor."""
 
     def here(self) -> str:
-        """Key of the next node."""
+        """Return the dotted key of the next node."""
         names = [self.root, *(level.name for level in self.levels[1:])]
         if self.levels:
             top = self.levels[-1]
@@ -128,7 +128,7 @@ class _Reader:
             self._next(None)
 
     def alias(self, event: Any) -> None:
-        """Read a reference to an earlier node."""
+        """Read an alias (`*name`): a reference to an earlier node."""
         if any(level.anchor == event.anchor for level in self.levels):
             fail(
                 self.here(),
@@ -145,11 +145,11 @@ class _Reader:
             self._next(f"*{event.anchor}")
 
     def scalar(self, event: Any) -> None:
-        """Read a key, or a value without parts."""
+        """Read a key, or a value that is no mapping or list."""
         top, key = self.levels[-1] if self.levels else None, self.here()
         is_key = bool(top and top.is_mapping and top.next_key is None)
         tag = event.tag if event.tag not in (None, "!") else self._tag(event)
-        if is_key and tag.endswith(":merge"):  # <<: *anchor
+        if is_key and tag.endswith(":merge"):  # a YAML merge key, `<<: *anchor`
             self._next(event.value)
             return
         try:
@@ -174,7 +174,7 @@ class _Reader:
         return "tag:yaml.org,2002:str" if tag.endswith(":timestamp") else tag  # as in OmegaConf
 
     def _next(self, value: str | None) -> None:
-        """Complete a node; in a mapping, keys and values alternate."""
+        """Count a complete node; in a mapping, keys and values alternate."""
         if self.levels:
             top = self.levels[-1]
             top.items += 1
@@ -190,10 +190,10 @@ def check_yaml(text: str, key: str = "") -> None:
 
     Args:
         text: a whole config, or the value of one key.
-        key: of the value; empty for a whole config.
+        key: key of the value; empty for a whole config.
 
     Raises:
-        ValueError: naming the key; for text that is not YAML, also line and column.
+        ValueError: a check fails; names the key, and line and column of text that is not YAML.
     """
     reader = _Reader(key, yaml.SafeLoader(""))
     try:
@@ -226,8 +226,8 @@ def check_values(given: Any) -> None:
         given: mappings, lists and scalars of a config.
 
     Raises:
-        ValueError: naming a key that is nested too deeply, has too long a number, or has an
-            interpolation that is not `${key}`, refers to itself, or becomes too long.
+        ValueError: a value is nested too deeply, is too long a number, or has an interpolation
+            that is not `${key}`, refers to itself, or becomes too long; names the key.
     """
     pending: list[tuple[str, Any, int]] = [("", given, 0)]
     texts: list[tuple[str, str]] = []
@@ -257,21 +257,24 @@ def _check_leaf(key: str, value: Any) -> None:
 
 
 class _Sizes:
-    """Sizes of replaced interpolations, without replacing them: a dozen can make gigabytes."""
+    """Computes how long texts with interpolations become, without replacing the interpolations.
+
+    A dozen nested interpolations can make gigabytes.
+    """
 
     def __init__(self, given: Any) -> None:
         self._given = given
         self._known: dict[str, tuple[int, int]] = {}
-        """Size and longest chain of keys, by key."""
+        """By key: size of the value after replacement, and longest chain of keys behind it."""
 
     def text(self, asked: str, key: str, text: str, above: tuple[str, ...]) -> tuple[int, int]:
-        """Size of a text after replacement, and the longest chain of keys behind it.
+        """Return a text's size after replacement, and the longest chain of keys that it refers to.
 
         Args:
-            asked: the key that is checked.
-            key: of the text.
-            text: with interpolations.
-            above: keys that refer to this one, from the first on.
+            asked: key from which the check started, for errors.
+            key: key of the text.
+            text: text with interpolations.
+            above: keys whose interpolations led here, the first one first.
         """
         total, longest = len(text), 0
         for target in _INTERPOLATION.findall(text):
@@ -302,7 +305,7 @@ class _Sizes:
 
 
 def _absolute(key: str, target: str) -> str:
-    """The key that an interpolation at `key` names; leading dots count levels upwards."""
+    """Return the key that an interpolation at `key` names; leading dots count levels upwards."""
     path = target.replace("[", ".").replace("]", "")
     relative = len(target) - len(target.lstrip("."))
     if not relative:

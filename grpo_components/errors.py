@@ -1,4 +1,4 @@
-"""All failures that a user sees: a wrong config, a failed role, a run that cannot go on."""
+"""Errors that a user sees: for a wrong config, a failed role, or a run that cannot go on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from grpo_components.plain_text import one_line, shortened
 
 
 def fail(key: str, problem: str, allowed: str) -> NoReturn:
-    """Refuse the config in one line that names the key and what is allowed.
+    """Raise the one-line error of a wrong config: its key, the problem, and what is allowed.
 
     Raises:
-        ValueError: of at most `MAX_MESSAGE` characters; the problem is shortened first.
+        ValueError: always, with at most `MAX_MESSAGE` characters: a long problem is shortened.
     """
     key, problem, allowed = (one_line(text) for text in (key, problem, allowed))
     key = shortened(key, 100)
@@ -21,7 +21,7 @@ def fail(key: str, problem: str, allowed: str) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """A value as in YAML, shortened to 60 characters."""
+    """Return a value as YAML shows it, shortened to 60 characters."""
     text = (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
     )
@@ -33,7 +33,7 @@ class ReplayError(RuntimeError):
 
 
 class StarvedError(RuntimeError):
-    """Too many groups in a row were discarded; the message has a histogram and what to do."""
+    """Too many groups in a row were discarded; the message has counts of successes and advice."""
 
 
 class FailedSamplesError(RuntimeError):
@@ -41,19 +41,22 @@ class FailedSamplesError(RuntimeError):
 
 
 class SkippedStepsError(RuntimeError):
-    """Too many steps in a row, or all, were skipped; the message has why and the folder."""
+    """All steps, or too many in a row, were skipped.
+
+    The message has the reasons, and the folder with the batches of these steps.
+    """
 
 
 FailureKind = Literal["died", "silent", "raised", "waited", "refused"]
 
 
 class RoleFailedError(RuntimeError):
-    """A role died, raised, or did not answer in time.
+    """A role (a process of the run) died, raised an error, or did not answer in time.
 
     Args:
-        role: its name, e.g. generator_0.
+        role: name of the role, e.g. generator_0.
         what: what happened, in a few words.
-        log: path of its log file.
+        log: path of the role's log file.
         kind: died: its process ended. silent: no answer in time. raised: its code raised.
             waited: it timed out waiting for others. refused: it refused a component of the config.
     """
@@ -69,7 +72,7 @@ class RoleFailedError(RuntimeError):
         return f"{self.role} {self.what}\n  its log: {self.log}"
 
     def with_history(self, history: str) -> RoleFailedError:
-        """The same failure, with a note on the restarts before it."""
+        """Return the same failure with a note on the restarts before it."""
         return RoleFailedError(self.role, f"{self.what}; {history}", self.log, self.kind)
 
 
@@ -77,7 +80,7 @@ class RoleLostError(RuntimeError):
     """A role is lost for good, and the run goes on without it.
 
     Args:
-        role: its name.
+        role: name of the role.
     """
 
     def __init__(self, role: str) -> None:
@@ -86,7 +89,7 @@ class RoleLostError(RuntimeError):
 
 
 MAX_MESSAGE = 285
-"""Characters of a config error, without the "config error: " in front."""
+"""Maximum characters of a config error, not counting the prefix "config error: "."""
 
 
 class DisagreementError(RuntimeError):

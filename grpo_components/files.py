@@ -1,4 +1,4 @@
-"""Append-only files of one record per line, continued by each restart of a process."""
+"""Appends to files of one record per line, which a restarted process continues."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def append_line(file: TextIO, line: str) -> None:
 
     Args:
         file: opened for appending.
-        line: without the line end.
+        line: text without a line end.
 
     Raises:
-        OSError: the line cannot be written; names the file, and closes it.
+        OSError: the line cannot be written; names the file, which is then closed.
     """
     try:
         file.write(line + "\n")

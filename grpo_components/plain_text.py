@@ -17,7 +17,7 @@ def plain(text: str) -> str:
 
 
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode categories: control, format (text direction too), surrogate, line and paragraph ends."""
+"""Unicode categories: control, format (e.g. text direction), surrogate, line or paragraph break."""
 
 
 def one_line(text: str) -> str:
@@ -34,7 +34,7 @@ def shortened(text: str, max_chars: int) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Formats log records without control characters: a traceback may quote a response."""
+    """Formats log records with control characters escaped: a traceback may quote model output."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record, with its traceback."""

@@ -1,4 +1,4 @@
-"""Silences third-party libraries as far as the config's `log_level` asks for it."""
+"""Silences third-party libraries according to the config's `log_level`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 
 _NOISY_LOGGERS = ("ray", "torchao", "torchtune", "torchrl", "datasets", "wandb")
 _HARMLESS = {
-    # At every weight update. Rotary embeddings are computed, not loaded. A tied head is not in the
-    # checkpoint; our engine packs it, and checks that everything else was loaded.
+    # Logged at every weight update. Rotary embeddings are computed, not loaded. A tied head is not
+    # in the checkpoint: our engine repacks it, and checks that everything else was loaded.
     "vllm.model_executor.model_loader.reload.layerwise": re.compile(
         r"(\w*RotaryEmbedding|ParallelLMHead): Failed to load weights"
     ),
-    # At every start, with a traceback: the engine gets token ids and has no tokenizer.
+    # Logged at every start, with a traceback: the engine gets token ids and has no tokenizer.
     "vllm.renderers.base": re.compile(r"Chat template warmup failed: .*`skip_tokenizer_init=True`"),
 }
-"""Harmless messages of vLLM by logger, each with the text of its exception."""
+"""Patterns of harmless vLLM messages by logger; a pattern includes the exception's text, if any."""
 
 
 def quiet_libraries(log_level: str) -> None:
@@ -47,7 +47,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def without_prints(log_level: str) -> Iterator[None]:
-    """Swallow what a library prints to stdout, unless `log_level` is INFO or DEBUG."""
+    """Context manager that discards prints to stdout, unless `log_level` is INFO or DEBUG."""
     if log_level in ("INFO", "DEBUG"):
         yield
     else:

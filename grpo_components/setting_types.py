@@ -1,4 +1,4 @@
-"""Kinds of values in a config: bounded numbers, schedules, and components with their arguments."""
+"""Types of config values: bounded numbers, schedules, and components with their arguments."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PathText = Annotated[Text, _PATH]
 DottedPath = Annotated[Text, Field(json_schema_extra={"allowed": "a dotted path"})]
 TokenIds = Annotated[list[int], Field(json_schema_extra={"allowed": "a list of token ids"})]
 Seed = Annotated[int, Field(ge=0, le=_INT32)]
-Count = Annotated[int, Field(ge=1, le=_INT32)]  # of steps, policy versions, groups
+Count = Annotated[int, Field(ge=1, le=_INT32)]  # number of steps, policy versions or groups
 CountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
-Positions = Annotated[int, Field(ge=1, le=2**22)]  # of a model: no supported one has more
+Positions = Annotated[int, Field(ge=1, le=2**22)]  # no supported model has more
 TokenBudget = Annotated[int, Field(ge=1, le=_INT32)]
-Samples = Annotated[int, Field(ge=1, le=2**16)]  # of a step; the driver holds them all
+Samples = Annotated[int, Field(ge=1, le=2**16)]  # per step; the driver holds them all
 Processes = Annotated[int, Field(ge=1, le=1024)]
-GpuShare = Annotated[float, Field(ge=0.001, le=1)]  # Ray counts in ten thousandths
+GpuShare = Annotated[float, Field(ge=0.001, le=1)]  # Ray counts shares in ten thousandths
 Seconds = Annotated[float, Field(ge=0.1, le=2e6)]  # 24 days: time-outs are 32-bit milliseconds
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Coefficient = Annotated[float, Field(ge=0, le=1e6)]
-Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM samples at
+Temperature = Annotated[float, Field(ge=0.01, le=2)]  # range in which vLLM samples
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Precision = Literal["fp32", "bf16"]
 Number = TypeVar("Number")
@@ -51,7 +51,7 @@ Number = TypeVar("Number")
 
 @with_config(SECTION)
 class ConstantSchedule(TypedDict, Generic[Number]):
-    """A number after a warm-up; see `objective/schedules.py`."""
+    """A number that is constant after a warm-up; see `objective/schedules.py`."""
 
     schedule: Literal["constant"]
     start: Annotated[Number, _AS_GIVEN]
@@ -81,7 +81,7 @@ FlagOrPath = Annotated[
     Discriminator(lambda value: "<path>" if isinstance(value, str) else "<flag>"),
 ]
 
-# ---- components: `_component_`, and the arguments that have bounds or are read by the recipe ----
+# ---- components: `_component_`, and the arguments that have bounds or that the recipe reads -----
 
 REFUSED_MODEL_TYPES = {
     "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
@@ -105,14 +105,14 @@ ModelType = Literal[
 
 @with_config(_ARGUMENTS)
 class AnyArguments(TypedDict):
-    """Any component; its signature decides on its arguments."""
+    """Arguments of any component; its signature decides which ones are allowed."""
 
     _component_: DottedPath
 
 
 @with_config(_ARGUMENTS)
 class ModelArguments(TypedDict, total=False):
-    """A model builder."""
+    """Arguments of a model builder."""
 
     _component_: Required[DottedPath]
     vocab_size: Annotated[float, Field(ge=1, le=2**22), _AS_GIVEN] | None
@@ -130,7 +130,7 @@ class ModelArguments(TypedDict, total=False):
 
 @with_config(_ARGUMENTS)
 class TokenizerArguments(TypedDict, total=False):
-    """A tokenizer and its files."""
+    """Arguments of a tokenizer, its files among them."""
 
     _component_: Required[DottedPath]
     path: PathText
@@ -141,7 +141,7 @@ class TokenizerArguments(TypedDict, total=False):
 
 @with_config(_ARGUMENTS)
 class CheckpointerArguments(TypedDict):
-    """What reads and writes the policy."""
+    """Arguments of the checkpointer, which reads and writes the policy."""
 
     _component_: DottedPath
     model_type: Annotated[ModelType, BeforeValidator(_trainable)]
@@ -149,7 +149,7 @@ class CheckpointerArguments(TypedDict):
 
 @with_config(_ARGUMENTS)
 class DatasetArguments(TypedDict, total=False):
-    """Rows of prompts."""
+    """Arguments of a data set of prompts."""
 
     _component_: Required[DottedPath]
     source: PathText
@@ -159,7 +159,7 @@ class DatasetArguments(TypedDict, total=False):
 
 @with_config(_ARGUMENTS)
 class EnvironmentArguments(TypedDict, total=False):
-    """What answers the policy, turn by turn."""
+    """Arguments of the environment, which answers the policy turn by turn."""
 
     _component_: Required[DottedPath]
     max_turns: Positions
@@ -167,7 +167,7 @@ class EnvironmentArguments(TypedDict, total=False):
 
 @with_config(_ARGUMENTS)
 class RewardArguments(TypedDict):
-    """A reward and its part in the sum."""
+    """Arguments of a reward, with its weight in the sum of rewards."""
 
     _component_: DottedPath
     weight: Weight
@@ -175,9 +175,9 @@ class RewardArguments(TypedDict):
 
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
-"""Defaults of the recipe's own loss."""
+"""Default clip ranges of the recipe's own loss."""
 PENALTIES: dict[str, Any] = {"kl_coeff": 0.0, "kl_estimator": "k3", "entropy_coeff": 0.0}
-"""Defaults of the terms that are added to every loss."""
+"""Defaults of the KL and entropy terms that are added to every loss."""
 ClipLow = Scheduled[Annotated[float, Field(gt=0, le=1)]]
 ClipHigh = Scheduled[Annotated[float, Field(gt=0, le=1e6)]]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -185,7 +185,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 @with_config(SECTION)
 class DefaultLossArguments(TypedDict):
-    """The recipe's own loss."""
+    """Keys of `loss` for the recipe's own loss."""
 
     clip_low: ClipLow
     clip_high: ClipHigh
@@ -196,7 +196,7 @@ class DefaultLossArguments(TypedDict):
 
 @with_config(_ARGUMENTS)
 class LossArguments(TypedDict, total=False):
-    """Another policy loss."""
+    """Keys of `loss` for another policy loss, which `_component_` names."""
 
     _component_: Required[DottedPath]
     clip_low: ClipLow
@@ -214,7 +214,7 @@ AnyLossArguments = Annotated[
 
 @with_config(_ARGUMENTS)
 class OptimizerArguments(TypedDict, total=False):
-    """An optimizer."""
+    """Arguments of an optimizer."""
 
     _component_: Required[DottedPath]
     lr: Scheduled[Annotated[float, Field(gt=0, le=1e3)]]
@@ -225,7 +225,7 @@ class OptimizerArguments(TypedDict, total=False):
 
 @with_config(_ARGUMENTS)
 class LrSchedulerArguments(TypedDict, total=False):
-    """A scheduler of the learning rate."""
+    """Arguments of a learning rate scheduler."""
 
     _component_: Required[DottedPath]
     num_warmup_steps: CountOrZero
@@ -233,7 +233,7 @@ class LrSchedulerArguments(TypedDict, total=False):
 
 @with_config(_ARGUMENTS)
 class ProfilerArguments(TypedDict, total=False):
-    """A profiler of training steps."""
+    """Arguments of a profiler of training steps."""
 
     _component_: Required[DottedPath]
     enabled: Required[bool]
@@ -245,7 +245,7 @@ class ProfilerArguments(TypedDict, total=False):
 
 @with_config(_ARGUMENTS)
 class PtxArguments(TypedDict, total=False):
-    """A supervised loss beside the policy's."""
+    """Arguments of a supervised loss that is added to the policy loss."""
 
     _component_: Required[DottedPath]
     coeff: Coefficient
@@ -256,13 +256,13 @@ class PtxArguments(TypedDict, total=False):
 def component(
     arguments: Any = AnyArguments, *, null: bool = False, **defaults: Any
 ) -> GetPydanticSchema:
-    """Type of a node with `_component_`: checked here, kept as the DictConfig to instantiate.
+    """Return the pydantic type of a `_component_` node: checks values and makes a DictConfig.
 
     Args:
-        arguments: TypedDict of arguments with bounds; the component's signature decides on others.
-        null: whether null is allowed, also as `_component_: null`, which torchtune makes of
-            `lr_scheduler=null` on the command line.
-        defaults: of keys that the recipe reads.
+        arguments: TypedDict of the arguments to check; the component's signature decides on others.
+        null: whether null is allowed, also written as `_component_: null`, into which torchtune
+            turns `lr_scheduler=null` on the command line.
+        defaults: default values of keys that the recipe reads.
     """
 
     def read(given: Any, check: Callable[[Any], dict[str, Any] | None]) -> DictConfig | None:
@@ -276,7 +276,7 @@ def component(
 
 
 def loss_section() -> GetPydanticSchema:
-    """Type of the section `loss`: settings of the recipe's own loss, or a component."""
+    """Return the pydantic type of the section `loss`: the recipe's own loss, or a component."""
 
     def read(given: Any, check: Callable[[Any], dict[str, Any]]) -> DictConfig:
         if not isinstance(given, dict):
@@ -293,7 +293,7 @@ def loss_section() -> GetPydanticSchema:
 
 
 def free_section() -> GetPydanticSchema:
-    """Type of the section `user`: any keys and values, passed through."""
+    """Return the pydantic type of the section `user`: any keys and values, passed through."""
 
     def read(given: Any, check: Callable[[Any], dict[str, Any]]) -> DictConfig:
         return OmegaConf.create(check({} if given is None else given))
@@ -304,7 +304,13 @@ def free_section() -> GetPydanticSchema:
 def _as_dict_config(
     read: Callable[..., DictConfig | None], plain: Any, *, null: bool = False
 ) -> GetPydanticSchema:
-    """Type of a DictConfig that `read` makes of plain values, given their own check."""
+    """Return the pydantic type of a DictConfig.
+
+    Args:
+        read: function of plain values and of a function that checks them; returns the DictConfig.
+        plain: type that the plain values must have.
+        null: whether null is allowed.
+    """
 
     def schema(_: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         serialization = core_schema.plain_serializer_function_ser_schema(

@@ -1,4 +1,4 @@
-"""Every key of a config with its type, default and bounds, in the order of the shipped configs."""
+"""Defines every config key with type, default and bounds, in the order of the shipped configs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from grpo_components.setting_types import (
 
 
 class RewardShapingSettings(BaseModel):
-    """Penalties that are taken off the rewards."""
+    """Penalties that are subtracted from the rewards."""
 
     model_config = SECTION
     kl_coeff: Scheduled[Coefficient] = 0.0
@@ -57,7 +57,7 @@ class RewardShapingSettings(BaseModel):
 
 
 class DynamicSamplingSettings(BaseModel):
-    """Replacing groups whose rewards are all equal."""
+    """Replacement of groups whose rewards are all equal."""
 
     model_config = SECTION
     enabled: bool = False
@@ -65,7 +65,7 @@ class DynamicSamplingSettings(BaseModel):
 
 
 class GeneratorSettings(BaseModel):
-    """Sampling and the engine; sampler settings have vLLM's names."""
+    """Settings of sampling and of the vLLM engine; sampler settings have vLLM's names."""
 
     model_config = SECTION
     max_response_tokens: Positions
@@ -92,16 +92,16 @@ TRUNCATION: dict[str, float] = {
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     )
 }
-"""Sampler settings that change the distribution, each with the value that leaves it alone."""
+"""Sampler settings that change the sampling distribution, each with the value that turns it off."""
 
 
 def biasing(generator: GeneratorSettings) -> list[str]:
-    """Names of the sampler settings that make tokens come from another distribution.
+    """Return the names of the sampler settings that change the sampling distribution.
 
     Args:
-        generator: section of a config.
+        generator: section `generator` of a config.
     """
-    off = {"top_k": (0, -1)}  # vLLM turns it off with either
+    off = {"top_k": (0, -1)}  # in vLLM, either value turns it off
     return [
         name
         for name, neutral in TRUNCATION.items()
@@ -116,7 +116,7 @@ def _greedy_or_warm(temperature: float) -> float:
 
 
 class EvalSettings(BaseModel):
-    """How held-out prompts are answered."""
+    """How held-out prompts are answered in evaluations."""
 
     model_config = SECTION
     samples_per_prompt: Annotated[int, Field(ge=1, le=2**14)] = 1
@@ -132,7 +132,7 @@ class EvalSettings(BaseModel):
 
 
 class RewardModelSettings(BaseModel):
-    """A learned reward; none without a path."""
+    """A learned reward; `path: null` turns it off."""
 
     model_config = SECTION
     path: PathText | None = None
@@ -157,7 +157,7 @@ class Timeouts(BaseModel):
 
 
 class Settings(BaseModel):
-    """A whole config; `config/reading.py` makes it, `config/preflight.py` checks it further."""
+    """A whole config; `config/reading.py` builds it, `config/preflight.py` checks it further."""
 
     model_config = SECTION
     output_dir: PathText
@@ -183,7 +183,7 @@ class Settings(BaseModel):
     gpus_per_generator: GpuShare = 1.0
     gpus_per_trainer: GpuShare = 1.0
     gpus_per_reference: GpuShare = 1.0
-    rollouts_in_flight: Annotated[int, Field(ge=1, le=2**14)]  # each is a thread
+    rollouts_in_flight: Annotated[int, Field(ge=1, le=2**14)]  # each has a thread
     push_every_n_steps: Count
     pull_every_m_rollouts: Count
     max_staleness: Annotated[int, Field(ge=0, le=10**6)]
@@ -226,22 +226,22 @@ class Settings(BaseModel):
     train_from: PathText | None = None  # trajectories.jsonl of a rollout_only run
     max_restarts: CountOrZero = 8  # of all roles together, within restart_window_s
     restart_window_s: Annotated[float, Field(gt=0, le=1e9)] = 3600.0
-    min_generators: Processes | None = None  # null: all of them
+    min_generators: Processes | None = None  # null: num_generators
     replay_events: PathText | None = None
     reward_model: RewardModelSettings = RewardModelSettings()
     gpus_per_reward_model: GpuShare = 1.0
     max_failed_samples: Count = 64  # between two training steps
     object_store_memory: Annotated[int, Field(ge=75 * 2**20, le=2**50)] | None = None  # bytes
     max_skipped_steps: Count = 10  # in a row
-    max_generator_kl: Annotated[float, Field(gt=0, le=1e3)] | None = None  # null: by dtype
+    max_generator_kl: Annotated[float, Field(gt=0, le=1e3)] | None = None  # null: depends on dtype
     packing: bool = False
     keep_last_n: Count | None = None
-    keep_best: Text | None = None  # eval/success_rate, eval/pass_at_4, ...
+    keep_best: Text | None = None  # a metric: eval/success_rate, eval/pass_at_4, ...
     async_checkpoint: bool = False
     checkpoint_failure: Literal["error", "warn"] = "error"
     reward_workers: Processes = 1
     rollouts_logged_per_step: CountOrZero = 1
-    log_token_logprobs: bool = False  # in the rollouts that are logged
+    log_token_logprobs: bool = False  # in the logged rollouts
     logprob_chunk_tokens: TokenBudget = 1024
     data_parallel_replicate_dim: Processes = 1
     tensor_parallel_dim: Processes = 1

@@ -1,4 +1,4 @@
-"""Nested plain values, arrays and tensors in a JSON and an npz file, without pickle."""
+"""Stores nested plain values, arrays and tensors in a JSON and an npz file, without pickle."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 
 _MARK = "__is__"
-"""Key of the JSON objects that encode types which JSON lacks."""
+"""Key that marks a JSON object as the encoded value of a type that JSON lacks."""
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:
-    """Write `<name>.json`, and its arrays to `<name>.npz`.
+    """Write a state to `<name>.json`, and its arrays and tensors to `<name>.npz`.
 
     Args:
-        folder: created if missing.
+        folder: folder of the files; created if missing.
         name: file name without suffix.
-        state: None, bool, int, float, str, numpy arrays and scalars, torch tensors, and lists,
-            tuples and dicts of these.
+        state: None, a bool, int, float, str, numpy array or scalar, torch tensor, or a list, tuple
+            or dict of these.
 
     Raises:
         TypeError: a value has another type; names its place in `state`.
@@ -37,10 +37,10 @@ def write_state(folder: Path, name: str, state: Any) -> None:
 
 
 def read_state(folder: Path, name: str) -> Any:
-    """Read what `write_state` wrote, with the same types and bits.
+    """Return the state that `write_state` wrote, with the same types and bits.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         name: file name without suffix.
     """
     text = (folder / f"{name}.json").read_text(encoding="utf-8")

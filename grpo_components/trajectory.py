@@ -1,4 +1,4 @@
-"""The record that flows through a run, one response to one prompt, and its packed form."""
+"""Defines the trajectory, a record of one response to one prompt, and its packed form."""
 
 from __future__ import annotations
 
@@ -40,19 +40,21 @@ _OBJECTS = ("finish_reason", "reward_terms", "error")
 
 @dataclass
 class Trajectory:
-    """One response to one prompt, unpadded; filled from left to right, never overwritten.
+    """One response to one prompt, unpadded.
 
-    A *group* is the list of the `group_size` trajectories that answer one prompt.
+    Later stages of a run fill in later fields, and never overwrite earlier ones. A *group* is the
+    list of the `group_size` trajectories that answer one prompt. P is the number of tokens of the
+    prompt, R that of the response.
     """
 
     prompt_ids: NDArray[np.int64]
-    """[P] tokens of the prompt, as the environment made them."""
+    """[P] token ids of the prompt, as the environment made them."""
     response_ids: NDArray[np.int64]
-    """[R] tokens after the prompt."""
+    """[R] token ids after the prompt."""
     response_mask: NDArray[np.bool_]
     """[R] True where the policy sampled the token, False for tool or environment tokens."""
     generator_logprobs: NDArray[np.float32]
-    """[R] natural logs, of the sampling distribution (temperature applied)."""
+    """[R] natural log probabilities under the sampling distribution (temperature applied)."""
     token_versions: NDArray[np.int32]
     """[R] policy version that sampled each token."""
     prompt_index: int
@@ -60,12 +62,12 @@ class Trajectory:
     epoch: int
     """Pass over the data set, from 0."""
     group_id: int
-    """Number of the group in the order of admission, from 0."""
+    """Number of the group, from 0, in the order in which the ledger admitted the groups."""
     attempt: int
     """Attempt of the run: 0, plus 1 for each resume or rollback."""
     finish_reason: FinishReason
     temperature: float = 1.0
-    """Logits were divided by it when sampling."""
+    """Sampling temperature, by which logits were divided."""
     reward: float = float("nan")
     """Weighted sum of the reward terms; NaN until scored, and if `finish_reason` is error."""
     reward_terms: dict[str, float] = field(default_factory=dict)
@@ -75,9 +77,9 @@ class Trajectory:
     error: str | None = None
     """Error message if `finish_reason` is error."""
     reference_logprobs: NDArray[np.float32] | None = None
-    """[R] natural logs of the frozen reference; None without a reference."""
+    """[R] natural log probabilities under the frozen reference; None without a reference."""
     advantage: float = float("nan")
-    """Set when the batch is formed."""
+    """Advantage of the response; NaN until its batch is formed."""
 
     def check(self) -> None:
         """Assert the record's invariants: equal lengths, finite logprobs, known versions.
@@ -98,12 +100,12 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """Whether the reward or environment failed, so that the sample must not be trained."""
+        """Whether the reward or environment failed, so that the sample must not be trained on."""
         return self.finish_reason == "error"
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version among the sampled tokens; None without any."""
+        """Oldest policy version among the sampled tokens; None if no token was sampled."""
         versions = self.token_versions[self.response_mask]
         return int(versions.min()) if len(versions) else None
 
@@ -112,11 +114,11 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
     """Turn records into flat arrays plus lengths.
 
     Args:
-        trajectories: any number of records; all have `reference_logprobs`, or none has.
+        trajectories: any number of records, all with or all without `reference_logprobs`.
 
     Returns:
-        One entry per field: `(flat, lengths)` for [P] and [R] fields, an array for scalars, a list
-        for the rest.
+        A dictionary by field: `(flat, lengths)` for [P] and [R] fields, an array for scalars, a
+        list for the rest.
     """
     packed: PackedTrajectories = {}
     for name, dtype in _RAGGED.items():
@@ -134,14 +136,14 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
 
 
 def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
-    """Cut one [P] or [R] field into its trajectories.
+    """Cut one [P] or [R] field into one array per trajectory.
 
     Args:
-        packed: what `pack` returned.
-        name: of the field; `reference_logprobs` only where they were added.
+        packed: packed trajectories, from `pack`.
+        name: name of the field; `reference_logprobs` only if the trajectories have them.
 
     Returns:
-        One array per trajectory, a view of the flat one.
+        The arrays in order, as views of the flat one.
     """
     flat, lengths = packed[name]
     sizes = lengths.tolist()
@@ -153,7 +155,7 @@ def unpack(packed: PackedTrajectories) -> list[Trajectory]:
     """Turn flat arrays back into records; the inverse of `pack`.
 
     Args:
-        packed: what `pack` returned.
+        packed: packed trajectories, from `pack`.
 
     Returns:
         The records, in order. Their arrays are views of the flat ones.
@@ -170,21 +172,21 @@ def unpack(packed: PackedTrajectories) -> list[Trajectory]:
 
 
 class TokenSequence(NamedTuple):
-    """What a forward pass reads of a trajectory."""
+    """The part of a trajectory that a forward pass reads."""
 
     prompt_ids: NDArray[np.int64]
-    """[P]"""
+    """[P] token ids of the prompt."""
     response_ids: NDArray[np.int64]
-    """[R]"""
+    """[R] token ids after the prompt."""
     temperature: float
-    """Logits are divided by it."""
+    """Sampling temperature, by which logits are divided."""
 
 
 def token_sequences(packed: PackedTrajectories) -> list[TokenSequence]:
     """View packed trajectories as token sequences, in order.
 
     Args:
-        packed: what `pack` returned.
+        packed: packed trajectories, from `pack`.
     """
     columns = (split(packed, "prompt_ids"), split(packed, "response_ids"))
     parts = zip(*columns, packed["temperature"].tolist(), strict=True)
@@ -195,8 +197,8 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     """Join packed groups into one packed batch, in the order given.
 
     Args:
-        groups: any number of them; all have `reference_logprobs`, or none has. Groups without
-            trajectories are skipped.
+        groups: any number of packed groups, all with or all without `reference_logprobs`. Groups
+            without trajectories are skipped.
 
     Returns:
         The same as `pack` of all their trajectories, bit for bit, in new arrays.
@@ -229,7 +231,7 @@ def batch_hash(packed: PackedTrajectories) -> str:
     """Compute a fingerprint of a batch: equal only for equal trajectories in the same order.
 
     Args:
-        packed: what `pack` or `concatenate` returned.
+        packed: packed trajectories, from `pack` or `concatenate`.
 
     Returns:
         xxh3 (128 bits, hexadecimal) over all fields but two: `attempt`, which a resume increments,
@@ -255,19 +257,19 @@ def batch_hash(packed: PackedTrajectories) -> str:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What the driver needs to know of a group, without its tokens."""
+    """Summary of a group for the driver, without the tokens."""
 
     group_id: int
     prompt_index: int
     rewards: list[float]
-    """[G] NaN for failed samples."""
+    """[G] reward of each response; NaN for failed samples."""
     successes: list[bool]
     response_tokens: list[int]
     """[G] sampled tokens of each response."""
     response_lengths: list[int]
-    """[G] all tokens of each response, also the environment's; the length limit counts these."""
+    """[G] all tokens of each response, with the environment's; the length limit counts these."""
     oldest_version: int
-    """-1 if nothing was sampled, for example because the environment failed."""
+    """Oldest policy version of a sampled token; -1 if there is none, because all samples failed."""
     newest_version: int
     finish_reasons: list[str]
     errors: list[str]
@@ -278,7 +280,8 @@ def summarize(group: PackedTrajectories) -> GroupSummary:
     """Reduce one group to the numbers that scheduling, advantages and metrics need.
 
     Args:
-        group: packed trajectories of one prompt. At least one token was sampled, or all failed.
+        group: packed trajectories of one prompt. At least one token was sampled, or all samples
+            failed.
     """
     masks, group_id = split(group, "response_mask"), int(group["group_id"][0])
     versions = group["token_versions"][0][group["response_mask"][0]]

@@ -1,4 +1,4 @@
-"""Atomic file writes: write a temporary file under a random name, then rename it."""
+"""Writes a file atomically: writes a temporary file under a random name, then renames it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def write_whole(target: Path, text: str, durable: bool = False) -> None:
     replaced, not written to.
 
     Args:
-        target: path of the file; its folder exists.
-        text: written as UTF-8.
-        durable: sync the text to disk before the target is replaced.
+        target: path of the file; its folder must exist.
+        text: content of the file, written as UTF-8.
+        durable: whether to sync the text to disk before the target is replaced.
 
     Raises:
         OSError: the file cannot be written, for example because the target is a folder.

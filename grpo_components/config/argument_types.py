@@ -16,18 +16,18 @@ _WORDS |= {list: "a list", _NONE: "null"}
 
 
 def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
-    """Refuse text where a signature has a number, and the like.
+    """Refuse an argument whose plain type is not the one in the component's signature.
 
-    Whole numbers and others count as one kind. Arguments without a plain type in the signature
-    pass: the component checks them when it is built.
+    `int` and `float` count as the same type. Arguments without a plain type in the signature pass:
+    the component checks them when it is built.
 
     Args:
-        key: of the component.
+        key: config key of the component.
         component: class or function.
-        given: its arguments in the config; `_component_` is skipped.
+        given: arguments of the component in the config; `_component_` is skipped.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: an argument has another type; names its key.
     """
     hints, defaults = _hints(component), _defaults(component)
     for name, value in given.items():
@@ -39,7 +39,7 @@ def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
         if value is None and defaults.get(name, _NONE) is None:
             continue  # `x: int = None` is a common slip
         if where == "optimizer.lr" and isinstance(value, Mapping):
-            continue  # a schedule, which the recipe follows
+            continue  # a schedule, which the recipe applies
         if not any(_is(value, kind) for kind in allowed):
             words = dict.fromkeys(_WORDS[kind] for kind in allowed)
             fail(where, f"{shown(value)} given", " or ".join(words))
@@ -49,20 +49,20 @@ def _hints(component: Any) -> dict[str, Any]:
     target = component.__init__ if isinstance(component, type) else component
     try:
         return get_type_hints(target)
-    except Exception:  # names of another module, or anything a user's module may do
+    except Exception:  # unknown names, or whatever a user's module raises
         return {}
 
 
 def _defaults(component: Any) -> dict[str, Any]:
     try:
         parameters = inspect.signature(component).parameters
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # some builtins have no signature
         return {}
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def _plain(hint: Any) -> set[type] | None:
-    """The plain types that a hint allows; None if it also allows others."""
+    """Return the plain types that a hint allows; None if it also allows others."""
     if get_origin(hint) is Literal:
         return {type(choice) for choice in get_args(hint)}
     if get_origin(hint) in (Union, types.UnionType):

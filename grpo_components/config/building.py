@@ -31,31 +31,31 @@ from grpo_components.plain_text import one_line, shortened
 from grpo_components.settings import Settings
 from grpo_components.training.model_match import sliding_window
 
-# Only generators import it: torchrl takes seconds. A test checks that it exists.
+# Named, not imported: it needs torchrl, whose import takes seconds. A test checks that it exists.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 
 _MAX_SCHEDULER_STEPS = 1000
-"""Steps of a scheduler that are tried before the run."""
+"""Maximum number of scheduler steps that are tried before the run."""
 
 
 def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     """Instantiate a component of the config.
 
     Args:
-        key: of the component, for errors.
-        node: with `_component_` and its arguments.
+        key: config key of the component, for errors.
+        node: section with `_component_` and its arguments.
         args: positional arguments.
-        kwargs: added to the arguments of the node.
+        kwargs: keyword arguments, added to those of the node.
 
     Raises:
-        ValueError: naming the key, for anything that the component raises.
+        ValueError: the component raised any error; names the key.
     """
     try:
         return config.instantiate(node, *args, **kwargs)
     except ValueError as error:
         text = str(error)
         if key == "eval_dataset" and text.startswith("dataset"):
-            text = f"eval_{text}"  # one function builds both
+            text = f"eval_{text}"  # one function builds both data sets
         text = text if text.startswith(key) else f"{key}: {text}"
         raise ValueError(shortened(one_line(text), MAX_MESSAGE)) from error
     except BaseException as error:  # a component may raise anything, even SystemExit
@@ -70,11 +70,12 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
     """Build the tokenizer, the data set and the evaluation data set.
 
     Args:
-        cfg: checked by preflight.
+        cfg: settings checked by preflight.
 
     Raises:
-        ValueError: naming the key of what is not a data set or does not fit into the policy's
-            context; for a prompt without room for its response also file, row and field.
+        ValueError: a component is no tokenizer or no data set, or a prompt does not fit into the
+            policy's context with its response; names the key, for a prompt also file, row and
+            field.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     if not hasattr(tokenizer, "encode"):
@@ -177,11 +178,11 @@ def _check_prompts(
 
 
 def shared_prompts(dataset: Any, held_out: Any) -> str:
-    """One line on prompts that are in both data sets; empty if there are none.
+    """Return one line with the number of prompts in both data sets; empty if there are none.
 
     Args:
-        dataset: to train on.
-        held_out: to evaluate on.
+        dataset: data set to train on.
+        held_out: data set to evaluate on.
     """
     trained = {tuple(dataset[i]["prompt_ids"]) for i in range(len(dataset))}
     shared = sum(tuple(held_out[i]["prompt_ids"]) in trained for i in range(len(held_out)))
@@ -195,22 +196,23 @@ def _lowest(limits: Mapping[str, int | None]) -> tuple[str, int]:
 
 
 def parameters_of(component: Any) -> list[inspect.Parameter]:
-    """Parameters of a class or function; also of an `EnvBase`, whose metaclass hides them."""
+    """Return the parameters of a class or function, even if a metaclass hides them (`EnvBase`)."""
     own_call = isinstance(component, type) and type(component).__call__ is not type.__call__
     if own_call and component.__init__ is not object.__init__:
         return list(inspect.signature(component.__init__).parameters.values())[1:]
     try:
         return list(inspect.signature(component).parameters.values())
-    except ValueError:  # some builtins have no signature; building them will show
+    except ValueError:  # some builtins have no signature; building checks their arguments
         return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
 
 
 def build_environment(node: DictConfig, **offered: Any) -> Any:
-    """Build the environment, in a generator's process.
+    """Build the environment; called in a generator's process.
 
     Args:
-        node: with `_component_` and its arguments, which may be components themselves.
-        offered: arguments by the generator; those that the signature names are passed.
+        node: section with `_component_` and its arguments, which may be components themselves.
+        offered: arguments that the generator offers; only those in the component's signature are
+            passed.
     """
     parameters = parameters_of(_get_component_from_path(node._component_))
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
@@ -220,7 +222,7 @@ def build_environment(node: DictConfig, **offered: Any) -> Any:
 
 
 def nested_components(node: Mapping[str, Any]) -> list[str]:
-    """Names of a component's arguments that are components themselves."""
+    """Return the names of a component's arguments that are components themselves."""
     return [
         key
         for key, value in node.items()
@@ -236,7 +238,7 @@ def has_slots_apart(node: DictConfig) -> bool:
 
 
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
-    """Replace a schedule at `lr` by its first number; returns the node and the schedule, if any."""
+    """Replace a schedule at `lr` by its first number; return the node, and the schedule or None."""
     if OmegaConf.is_dict(node.get("lr")):
         schedule = as_schedule("optimizer.lr", node.lr)
         return OmegaConf.create({**node, "lr": schedule(0)}), schedule
@@ -247,17 +249,17 @@ def check_components(cfg: Settings) -> None:
     """Build optimizer, scheduler and model once, before any process starts.
 
     Args:
-        cfg: checked by preflight.
+        cfg: settings checked by preflight.
 
     Raises:
-        ValueError: naming the key of an optimizer or scheduler that cannot be built, of a model
-            that differs from the checkpoint's, or of a logger without a login.
+        ValueError: the optimizer or scheduler cannot be built or fails, the model differs from the
+            checkpoint's, or the logger has no login; names the key.
     """
     _check_wandb_login(cfg.metric_logger)
     node, _ = split_learning_rate(cfg.optimizer)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = build("optimizer", node, [parameter])
-    if not node._component_.startswith("torchao."):  # torchao compiles the step
+    if not node._component_.startswith("torchao."):  # torchao would compile the step
         _check_step(node._component_, optimizer, parameter)
     if cfg.lr_scheduler:
         scheduler = build(
@@ -272,7 +274,7 @@ def check_components(cfg: Settings) -> None:
         converted = hf_converter(kind, base)(model.state_dict())
     except ValueError:
         raise
-    except Exception as error:  # torchtune's converter, on names of another family
+    except Exception as error:  # torchtune's converter fails on names of another family
         what = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "

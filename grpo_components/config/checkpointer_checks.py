@@ -13,19 +13,19 @@ from grpo_components.errors import fail, shown
 
 _HF = "torchtune.training.FullModelHFCheckpointer"
 _MAX_FILES = 10_000
-"""Of one model; the largest on the hub have a few hundred."""
+"""Maximum number of files of one model; the largest on the hub have a few hundred."""
 
 
 def checkpoint_files(node: DictConfig, base: Path, run_folder: str) -> list[Path]:
-    """Check the arguments, and return the files that the checkpointer would read.
+    """Check the checkpointer's arguments, and return the files that it would read.
 
     Args:
-        node: section of the config, each value within its own bounds.
+        node: section `checkpointer`, each value already checked against its own bounds.
         base: folder of the base model.
-        run_folder: `output_dir` of the run, which has checks of its own.
+        run_folder: `output_dir` of the run, which is checked elsewhere.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a check fails; names the key.
     """
     path = node["_component_"]
     if path.startswith("torchtune.") and path.rpartition(".")[2] != "FullModelHFCheckpointer":
@@ -58,11 +58,11 @@ def check_writable(key: str, folder: Path) -> None:
     """Refuse a folder that cannot be created or written to.
 
     Args:
-        key: of the folder.
-        folder: an absolute path; need not exist.
+        key: config key of the folder.
+        folder: absolute path of the folder, which need not exist.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: the folder is not writable; names the key.
     """
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -70,12 +70,12 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def _numbered(key: str, node: dict[str, Any]) -> list[str]:
-    """Names of numbered files, from `filename_format` and `max_filename`."""
+    """Return the names of numbered files, from `filename_format` and `max_filename`."""
     last = str(node.get("max_filename"))
     if not last.isdecimal() or len(last) > 9 or not 1 <= int(last) <= _MAX_FILES:
         fail(f"{key}.max_filename", f"{shown(last)} given", f"a number of 1 to {_MAX_FILES}")
     try:
         return FormattedCheckpointFiles.from_dict(node).build_checkpoint_filenames()
-    except Exception as error:  # whatever a format string raises
+    except Exception as error:  # a format string may raise anything
         problem = f"{shown(node)} given, {type(error).__name__}: {error}"
         fail(key, problem, "filename_format, with two {}, and max_filename")

@@ -1,7 +1,7 @@
-"""The first call of every component of a config, on one small made batch, before anything starts.
+"""Calls every component of a config once, on one small made-up batch, before anything starts.
 
-What is called is a copy, and the states of the random generators are put back: a component's own
-counters and numbers are, when the run begins, as if it had never been called.
+Copies are called, and the states of the random number generators are restored: when the run
+begins, counters and random numbers are as if no component had been called.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from grpo_components.settings import Settings
 from grpo_components.training.sample import TrainSample
 
 LENGTHS = (3, 1, 4, 2)
-"""Tokens of the made responses."""
+"""Number of tokens of each made-up response."""
 _RAISES = (Exception, SystemExit)
 _MOST_SIBLINGS, _ROWS = 16, 4
 
@@ -51,13 +51,13 @@ def try_components(
     dataset: Any,
     objective: Objective,
 ) -> None:
-    """Call each component once as the run will, and refuse what is none of its kind.
+    """Call each component once as the run will, and refuse one that breaks its kind's contract.
 
     Args:
-        cfg: checked by preflight.
-        tokenizer: of the config.
-        dataset: prompts to train on.
-        objective: of the config.
+        cfg: settings checked by preflight.
+        tokenizer: tokenizer of the config.
+        dataset: data set of the prompts to train on.
+        objective: objective of the config.
 
     Raises:
         ValueError: one line with the key of the component, what it did, and what is allowed.
@@ -66,7 +66,7 @@ def try_components(
     _check_logger(cfg.metric_logger._component_)
     with _undisturbed(), contextlib.ExitStack() as ending:
         trial = None if cfg.train_from else _begin_rewards(cfg, dataset)
-        if trial is not None:  # it takes a while, beside all that follows
+        if trial is not None:  # it runs in the background meanwhile
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
         if not (cfg.eval_only or cfg.rollout_only):
@@ -96,15 +96,15 @@ def _undisturbed() -> Generator[None]:
 
 
 def _own(component: Any) -> Any:
-    """A copy to call; the component itself where it cannot be copied."""
+    """Return a copy to call; the component itself if it cannot be copied."""
     try:
         return copy.deepcopy(component)
-    except Exception:  # whatever its own parts raise
+    except Exception:  # a component's parts may raise anything
         return component
 
 
 def _sent(key: str, component: Any) -> Any:
-    """What the trainer will get of a component, which is sent to its process."""
+    """Return the component as the trainer's process will get it: pickled and unpickled."""
     name = name_of(component)
     allowed = "one that can be pickled: without open files, locks or generators"
     with named_failure(key, name, _RAISES, allowed):
@@ -152,12 +152,12 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
 
 
 def made_inputs(has_reference: bool, max_staleness: int, step: int) -> LossInputs:
-    """A small micro-batch of ordinary numbers, always the same.
+    """Return a small micro-batch of ordinary numbers, always the same.
 
     Args:
-        has_reference: it has logprobs of a reference.
-        max_staleness: no token is staler.
-        step: training steps done before it.
+        has_reference: whether the micro-batch has logprobs of a reference.
+        max_staleness: upper bound of the tokens' staleness, in policy versions.
+        step: number of training steps done before the micro-batch.
     """
     numbers = torch.Generator().manual_seed(0)
     size = sum(LENGTHS)
@@ -180,7 +180,7 @@ def made_inputs(has_reference: bool, max_staleness: int, step: int) -> LossInput
 
 
 def _made_rewards(group_size: int) -> NDArray[np.float64]:
-    """Three groups: of both kinds of reward, of one alone, and of several values."""
+    """Return rewards of three groups: alternating 0 and 1, all 0, and all different."""
     numbers = np.arange(group_size)
     groups = [numbers % 2, np.zeros(group_size), numbers / group_size]
     return np.array(groups, np.float64)
@@ -188,7 +188,7 @@ def _made_rewards(group_size: int) -> NDArray[np.float64]:
 
 @dataclass
 class _Rewards:
-    """A made batch; see `ResponseBatch`."""
+    """A made-up batch to shape, with the fields of `ResponseBatch`."""
 
     rewards: NDArray[np.float64]
     response_lengths: NDArray[np.int64]
@@ -199,7 +199,7 @@ class _Rewards:
 def _shaped(
     reward_shaping: Any, rewards: NDArray[np.float64], num_steps: int
 ) -> NDArray[np.float64]:
-    """Rewards as the advantages will get them."""
+    """Return the rewards [B, G] after shaping, as the advantages will get them."""
     shaping, name = _own(reward_shaping), name_of(reward_shaping)
     batch = _Rewards(rewards, np.full(rewards.shape, 1), np.zeros(rewards.shape, bool))
     if shaping.needs_reference:
@@ -234,21 +234,21 @@ def _check_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def _check_logger(path: str) -> None:
-    """Whether a class can log; what a function makes is seen when it is built."""
+    """Refuse a class that is no logger; what a function makes is checked once it is built."""
     component = _get_component_from_path(path)
     if isinstance(component, type):
         check_logger(path, component)
 
 
 def check_logger(path: str, logger: Any) -> None:
-    """Refuse what has not the methods of torchtune's loggers.
+    """Refuse a logger that lacks a method of torchtune's loggers.
 
     Args:
-        path: of the component.
-        logger: that it made, or its class.
+        path: dotted path of the component.
+        logger: logger that the component made, or its class.
 
     Raises:
-        ComponentError: naming the method that is missing.
+        ComponentError: a method is missing; names it.
     """
     for method in ("log_dict", "close"):
         if not callable(getattr(logger, method, None)):
@@ -257,7 +257,7 @@ def check_logger(path: str, logger: Any) -> None:
 
 
 def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
-    """Start the trial of the rewards that are not ours, whose own are tried where they are made."""
+    """Start the trial of the rewards, except our own classes: `signature_checks` built those."""
     theirs = {
         name: node
         for name, node in cfg.rewards.items()

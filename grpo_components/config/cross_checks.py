@@ -1,4 +1,4 @@
-"""Checks values of a config with each other and with this machine, without reading files."""
+"""Checks config values against each other and against this machine, without reading files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PRODUCTS = (
     (("generator.max_num_seqs", "generator.max_model_len"), 2**31, "token ids in a table of vLLM"),
     (("ptx.examples_per_update", "updates_per_batch"), 2**22, "examples of one step"),
 )
-"""Keys, their largest product, and what it counts; a key that is null counts as 1."""
+"""Keys to multiply, the largest allowed product, and what it counts; a null counts as 1."""
 _PACKAGES = {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "CometLogger": "comet_ml"}
 
 
@@ -34,10 +34,10 @@ def check_together(settings: Settings) -> None:
     """Refuse values that contradict each other or that this machine cannot hold.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a check fails; names the key.
     """
     _check_products(settings)
     _check_memory(settings)
@@ -52,17 +52,17 @@ def check_together(settings: Settings) -> None:
 
 
 def kl_sections(settings: Settings) -> dict[str, Mapping[Any, Any]]:
-    """Sections whose `kl_coeff` asks for the reference, by key.
+    """Return the sections that may have a `kl_coeff`, by key.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
     """
     shaping = settings.reward_shaping.model_dump()
     return {"loss": settings.loss, "reward_shaping": shaping, "advantages": settings.advantages}
 
 
 def needs_reference(section: Mapping[Any, Any]) -> bool:
-    """Whether a section's `kl_coeff`, a number or a schedule, is ever above 0."""
+    """Whether a section needs the reference: its `kl_coeff` (number or schedule) ever exceeds 0."""
     return as_schedule("kl_coeff", section.get("kl_coeff", 0)).highest > 0
 
 

@@ -19,22 +19,22 @@ _ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, ask it a prompt, and answer it once.
+    """Build the environment, give it one prompt, and send it one response.
 
     Args:
-        cfg: checked by preflight.
-        tokenizer: of the config.
+        cfg: settings checked by preflight.
+        tokenizer: tokenizer of the config.
         prompts: rows of the data set; the environment must work with at least one of them.
 
     Raises:
-        ComponentError: naming what is wrong with the environment.
+        ComponentError: the environment fails, hangs or breaks its contract; says how.
     """
     name = cfg.environment._component_
     num_slots = 1 if has_slots_apart(cfg.environment) else min(cfg.group_size, 2)
     thread = EnvironmentThread(cfg.timeouts.rollout_s / 2)
 
     def call(function: Any, *args: Any) -> Any:
-        """Call in the environment's thread; there, `sys.exit` must be caught."""
+        """Call a function in the environment's thread, in which `sys.exit` must be caught."""
         return thread.call(_guarded, name, function, *args)
 
     build = partial(
@@ -91,7 +91,7 @@ def _check_kind(name: str, env: Any, num_slots: int) -> None:
 def _roll_out(
     name: str, env: Any, call: Any, prompts: list[dict[str, Any]], response: list[int]
 ) -> None:
-    """Make one turn, as `rollout/collector.py` does."""
+    """Play one turn as `rollout/collector.py` does, and check what the environment returns."""
     import torch
     from tensordict import NonTensorData, TensorDict, lazy_stack
 

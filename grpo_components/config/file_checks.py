@@ -1,4 +1,4 @@
-"""Checks that the files of a config exist, and that its numbers fit the models in them."""
+"""Checks that the files named in a config exist, and that its numbers fit the models in them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from grpo_components.setting_types import REFUSED_MODEL_TYPES, ModelType
 from grpo_components.settings import Settings
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-"""Of local data sets. `data/rows.py` has their readers, but importing it takes seconds."""
+"""Suffixes of local data sets; `data/rows.py` reads them, but takes seconds to import."""
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
 def check_files(settings: Settings) -> None:
-    """Refuse missing files, and numbers that the models of the config cannot have.
+    """Refuse missing files, and values that do not fit the models in them.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a check fails; names the key.
     """
     base = Path(settings.base_model_path)
     if not base.is_dir():
@@ -49,14 +49,14 @@ def check_files(settings: Settings) -> None:
 
 
 def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
-    """Compare token ids and lengths with the base model.
+    """Refuse token ids and lengths that the base model does not support.
 
     Args:
-        settings: each value within its own bounds.
-        hf_config: of the base model.
+        settings: each value already checked against its own bounds.
+        hf_config: `config.json` of the base model.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a check fails; names the key.
     """
     engine, vocab = settings.generator, hf_config.get("vocab_size")
     for token in engine.stop_token_ids or ():
@@ -82,7 +82,7 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
 
 
 def _files(settings: Settings, base: Path) -> list[tuple[str, Path]]:
-    """Files that a run reads, each with its key."""
+    """Return the files that a run reads, each with its key; refuse data files of unknown kind."""
     files = [("base_model_path", base / "config.json")]
     named = checkpoint_files(settings.checkpointer, base, settings.output_dir)
     files += [("checkpointer.checkpoint_files", file) for file in named]
@@ -92,7 +92,7 @@ def _files(settings: Settings, base: Path) -> list[tuple[str, Path]]:
     sources = {"dataset.source": settings.dataset.get("source")}
     sources["eval_dataset.source"] = settings.eval_dataset.get("source")
     for key, source in sources.items():
-        if source is None:  # a mix, or a user's own data set
+        if source is None:  # a mix of data sets, or a user's own data set
             continue
         path = Path(source)
         if source.startswith(("/", ".")) or path.suffix in SUFFIXES or path.exists():
@@ -107,7 +107,7 @@ def _check_kind(base: Path, hf_config: dict[str, Any]) -> None:
     """Refuse a base model of a family that cannot be trained."""
     kind = {"gemma2": "GEMMA2"}.get(str(hf_config.get("model_type")))
     if "vision_config" in hf_config or "audio_config" in hf_config:
-        kind = "LLAMA3_VISION"  # or another multimodal one, for the same reason
+        kind = "LLAMA3_VISION"  # all multimodal models, for the same reason
     if kind is not None:
         problem = f"{base} is a {hf_config.get('model_type')} model; {REFUSED_MODEL_TYPES[kind]}"
         fail("base_model_path", problem, f"a model of {', '.join(get_args(ModelType))}")

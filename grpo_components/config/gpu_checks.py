@@ -10,13 +10,13 @@ from grpo_components.settings import Settings
 
 
 def check_gpus(settings: Settings) -> None:
-    """Compare the roles' shares with the GPUs that PyTorch finds.
+    """Refuse roles whose GPU shares do not fit onto the GPUs that PyTorch finds.
 
     Args:
-        settings: with device: cuda.
+        settings: settings with `device: cuda`.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a check fails; names the key.
     """
     if not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
@@ -30,7 +30,7 @@ def check_gpus(settings: Settings) -> None:
         problem = f"{memory:g} given, more than a generator's share of a GPU"
         fail("generator.gpu_memory_utilization", problem, "at most gpus_per_generator")
     needed = [shares[role] for role, count in counts.items() for _ in range(count)]
-    free = [1.0] * len(needed)  # of each GPU; as in Ray, no share is split over two GPUs
+    free = [1.0] * len(needed)  # share left of each GPU; as in Ray, none is split over two GPUs
     for share in sorted(needed, reverse=True):
         free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
     num_needed = sum(left < 1 for left in free)
@@ -41,7 +41,7 @@ def check_gpus(settings: Settings) -> None:
 
 
 def _roles(settings: Settings) -> dict[str, int]:
-    """Processes of each role that uses a GPU."""
+    """Return the number of processes of each role that uses a GPU."""
     trains = not (settings.eval_only or settings.rollout_only)
     counts = {"generator": 0 if settings.train_from else settings.num_generators}
     counts["trainer"] = settings.num_trainers if trains else 0

@@ -20,17 +20,18 @@ from grpo_components.training.model_match import (
 
 
 def check_model(node: DictConfig, model: nn.Module, model_type: str, base: Path) -> None:
-    """Refuse a model that computes another policy than the generators.
+    """Refuse a model that computes another policy than the base model, which generators run.
 
     Args:
-        node: `model` of the config.
-        model: built from the node, on any device, with the base model's weight names and shapes.
+        node: section `model` of the config.
+        model: model built from the node, on any device; its weights have the base model's names
+            and shapes.
         model_type: torchtune's name of the family.
-        base: folder of the base model, which the generators run.
+        base: folder of the base model.
 
     Raises:
-        ValueError: naming the first key of `model` that differs, its value, and the value in
-            config.json of the base model.
+        ValueError: the models differ; names the first such key of `model`, its value, and the
+            value in config.json of the base model.
     """
     hf_config = read_hf_config(base)
     kinds = HF_MODEL_TYPES[model_type]
@@ -40,7 +41,7 @@ def check_model(node: DictConfig, model: nn.Module, model_type: str, base: Path)
         fail("checkpointer.model_type", problem, allowed)
     try:
         found = list(differences(model, model_type, hf_config))
-    except Exception as error:  # from a user's module, or from impossible values
+    except Exception as error:  # a user's module, or impossible values, may raise anything
         what = f"{type(error).__name__}: {error}"
         problem = f"{node._component_} cannot be compared with config.json of {base}, {what}"
         fail("model", problem, f"the builder of {base}")

@@ -1,4 +1,4 @@
-"""New dotted paths of components that moved, for older configs."""
+"""Maps the old dotted paths of moved components to the new ones, for older configs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _MOVED = {
     "rollout.rewards": "rewards.maths",
     "rollout.supervised_dataset": "data.supervised_dataset",
 }
-"""Modules or components within the package, components before their module."""
+"""Old to new path within the package. The first match counts: components before their module."""
 _PACKAGE = "grpo_components."
 
 
 def moved_to(path: str) -> str | None:
-    """The new dotted path of a component; None where it has not moved.
+    """Return the new dotted path of a component; None if it has not moved.
 
     Args:
-        path: a `_component_` of a config.
+        path: value of a `_component_` in a config.
     """
     name = path.removeprefix(_PACKAGE)
     for old, new in _MOVED.items():

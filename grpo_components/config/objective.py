@@ -1,4 +1,4 @@
-"""The objective that a config asks for: loss, advantages, and what shapes, filters and corrects."""
+"""Builds the objective of a config: loss, advantages, reward shaping, filters and corrections."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SHAPING = ("kl_coeff", "overlong_tokens", "overlong_penalty")
 
 
 def build_reward_shaping(cfg: Settings) -> RewardShaping:
-    """Build what takes penalties off the rewards; without any it changes nothing.
+    """Build the reward shaping, which subtracts penalties; without penalties it changes nothing.
 
     Args:
-        cfg: checked by preflight.
+        cfg: settings checked by preflight.
     """
     settings = {key: getattr(cfg.reward_shaping, key) for key in _SHAPING}
     return RewardShaping(**settings, max_response_tokens=cfg.generator.max_response_tokens)
@@ -35,8 +35,9 @@ def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[...,
     """Build the policy loss: the component that the config names, else the recipe's own.
 
     Args:
-        cfg: checked by preflight.
-        default_loss: called with the tokens and the `clip_low` and `clip_high` of the step.
+        cfg: settings checked by preflight.
+        default_loss: the recipe's own loss, a function of the tokens and of the step's `clip_low`
+            and `clip_high`.
     """
     section = {str(key): cfg.loss[key] for key in cfg.loss if key not in PENALTIES}
     if "_component_" in section:
@@ -45,10 +46,10 @@ def build_loss(cfg: Settings, default_loss: Callable[..., Any]) -> Callable[...,
 
 
 def build_penalties(cfg: Settings) -> Penalties:
-    """Build the terms that are added to every loss.
+    """Build the KL and entropy terms that are added to every loss.
 
     Args:
-        cfg: checked by preflight.
+        cfg: settings checked by preflight.
     """
     return Penalties(**{key: cfg.loss[key] for key in PENALTIES})
 
@@ -56,16 +57,16 @@ def build_penalties(cfg: Settings) -> Penalties:
 def build_objective(
     cfg: Settings, default_loss: Callable[..., Any], tokenizer: Any, dataset: Any
 ) -> Objective:
-    """Build every part from its node, and call each component of the config once.
+    """Build every part of the objective, and try each component of the config once.
 
     Args:
-        cfg: checked by preflight.
-        default_loss: the recipe's own; see `build_loss`.
-        tokenizer: for the examples of the supervised loss.
-        dataset: prompts to train on.
+        cfg: settings checked by preflight.
+        default_loss: the recipe's own loss; see `build_loss`.
+        tokenizer: tokenizer for the examples of the supervised loss.
+        dataset: data set of the prompts to train on.
 
     Raises:
-        ValueError: naming the key of what cannot be built, or is no component of its kind.
+        ValueError: a component cannot be built or breaks its kind's contract; names its key.
     """
     dynamic = cfg.dynamic_sampling
     objective = Objective(

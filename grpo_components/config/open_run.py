@@ -34,18 +34,18 @@ def open_run(
     dataset: Any,
     held_out: Any,
 ) -> RunRecords:
-    """Make or reopen the run's folder; restore ledger and prompts where it resumes.
+    """Create or reopen the run's folder; on a resume, restore the ledger and the prompts.
 
     Args:
-        cfg: checked by preflight; written to the folder.
-        ledger: of the run, new.
-        prompts: the ledger's source, at its start.
-        temperature: of sampling, by training step.
-        dataset: to train on.
-        held_out: to evaluate on.
+        cfg: settings checked by preflight; written to the folder.
+        ledger: new ledger, the account of every group of the run.
+        prompts: source of the ledger's prompts, at its first prompt.
+        temperature: sampling temperature by training step.
+        dataset: data set to train on.
+        held_out: data set to evaluate on.
 
     Raises:
-        ValueError: if the checkpoint does not exist, or the data set has changed.
+        ValueError: the checkpoint does not exist, or the data set has changed.
     """
     start = begin_run(cfg, ledger, prompts)
     original = read_original(cfg.replay_events) if cfg.replay_events else None
@@ -84,11 +84,12 @@ def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any
     """Open the run log, and show the notes on the start and the data sets.
 
     Args:
-        cfg: checked by preflight.
+        cfg: settings checked by preflight.
         attempt: 0 for the first start of the run, +1 for each resume.
-        note: the first line to show; may be empty.
-        dataset: to train on; its `note` is shown, if it has one.
-        held_out: to evaluate on; shows its `note`, and how many prompts are also trained on.
+        note: first line to show to the user; may be empty.
+        dataset: data set to train on; its `note` is shown, if it has one.
+        held_out: data set to evaluate on; shown are its `note`, and the number of its prompts that
+            are also trained on.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)

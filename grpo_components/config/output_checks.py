@@ -1,4 +1,4 @@
-"""Checks `output_dir` against everything else that a config names, before anything starts."""
+"""Checks `output_dir` against all other paths in a config, before anything starts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ _INPUTS = {
     *("train_from", "replay_events", "dataset.source", "eval_dataset.source"),
     *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path"),
 }
-"""Keys of files and folders to read. Other text counts as a path if it has a slash."""
+"""Keys of files and folders that a run reads.
+
+Text under other keys counts as a path if it has a slash or is the path of a file."""
 _OUTPUTS = ("output_dir", "checkpointer.output_dir", "metric_logger.", "profiler.")
-"""Prefixes of the keys of what the run writes."""
+"""Prefixes of the keys that name what the run writes."""
 
 
 def check_inputs(settings: Settings) -> None:
-    """Refuse an output_dir that holds what the run reads, or lies in it; follows links.
+    """Refuse an output_dir that contains an input of the run or lies in one; follows links.
 
-    A used output_dir is moved aside with everything in it.
+    Inputs must stay where they are: a used output_dir is moved aside with everything in it.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: naming output_dir and the other key.
+        ValueError: output_dir is refused; names output_dir and the other key.
     """
     output_dir = real_path(settings.output_dir)
     alone = "a folder for this run alone"
@@ -53,21 +55,21 @@ def check_inputs(settings: Settings) -> None:
 
 
 def check_folder(settings: Settings) -> None:
-    """Refuse an output_dir that another process uses, or that holds files no run wrote.
+    """Refuse an output_dir that another process uses, or that contains files which no run wrote.
 
-    `begin_run` checks again, with the folder locked.
+    `begin_run` checks it again, with the folder locked.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: naming output_dir.
+        ValueError: the folder is refused; names output_dir.
     """
     output_dir = real_path(settings.output_dir)
     refuse_folder_in_use(output_dir)  # before its contents are read
     checkpoint = find_checkpoint(settings.resume_from_checkpoint, output_dir)
     if checkpoint is not None and run_of(checkpoint) == output_dir:
-        return  # the run goes on in its own folder
+        return  # a resume in the run's own folder
     if checkpoint is not None and output_dir.is_relative_to(checkpoint):
         problem = f"{short(output_dir)} lies in the checkpoint of resume_from_checkpoint"
         fail("output_dir", problem, "a folder outside of it")
@@ -77,7 +79,7 @@ def check_folder(settings: Settings) -> None:
 
 
 def _paths(key: str, given: Any) -> Iterator[tuple[str, str]]:
-    """Existing files and folders that a config names, each with its key."""
+    """Yield the existing files and folders that a config names as inputs, each with its key."""
     if key.startswith(_OUTPUTS) or key in ("resume_from_checkpoint", "log_level"):
         return
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Expands `~` in the paths of a config, and refuses paths that no system call takes."""
+"""Expands `~` in the paths of a config, and refuses paths that cannot be looked up."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from grpo_components.errors import fail, shown
 
 PATH_KEYS = ("path", "dir", "file", "folder", "source", "eval_only", "train_from", "replay_events")
-"""Last words of the keys of paths, also among a component's arguments."""
+"""Words that end the keys of paths (`path`, `merges_file`), also among a component's arguments."""
 _SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers")
 _ROOM_IN_OUTPUT_DIR = 512
-"""Bytes for the names of a run's files, and for the number of a folder that is moved aside."""
+"""Bytes that output_dir's path leaves free for file names, and for the number of a moved folder."""
 
 
 def expand_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return the same values with `~` expanded in every path.
 
     Args:
-        values: of a config, resolved.
+        values: values of a config, with interpolations replaced.
 
     Raises:
-        ValueError: naming the key of a path that cannot be looked up: too long, with a null byte,
-            of an unknown user, through a circle of links, or in a folder without permission.
+        ValueError: a path cannot be looked up: it is too long, has a null byte, an unknown user or
+            a circle of links, or lies in a folder without permission; names the key.
     """
     expanded = {key: _expanded(key, value) for key, value in values.items()}
     output_dir = os.path.abspath(expanded["output_dir"])
@@ -42,12 +42,12 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
     """Read the `config.json` of a model's folder.
 
     Args:
-        key: of the folder.
-        folder: with the file.
+        key: config key of the folder.
+        folder: folder with the file.
 
     Raises:
-        ValueError: naming the key, if the file cannot be read, is no JSON object, or has a size
-            that is not a whole number.
+        ValueError: the file cannot be read, is no JSON object, or has a size that is not a whole
+            number above 0; names the key.
     """
     path, allowed = folder / "config.json", "a folder with the config.json of its model"
     try:
@@ -66,7 +66,7 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def is_path(key: str) -> bool:
-    """Whether a key holds a path, by its last name."""
+    """Whether a key holds a path, judged by the last name in the key."""
     name = key.rpartition(".")[2]
     return name.endswith(tuple(f"_{word}" for word in PATH_KEYS)) or name in (
         *PATH_KEYS,
@@ -95,7 +95,7 @@ def _checked(key: str, text: str) -> str:
         Path(path).exists()
     except OSError as error:
         fail(key, f"{shown(text)} given: {error.strerror}", "a path that can be looked up")
-    except RuntimeError:  # of pathlib, at a circle of links
+    except RuntimeError:  # pathlib's error at a circle of links
         fail(key, f"{shown(text)} given, a circle of links", "a path that can be looked up")
     except UnicodeError:
         fail(key, f"{shown(text)} given, which cannot be a file name", "a path")

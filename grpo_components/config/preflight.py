@@ -1,4 +1,4 @@
-"""Checks a config before anything starts: what cannot run ends in one line that names the key."""
+"""Checks a whole config before anything starts; the first problem becomes a one-line error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_components.settings import Settings
 
 
 def read_config(cfg: DictConfig) -> Settings:
-    """Check a config, and silence libraries as it asks for.
+    """Check a config, and silence libraries according to its `log_level`.
 
     Args:
         cfg: the result of torchtune's `config.parse`.
@@ -40,10 +40,11 @@ def read_config(cfg: DictConfig) -> Settings:
 
 
 def check(cfg: DictConfig) -> Settings:
-    """Read a config into typed settings with all defaults, or say why it cannot run.
+    """Return a config as typed settings with all defaults, or raise the reason it cannot run.
 
     Quick checks come first: no file is opened and nothing imported before all values fit their
-    types and each other. Adds the current folder to `sys.path`, for components of a user.
+    types and each other. Adds the current folder to `sys.path`, from which users' components are
+    imported.
 
     Args:
         cfg: the result of torchtune's `config.parse`.
@@ -69,7 +70,7 @@ def check(cfg: DictConfig) -> Settings:
 
 
 def _resolved(cfg: DictConfig) -> dict[str, Any]:
-    """The plain values of a config, with interpolations replaced."""
+    """Return the plain values of a config, with interpolations replaced."""
     try:
         check_values(OmegaConf.to_container(cfg, resolve=False))
         given: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -82,7 +83,7 @@ def _resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _fill_in(settings: Settings) -> None:
-    """Set what is null to the default that depends on other keys."""
+    """Replace null by defaults that depend on other keys."""
     is_cuda = settings.device == "cuda"
     if settings.generator.enforce_eager is None:
         settings.generator.enforce_eager = not is_cuda

@@ -1,4 +1,4 @@
-"""Refuses a config whose held-out prompts differ in form from the prompts to train on."""
+"""Refuses a config whose held-out prompts are formatted differently from its training prompts."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from grpo_components.errors import fail, shown
 from grpo_components.settings import Settings
 
 _FORMS_PROMPTS = re.compile(r"template|system|thinking|instruction|few_?shot|tools")
-"""In names of arguments: of our data sets (`prompt_template`, `chat_template`, `system_prompt`),
-and names that users' data sets often have for the same purpose."""
+"""Matches names of arguments that shape prompts: those of our data sets (`prompt_template`,
+`chat_template`, `system_prompt`), and common ones of users' data sets."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Arguments of a data set that decide on the form of its prompts."""
+    """Arguments of a data set that decide how its prompts are formatted."""
 
     values: Mapping[str, Any]
-    """By name, defaults included."""
+    """Values by argument name, defaults included."""
     open: bool
     """Whether the data set takes arguments of any name."""
 
 
 def check_same_prompts(settings: Settings) -> None:
-    """Compare the form of the prompts of `dataset` and `eval_dataset`, defaults included.
+    """Refuse an `eval_dataset` that formats prompts differently from `dataset`.
 
-    If `dataset` is a mix, the form of any of its parts will do. Arguments that only one of the two
-    data sets takes are not compared.
+    The arguments that shape prompts are compared, defaults included. If `dataset` is a mix, equal
+    arguments in one of its parts are enough. Arguments that only one of the two data sets takes are
+    not compared.
 
     Args:
-        settings: whose components can be imported.
+        settings: settings whose components can be imported.
 
     Raises:
-        ValueError: naming the first key of `eval_dataset` that differs, and that of `dataset`.
+        ValueError: the data sets differ; names the first such key of `eval_dataset`, and the key of
+            `dataset`.
     """
     only_one = settings.eval_only or settings.rollout_only or settings.train_from
     if only_one or settings.eval.allow_other_prompts:
@@ -58,7 +60,7 @@ def check_same_prompts(settings: Settings) -> None:
 
 
 def _forms(key: str, node: Mapping[str, Any]) -> Iterator[tuple[str, _Form]]:
-    """Key and form of a data set, or of each part of a mix."""
+    """Yield the key and form of a data set, or of each part of a mix."""
     parts = node.get("parts")
     if isinstance(parts, Mapping) and all(
         isinstance(part, Mapping) and "_component_" in part for part in parts.values()
@@ -81,7 +83,7 @@ def _form(node: Mapping[str, Any]) -> _Form:
 
 
 def _differing(form: _Form, known: _Form) -> list[tuple[str, Any, Any]]:
-    """Name and both values of what differs; an open data set has null for what is not given."""
+    """Return name and both values of each difference; a value that is not given counts as null."""
     pairs = [
         (name, form.values.get(name), known.values.get(name))
         for name in {**known.values, **form.values}

@@ -1,4 +1,4 @@
-"""Reads plain values into `Settings`; the first wrong one becomes one line with key and allowed."""
+"""Reads plain values into `Settings`; the first wrong value becomes a one-line error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     """Check types, bounds and names of all keys, and fill in the defaults.
 
     Args:
-        given: the config as plain values, resolved.
+        given: config as plain values, with interpolations replaced.
 
     Raises:
-        ValueError: for an unknown key, else for the first wrong value.
+        ValueError: there is an unknown key, or else a wrong value; names the first one.
     """
     try:
         return Settings.model_validate(given)
@@ -37,7 +37,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
-    """Turn an item of `ValidationError.errors()` into our one line."""
+    """Raise our one-line error for an item of `ValidationError.errors()`."""
     kind, context = error["type"], error.get("ctx", {})
     is_unknown = kind == "extra_forbidden"
     names, schemas = _find(error["loc"][:-1] if is_unknown else error["loc"])
@@ -47,7 +47,7 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
         keys = [key for schema in schemas for key in schema.get("properties", ())]
         fail(f"{prefix}{name}", "unknown key", nearest(name, keys, prefix))
     allowed = _join(map(_allowed, schemas))
-    if kind.startswith("union_tag"):  # of a schedule
+    if kind.startswith("union_tag"):  # a schedule of unknown kind
         names.append(context["discriminator"].strip("'"))
         allowed = context.get("expected_tags", "constant, linear, cosine").replace("'", "")
     value: Any = given
@@ -61,12 +61,12 @@ def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
 
 
 def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
-    """Name the key that was probably meant.
+    """Return a hint: the key that was probably meant, or else the keys that exist.
 
     Args:
         name: an unknown key.
-        keys: of the section that it was given in.
-        prefix: of that section, with its dot; empty for the whole config.
+        keys: keys of the section in which it was given.
+        prefix: key of that section with a dot at its end; empty for the whole config.
     """
     keys = list(dict.fromkeys(keys))
     if near := get_close_matches(name, keys, n=1, cutoff=0.75):
@@ -91,7 +91,7 @@ def _json_schema() -> _JsonSchema:
 
 
 def _alternatives(schema: _JsonSchema) -> list[_JsonSchema]:
-    """A JSON schema as those of its union, with references followed."""
+    """Return the members of a union schema, else the schema itself; references are followed."""
     if "$ref" in schema:
         return _alternatives(_json_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
     union = schema.get("anyOf") or schema.get("oneOf")
@@ -99,7 +99,7 @@ def _alternatives(schema: _JsonSchema) -> list[_JsonSchema]:
 
 
 def _find(location: Iterable[str | int]) -> tuple[list[Any], list[_JsonSchema]]:
-    """Names of the keys that lead to an error, and what is allowed there."""
+    """Return the names of the keys that lead to an error, and the schemas allowed there."""
     names: list[Any] = []
     schemas = [_json_schema()]
     for part in location:
@@ -108,13 +108,13 @@ def _find(location: Iterable[str | int]) -> tuple[list[Any], list[_JsonSchema]]:
         if inner:
             names.append(part)
             schemas = _alternatives(inner[0])
-        else:  # an alternative's tag, or the index of an item
+        else:  # tag of a union's member, or index of a list item
             schemas = [s for s in schemas if part in _shapes(s)] or schemas
     return names, schemas
 
 
 def _shapes(schema: _JsonSchema) -> list[str]:
-    """Values of `schedule` in a schedule of this schema."""
+    """Return the values that the key `schedule` can have in this schema."""
     named = schema.get("properties", {}).get("schedule", {})
     return named.get("enum", [named.get("const")])
 

@@ -28,18 +28,18 @@ FREE = (
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""
 _SAME_LOSS = "grpo_components.objective.losses.GRPOLoss"
-"""Computes the same bits as the recipe's own loss."""
+"""Loss component that computes the same bits as the recipe's own loss."""
 _ALLOWED = "the output folder of a finished run, or its logs/events.jsonl"
 
 
 def check_replay(settings: Settings) -> None:
-    """Refuse a `replay_events` that cannot be replayed, or not with this config.
+    """Refuse a `replay_events` whose run cannot be replayed, at all or with this config.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: for the first reason found.
+        ValueError: the run cannot be replayed; names the first reason found.
     """
     if settings.replay_events is None:
         return
@@ -58,7 +58,7 @@ def check_replay(settings: Settings) -> None:
     _check_there(run, *map(str, names))
     try:
         receipts, events = read_json_lines(run / "receipts.jsonl"), read_events(run)
-    except json.JSONDecodeError:  # a run that was killed leaves a torn line
+    except json.JSONDecodeError:  # a killed run may leave an incomplete line
         receipts = events = []
     if not receipts or not events or not receipts[-1].get("finished"):
         fail("replay_events", f"the run in {run} did not finish", _ALLOWED)
@@ -89,7 +89,7 @@ def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def _of_this_version(saved: Any, given: dict[str, Any]) -> Any:
-    """A saved config with today's names: components may have moved since."""
+    """Return a saved config in today's form: paths of moved components, keys of `loss`."""
     named = _with_new_paths(saved)
     if named["loss"].get("_component_") == _SAME_LOSS and "_component_" not in given["loss"]:
         del named["loss"]["_component_"]
@@ -108,7 +108,7 @@ def _with_new_paths(value: Any) -> Any:
 
 
 def _with_defaults(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A saved config with the defaults of keys that are younger than it: so its run behaved."""
+    """Return a saved config with defaults for the keys that its older version did not have."""
     required = {
         key: given[key] for key, field in Settings.model_fields.items() if field.is_required()
     }
@@ -116,7 +116,7 @@ def _with_defaults(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, An
 
 
 def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
-    """A saved value as it would be where the model and the run lie elsewhere."""
+    """Return a saved value in which the paths of model and run are replaced by today's."""
     if isinstance(value, dict):
         return {key: _elsewhere(item, moved) for key, item in value.items()}
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The arguments of every role: config values as option records and keyword arguments."""
+"""Turns config values into the option records and keyword arguments of every role."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from grpo_components.training.trainer_options import (
 
 @dataclass(frozen=True)
 class RoleArguments:
-    """Keyword arguments for `Cluster.spawn`, by role."""
+    """Keyword arguments for `Cluster.spawn`, which starts the processes, by role."""
 
     replay_buffer: dict[str, Any]
     trainer: dict[str, Any]
@@ -57,15 +57,15 @@ def role_arguments(
     longest_prompt: int,
     rendezvous: str,
 ) -> RoleArguments:
-    """Read a checked config into arguments.
+    """Return the arguments of every role for a checked config.
 
     Args:
-        cfg: checked by preflight.
-        contract: which groups may still be trained.
-        objective: what the trainers optimize, already built.
-        num_references: references that will be started.
-        stop_tokens: of the tokenizer.
-        longest_prompt: of all data sets, in tokens.
+        cfg: settings checked by preflight.
+        contract: staleness contract, which decides which groups may still be trained.
+        objective: trainers' part of the objective, already built.
+        num_references: number of references that will be started.
+        stop_tokens: ids of the tokenizer's stop tokens.
+        longest_prompt: length of the longest prompt of all data sets, in tokens.
         rendezvous: file through which the trainer ranks find each other.
     """
     num_reward_models = int(cfg.reward_model.path is not None)
@@ -215,7 +215,7 @@ def _generator(
         "num_gpus": _gpus(cfg, cfg.gpus_per_generator),
         "counts_restarts": True,
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
-        # vLLM leaves a file behind where a generator is killed; the run removes this folder.
+        # A killed generator leaves a file of vLLM in this folder, which the run removes.
         "env": environment | {"TMPDIR": str(scratch)},
         "build_tokenizer": partial(config.instantiate, cfg.tokenizer),
         "engine": _engine_options(cfg, longest_prompt),
@@ -228,7 +228,7 @@ def _generator(
         ),
         "environment": EnvironmentOptions(
             build_environment=partial(build_environment, cfg.environment),
-            # Ends before the driver gives the generator up: then only this group is lost.
+            # Shorter than the driver's time-out for a generator: a hang costs only this group.
             timeout_s=cfg.timeouts.rollout_s / 2,
             slots_apart=has_slots_apart(cfg.environment),
         ),

@@ -1,4 +1,4 @@
-"""Checks every `_component_` of a config: it can be imported, and takes the arguments given."""
+"""Checks that every `_component_` of a config can be imported and takes the given arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo_components.errors import fail, shown
 from grpo_components.setting_types import PENALTIES
 from grpo_components.settings import Settings
 
-# What the recipe adds to a component's arguments: how many leading ones, and which by name.
+# Arguments that the recipe adds to a component's: number of leading ones, names of the others.
 _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "dataset": (1, ()),
     "eval_dataset": (1, ()),
@@ -37,21 +37,21 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
     "lr_scheduler": (1, ("num_training_steps",)),
 }
 _OF_REWARDS = ("weight", "is_success")
-"""Keys of a reward's node that the recipe reads."""
+"""Keys of a reward that the recipe reads, not the component."""
 _REWARD_CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 
 
 def check_components(settings: Settings) -> None:
-    """Import every component, and compare its arguments with its signature.
+    """Import every component, and check its arguments against its signature.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: naming the component or its argument.
+        ValueError: a check fails; names the key of the component or its argument.
     """
     if os.getcwd() not in sys.path:
-        # At the end, as torchtune does: a datasets.py here must not hide the package of that name.
+        # At the end, as in torchtune: a user's datasets.py must not hide the package of that name.
         sys.path.append(os.getcwd())
     for key in type(settings).model_fields:
         node = getattr(settings, key)
@@ -76,12 +76,12 @@ def _check_reward(key: str, node: DictConfig, limit_s: float) -> None:
     _check_call(key, reward, _REWARD_CALL, by_name=True)
     if not (inspect.isclass(reward) and node["_component_"].startswith("grpo_components.")):
         return
-    try:  # ours are built quickly, and check their arguments
+    try:  # our rewards are built quickly, and check their arguments
         made = config.instantiate(OmegaConf.create(arguments))
     except ValueError as error:
         separator = "." if re.split("[,:]", str(error))[0] in arguments else ": "
         raise ValueError(f"{key}{separator}{error}") from error
-    if getattr(made, "wall_s", 0) >= limit_s:  # slow programs would be failed samples
+    if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
         problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
         fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
 
@@ -109,7 +109,7 @@ def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: 
 
 
 def _imported(key: str, path: str) -> Any:
-    """The class or function of a dotted path."""
+    """Import and return the class or function of a dotted path."""
     if moved := moved_to(path):
         fail(key, f"{path} has moved", moved)
     try:
@@ -131,7 +131,14 @@ def _imported(key: str, path: str) -> Any:
 def _check_arguments(
     key: str, node: Mapping[Any, Any], leading: int = 0, by_name: Sequence[str] = ()
 ) -> Any:
-    """Compare a node with its component's signature, less the arguments that the recipe adds."""
+    """Check a node's arguments against its component's signature, and return the component.
+
+    Args:
+        key: config key of the node.
+        node: `_component_` and its arguments.
+        leading: number of leading arguments that the recipe adds.
+        by_name: names of further arguments that the recipe adds.
+    """
     path, is_reward = node["_component_"], key.startswith("rewards.")
     component = _imported(f"{key}._component_", path)
     parameters = parameters_of(component)[leading:]
@@ -155,5 +162,5 @@ def _check_arguments(
                 fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")
     if not (is_reward and path.startswith("grpo_components.")):
-        check_types(key, component, node)  # ours are built, and check more than types
+        check_types(key, component, node)  # our rewards check more when built
     return component

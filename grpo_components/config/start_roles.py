@@ -43,13 +43,13 @@ def start_roles(
     """Start all processes without waiting; `Cluster.ready` waits for them.
 
     Args:
-        cfg: checked by preflight.
-        cluster: of the run; Ray is started.
-        ledger: of the run.
-        contract: which groups may still be trained.
-        objective: built; the trainers get their parts of it by value.
-        stop_tokens: of the tokenizer.
-        longest_prompt: of all data sets, in tokens.
+        cfg: settings checked by preflight.
+        cluster: cluster of the run, with Ray started.
+        ledger: ledger of the run, the account of every group.
+        contract: staleness contract, which decides which groups may still be trained.
+        objective: built objective; the trainers get copies of their parts.
+        stop_tokens: ids of the tokenizer's stop tokens.
+        longest_prompt: length of the longest prompt of all data sets, in tokens.
     """
     num_references = cfg.num_references if objective.needs_reference else 0
     arguments = role_arguments(

@@ -1,4 +1,4 @@
-"""Checks how the trainer is laid out over ranks and memory."""
+"""Checks the trainer's config keys: ranks, memory, optimizer and compiler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from grpo_components.models.tensor_parallel import FAMILIES
 from grpo_components.settings import Settings, biasing
 
 MAX_GENERATOR_KL = {"fp32": 1e-4, "bf16": 0.05}
-"""Largest k3 of fresh tokens, in nats per token, by `dtype`; docs/training.md has the reasons."""
+"""Default upper bound of the KL (estimator k3) between trainer and generator, by `dtype`.
+
+In nats per token, over responses sampled entirely by the policy version that trains on them;
+docs/training.md has the reasons."""
 
 
 def check_training(settings: Settings) -> None:
-    """Check keys of the trainer with each other and with this machine.
+    """Check keys of the trainer against each other and against this machine.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a check fails; names the key.
     """
     _check_ranks(settings)
     if settings.device == "cpu":
@@ -46,11 +49,11 @@ def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
     """Check that tensor parallelism can split the layers of a checkpoint.
 
     Args:
-        tensor: ranks that share a layer.
-        hf_config: of the checkpoint.
+        tensor: number of ranks that share a layer.
+        hf_config: `config.json` of the checkpoint.
 
     Raises:
-        ValueError: naming the number that `tensor` does not divide.
+        ValueError: `tensor` does not divide a number of the checkpoint; names that number.
     """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = hf_config.get(name) or tensor
@@ -60,14 +63,14 @@ def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
 
 
 def default_bound(settings: Settings) -> float | None:
-    """Default of `max_generator_kl`.
+    """Return the default of `max_generator_kl`.
 
     Args:
-        settings: each value within its own bounds.
+        settings: each value already checked against its own bounds.
 
     Returns:
-        The bound of its `dtype`; None where the sampler is biased, so that trainer and generator
-        are meant to differ.
+        The bound for the config's `dtype`; None if the sampler is biased, because trainer and
+        generator then differ on purpose.
     """
     return None if biasing(settings.generator) else MAX_GENERATOR_KL[settings.dtype]
 
