@@ -17,21 +17,21 @@ from grpo_components.data.rows import Row, read_rows
 
 Prompt = dict[str, Any]
 ReadRow = Callable[[Row], tuple[str, str]]
-"""Returns question and known answer of a row; raises a ValueError that names the row."""
+"""Function from a row to its question and known answer; raises a ValueError that names the row."""
 
 
 class PromptDataset(Dataset[Prompt]):
-    """Prompts in the order of their source.
+    """Data set of prompts, in the order of their source.
 
     Args:
         prompts: each with prompt_index, prompt_ids [P], prompt_text and answer.
-        note: one line for the user on rows that were left out; may be empty.
+        note: line that tells the user how many rows were left out and why; empty if none were.
     """
 
     def __init__(self, prompts: list[Prompt], note: str = "") -> None:
         self._prompts, self.note = prompts, note
         self.max_prompt_length = max(len(prompt["prompt_ids"]) for prompt in prompts)
-        """Tokens of the longest prompt."""
+        """Length of the longest prompt, in tokens."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -41,7 +41,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def question_and_answer(row: Row) -> tuple[str, str]:
-    """Read the fields `question` and `answer` unchanged."""
+    """Return the fields `question` and `answer` of a row unchanged, a number as text."""
     return row.text("question"), row.text_or_number("answer")
 
 
@@ -69,17 +69,17 @@ def prompt_dataset(
         source: a .jsonl, .json, .parquet or .csv file, or the name of a Hugging Face data set.
         name: configuration of a Hugging Face data set.
         split: split of a Hugging Face data set.
-        read: returns question and answer of a row; builders of other formats set it.
-        columns: column name in the source by field, for fields with another name there.
-        filters: conditions by column of the source, see `RowFilters`.
+        read: function that returns a row's question and answer; set by builders of other formats.
+        columns: the source's column name for each field that has another name there.
+        filters: conditions on each column of the source, by column name; see `RowFilters`.
         partition: parts of the rows to use, such as `1-9/10`, see `Partition`.
-        num_rows: use only the first n of the remaining rows; None uses all.
+        num_rows: how many of the remaining rows to use, from the first one; None uses all.
         prompt_template: text of the prompt; contains `{question}` once.
         chat_template: `torchtune` or a model folder formats the prompt as a chat, see
             `prompt_encoder`; None uses the plain text.
         system_prompt: system message of the chat.
         max_prompt_tokens: longest allowed prompt, in tokens.
-        too_long: what to do with a longer prompt: `error`, or `drop` its row.
+        too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
 
     Returns:
         The prompts. Each prompt_index is the row number in the source, counted from 0 before any
@@ -145,7 +145,7 @@ class _PromptBuilder:
         return PromptDataset(prompts, note if why else "")
 
     def _prompt(self, number: int, values: Any) -> Prompt | None:
-        """The prompt of a row; None if the row is left out."""
+        """Return the prompt of a row; None if the row is left out."""
         where = f"dataset {self.source}, row {number}"
         if not self.keep(Row(values, where, {})):
             self.num_filtered += 1
@@ -197,7 +197,7 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "too_long": ("error | drop", lambda value: value in ("error", "drop")),
 }
-"""For each key, what is allowed and the check for it."""
+"""For each key, a description of the allowed values and the check for them."""
 
 
 def _check_keys(**given: Any) -> None:
@@ -234,7 +234,7 @@ def _boxed_answer(row: Row) -> tuple[str, str]:
 
 
 def _content(text: str) -> str:
-    """Content of a box, from the text after `\\boxed`; empty if the box is never closed."""
+    """Return the content of a box from the text after `\\boxed`; empty if the box is not closed."""
     if not text.startswith("{"):
         match = _UNBRACED.match(text)
         return match[0] if match else ""
@@ -273,7 +273,7 @@ countdown_dataset = partial(
     read=_numbers_and_target,
     prompt_template="{question} Give the expression in <answer> </answer>.\n",
 )
-"""Countdown tasks: `numbers` and the `target` to reach. The `answer` is both, as JSON text."""
+"""Data set of countdown tasks: rows with `numbers` and `target`. The `answer` is both, as JSON."""
 
 
 def _prompt_and_tests(row: Row) -> tuple[str, str]:
@@ -300,14 +300,14 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
 
 
 def _assert_setup(row: Row, tests: Any) -> dict[str, Any]:
-    """Take the non-empty `test_imports` and `test_setup_code` (MBPP) from the tests or the row."""
+    """Return a row's `test_imports` and `test_setup_code` (MBPP); remove them from the tests."""
     setup: dict[str, Any] = {}
     for key, allowed in (("test_imports", "a list of texts"), ("test_setup_code", "a text")):
         value = tests.pop(key, None) if isinstance(tests, dict) else None
         if not value and row.has(key):
             value = row.value(key)
         if key == "test_imports" and isinstance(value, str) and value.strip():
-            is_list = value.lstrip().startswith("[")  # JSON text, in a CSV file
+            is_list = value.lstrip().startswith("[")  # a CSV file has lists as JSON text
             value = row.parsed(key) if is_list else [value]
         if not value:
             continue
@@ -342,7 +342,7 @@ code_dataset = partial(
     read=_prompt_and_tests,
     prompt_template="{question}\nWrite the program in Python, in a ```python block.\n",
 )
-"""Programming tasks: `prompt`, and `tests` as a mapping or as JSON text.
+"""Data set of programming tasks: rows with a `prompt`, and `tests` as a mapping or as JSON text.
 
 The `answer` holds the tests as JSON text, in one of two forms: `{"stdin_stdout": [{"input": text,
 "output": text}, ...]}` or `{"asserts": [text, ...]}`. A list of asserts and `{"inputs": [...],

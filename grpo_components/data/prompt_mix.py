@@ -34,7 +34,7 @@ class MixedPart(Dataset[Prompt]):
 
 
 class PromptMix(Dataset[Prompt]):
-    """Prompt data sets in a row, from which `PromptStream` draws by weight.
+    """Prompt data sets one after the other, from which `PromptStream` draws by weight.
 
     Args:
         parts: the data sets by name, in order.
@@ -43,7 +43,7 @@ class PromptMix(Dataset[Prompt]):
     def __init__(self, parts: Mapping[str, MixedPart]) -> None:
         self.parts = parts
         self.max_prompt_length = max(part.prompts.max_prompt_length for part in parts.values())
-        """Tokens of the longest prompt."""
+        """Length of the longest prompt, in tokens."""
         notes = [getattr(part.prompts, "note", "") for part in parts.values()]
         self.note = "\n".join(filter(None, notes))
 
@@ -63,8 +63,8 @@ def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> 
 
     Args:
         tokenizer: torchtune's tokenizer.
-        parts: by name: the `_component_` of a data set with its arguments, and a `weight` (default
-            1), its share of the prompts relative to the other weights.
+        parts: for each name, the `_component_` of a data set with its arguments, and a `weight`
+            (default 1): its share of the prompts, relative to the weights of the other parts.
 
     Raises:
         ValueError: a part cannot be built; the message names it.

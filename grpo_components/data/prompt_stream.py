@@ -1,4 +1,4 @@
-"""The endless stream of prompts of a run, whose position can be saved and restored."""
+"""The endless stream of a run's prompts, with a position that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PromptStream:
     twice.
 
     Args:
-        dataset: rows by index, or a `PromptMix`.
-        shuffle: whether each epoch has another order.
-        seed: decides the orders, and which part of a mix comes when.
+        dataset: one data set of prompts, or a `PromptMix` of several.
+        shuffle: whether the rows are shuffled, in another order in each epoch.
+        seed: seed of the orders, and of the sequence in which the parts of a mix take turns.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
@@ -55,7 +55,7 @@ class PromptStream:
         return next(self._passes[number])
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the stream: prompts drawn from each part, and the state of each loader."""
+        """Return the position: prompts drawn from each part, and the state of each loader."""
         return {"drawn": list(self._drawn), "parts": [part.state_dict() for part in self._passes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class PromptStream:
 
 
 class _Passes:
-    """Repeats one data set endlessly, with another order in each epoch."""
+    """Repeats one data set endlessly; if shuffled, in another order in each epoch."""
 
     def __init__(self, dataset: Any, shuffle: bool, seed: int) -> None:
         self.num_rows, self._seed = len(dataset), seed
@@ -88,7 +88,7 @@ class _Passes:
 
     def _begin(self, epoch: int) -> None:
         # Reseed in each epoch: a restored loader draws once more from its generator than an
-        # uninterrupted one, which would change the order of all later epochs.
+        # uninterrupted one does. Without a new seed, all later epochs would get another order.
         self._generator.manual_seed(self._seed + epoch)
         self._rows, self._epoch = iter(self._loader), epoch
 

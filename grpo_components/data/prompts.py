@@ -11,11 +11,11 @@ from torchtune.data import Message
 from transformers import AutoTokenizer
 
 Encode = Callable[[str], tuple[list[int], str]]
-"""Turns a question into the token ids [P] of its prompt and their text."""
+"""Function that turns a question into the token ids [P] of its prompt, and the prompt's text."""
 _LOOP_OVER_PARTS = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.content|\w+\[["']content["']\]|content)(?![\w.(])"""
 )
-"""Loop of a chat template over the parts of a message; vLLM's endpoint checks for the same."""
+"""Finds a chat template's loop over the parts of a message, as vLLM's chat endpoint does."""
 
 
 def prompt_encoder(
@@ -26,9 +26,9 @@ def prompt_encoder(
     Args:
         tokenizer: torchtune's tokenizer.
         template: text around the question; contains `{question}` once.
-        chat_template: None encodes the plain text. `torchtune` encodes messages with the tokenizer,
-            its `prompt_template` included. A model folder uses its Hugging Face chat template and
-            tokenizer, which gives the same ids as vLLM's chat endpoint.
+        chat_template: None encodes the plain text. `torchtune` encodes messages with `tokenizer`
+            and its `prompt_template`. The path of a model folder selects the Hugging Face chat
+            template and tokenizer in it, which give the same ids as vLLM's chat endpoint.
         system_prompt: system message of a chat; None leaves it to the chat template.
 
     Raises:
@@ -60,8 +60,8 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
     system = [] if system_prompt is None else [Message(role="system", content=system_prompt)]
 
     def encode(text: str) -> tuple[list[int], str]:
-        # The prompt is the common prefix of two different answers. (An empty answer does not work:
-        # some torchtune tokenizers add an end of turn after it.)
+        # The prompt is the common prefix of two chats with different answers. (An empty answer does
+        # not work: some torchtune tokenizers add an end of turn after it.)
         first, second = (
             tokenizer(
                 {
@@ -87,7 +87,7 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
 
 def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
     tokenizer, template = _chat_tokenizer(folder)
-    # Like vLLM: some templates expect the content as a text, some as a list of parts.
+    # As in vLLM: some templates expect the content as a text, some as a list of parts.
     in_parts = _LOOP_OVER_PARTS.search(template) is not None
 
     def render(text: str, system: str | None) -> str:
@@ -120,7 +120,7 @@ def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
 
 
 def _chat_tokenizer(folder: str) -> tuple[Any, str]:
-    """Load the tokenizer of a model folder, and its chat template."""
+    """Load the tokenizer of a model folder; return it with its chat template."""
     if not folder or not Path(folder).is_dir():
         allowed = "null, torchtune, or a model folder such as ${base_model_path}"
         raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")

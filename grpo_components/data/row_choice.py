@@ -19,7 +19,7 @@ class RowFilters:
 
     Args:
         filters: conditions by column of the source: `allowed`, a list of values; `min` and `max`,
-            inclusive bounds of a number; `regex`, an expression to search for in the text.
+            inclusive bounds of a number; `regex`, a regular expression to search for in a text.
 
     Raises:
         ValueError: a filter is malformed; the message names its key.
@@ -38,11 +38,11 @@ class RowFilters:
                 self._checks.append((column, check))
 
     def __call__(self, row: Row) -> bool:
-        """Whether to use a row. A null meets no condition but an `allowed` that lists it.
+        """Whether to use a row. A null meets only an `allowed` that lists null.
 
         Raises:
-            ValueError: the row lacks a column, or has no number for `min` or `max` or no text for
-                `regex`. The message names the row.
+            ValueError: the row lacks a column, or its value is not a number (for `min` and `max`)
+                or not a text (for `regex`). The message names the row.
         """
         return all(check(row, column) for column, check in self._checks)
 
@@ -95,8 +95,8 @@ def _matches(row: Row, column: str, pattern: re.Pattern[str]) -> bool:
 class Partition:
     """Keeps the rows in some of n parts, for example to split off validation data.
 
-    A hash of the question decides its part. The part does not depend on the order of the rows, a
-    seed or other rows, and equal questions are always in the same part.
+    A hash of the question decides the part of its row. So the part depends on no seed, on no other
+    row and not on the order of rows, and equal questions are always in the same part.
 
     Args:
         text: `1-9/10` for parts 1 to 9 of 10, `10/10` for the last part only.

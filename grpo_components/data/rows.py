@@ -21,7 +21,7 @@ class Row:
     Args:
         values: the row as the source has it; only a mapping has fields.
         where: source and row number, for errors.
-        columns: column names in the source, for fields with another name there.
+        columns: the source's column name for each field that has another name there.
     """
 
     def __init__(self, values: Any, where: str, columns: Mapping[str, str]) -> None:
@@ -30,7 +30,7 @@ class Row:
         """Fields that were read or looked for."""
 
     def value(self, field: str) -> Any:
-        """The value of a field as the source has it; a CSV file has only texts.
+        """Return the value of a field as the source has it; a CSV file has only texts.
 
         Raises:
             ValueError: the row has no such column.
@@ -51,7 +51,7 @@ class Row:
         return is_there or field in self._columns
 
     def text(self, field: str) -> str:
-        """The value of a text field.
+        """Return the value of a text field.
 
         Raises:
             ValueError: the value is not a text, or is empty.
@@ -66,7 +66,7 @@ class Row:
         return value
 
     def text_or_number(self, field: str) -> str:
-        """The value of a field that holds a text or a number, as text; 42.0 becomes `42`.
+        """Return the value of a field that holds a text or a number, as text; 42.0 becomes `42`.
 
         Raises:
             ValueError: the value is neither, or is empty.
@@ -78,7 +78,7 @@ class Row:
         return str(value) if is_whole else self.text(field)
 
     def parsed(self, field: str) -> Any:
-        """The value of a field that holds data, or that data as JSON text.
+        """Return the data in a field, which holds the data itself or its JSON text.
 
         Raises:
             ValueError: the value is a text that is not valid JSON.
@@ -192,4 +192,4 @@ _READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".csv": _csv_rows,
 }
 SUFFIXES = tuple(_READERS)
-"""Suffixes of the files that can be read."""
+"""File name suffixes that `read_rows` knows."""

@@ -1,4 +1,4 @@
-"""Loads supervised examples, prompts with responses, as token ids."""
+"""Loads supervised examples (prompts with their responses) as token ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def supervised_dataset(
         source: a .jsonl, .json, .parquet or .csv file, or the name of a Hugging Face data set.
         coeff: weight of the supervised loss; 0 disables it.
         max_tokens: longest prompt plus response, in tokens.
-        examples_per_update: rows per optimizer update, summed over all ranks.
+        examples_per_update: examples per optimizer update, on all ranks together.
         name: configuration of a Hugging Face data set.
         split: split of a Hugging Face data set.
         prompt_field: field of a row that holds the prompt.

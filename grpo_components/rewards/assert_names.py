@@ -1,4 +1,4 @@
-"""Decides which names in the asserts of a code test the tested program must define."""
+"""Decides which of the names used in a code test's asserts the tested program must define."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THIRD_PARTY = {
     **{"np": "numpy", "pd": "pandas", "sp": "scipy", "tf": "tensorflow", "plt": "matplotlib"},
     **{"nx": "networkx", "sns": "seaborn", "sklearn": "sklearn"},
 }
-"""Third-party packages by their usual alias. The sandbox has none of them."""
+"""Third-party packages, by their usual name in code; the sandbox has none of them."""
 _ALLOWED = "allowed: the standard library; names that the program defines need no import"
 
 _FUNCTIONS = {
@@ -44,7 +44,7 @@ _ABSTRACT = {
     "numbers": "Number Integral Rational Real Complex",
     "types": "GeneratorType FunctionType MethodType",
 }
-"""Types for `isinstance` and annotations. If the asserts call one, the program defines it."""
+"""Types for `isinstance` and annotations. If the asserts call one, it is the program's class."""
 _MODULE_OF = {
     name: module
     for table in (_ABSTRACT, _CLASSES, _FUNCTIONS)
@@ -59,7 +59,7 @@ class Asserts:
     """Python statements that test a program."""
 
     source: str
-    """The statements, after the imports that they lack."""
+    """The imports that the statements lack, then the statements."""
     program_names: tuple[str, ...]
     """Names that the program must define."""
 
@@ -69,8 +69,8 @@ def read_asserts(source: str) -> Asserts:
 
     A name that the asserts neither define nor import belongs to the program. There are three
     exceptions: builtins, modules of the standard library before a dot (`math.isclose`), and names
-    that tests often forget to import (`Counter`, `isclose`). The last kind is imported if the
-    asserts also use a name of the program. Otherwise it is the name under test:
+    that tests often forget to import (`Counter`, `isclose`). A name of this last kind is imported
+    if the asserts also use a name of the program. Otherwise it is itself the name under test, as in
     `assert gcd(12, 18) == 6`.
 
     Args:
@@ -97,7 +97,7 @@ def read_asserts(source: str) -> Asserts:
     known -= {name for name in used.called if name in _names(_ABSTRACT) - _names(_CLASSES)}
     called = used.called & set(dir(builtins)) - _bound(source)
     tested = free - modules - known or known & _names(_FUNCTIONS) or known
-    if not tested and len(called) == 1:  # MBPP has tasks such as `sum`
+    if not tested and len(called) == 1:  # MBPP has tasks that define a builtin such as `sum`
         tested = called
     if not tested:
         raise ValueError("answer: the asserts use no name of the program; allowed: at least one")
@@ -111,7 +111,7 @@ def _names(table: dict[str, str]) -> set[str]:
 
 
 def _is_module(name: str, attributes: set[str]) -> bool:
-    """Whether a name before a dot is a module: in `datetime.date`, but not in `datetime.now`."""
+    """Whether a name before a dot is a module: yes in `datetime.date`, no in `datetime.now`."""
     if name in _MODULE_OF and name in sys.modules:
         return attributes <= vars(sys.modules[name]).keys()
     return name in sys.stdlib_module_names
@@ -124,7 +124,7 @@ class _Uses:
     attributes: dict[str, set[str]]
     """Attributes that are read, by the name before the dot."""
     bare: set[str]
-    """Names without a dot after them, called ones included."""
+    """Names used without a dot after them, including names that are called."""
     called: set[str]
     """Names that are called."""
 
@@ -132,7 +132,7 @@ class _Uses:
 def _uses(tree: ast.AST) -> _Uses:
     uses = _Uses({}, set(), set())
     owners: set[int] = set()
-    for node in ast.walk(tree):  # outermost first: the attribute before its owner
+    for node in ast.walk(tree):  # outermost first, so an attribute comes before its owner
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             uses.attributes.setdefault(node.value.id, set()).add(node.attr)
             owners.add(id(node.value))
@@ -144,7 +144,7 @@ def _uses(tree: ast.AST) -> _Uses:
 
 
 def _free_names(source: str) -> set[str]:
-    """Names that are read as globals but never bound."""
+    """Return the names that are read as globals but neither bound nor builtin."""
     read = {
         symbol.get_name()
         for table in _tables(symtable.symtable(source, "<asserts>", "exec"))
@@ -155,7 +155,7 @@ def _free_names(source: str) -> set[str]:
 
 
 def _bound(source: str) -> set[str]:
-    """Globals that the asserts bind by import, assignment or definition."""
+    """Return the globals that the asserts bind by import, assignment or definition."""
     return {
         symbol.get_name()
         for table in _tables(symtable.symtable(source, "<asserts>", "exec"))

@@ -13,7 +13,7 @@ from grpo_components.rewards.sandbox.code_sandbox import CodeSandbox, Limits
 from grpo_components.rewards.sandbox.inside.asserts import ASSERTS, NAMES, PROGRAM, UNFIT
 
 _RUN_ASSERTS = Path(__file__).parent / "sandbox" / "inside" / "asserts.py"
-# A closing fence repeats the opening character at least as often, and is not indented further.
+# A closing fence has at least as many of the same characters, and is not indented further.
 # Possessive quantifiers avoid quadratic time on a line of 40,000 fence characters.
 _OPENING = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)([^`]*+)")
 _PYTHON = re.compile(r"\W*py(?:thon)?\d*(?!\w)", re.IGNORECASE)
@@ -57,7 +57,7 @@ class CodeTests:
         Args:
             prompt_text: not used.
             response_text: searched for the last fenced Python block.
-            answer: the tests.
+            answer: the tests as JSON.
             finish_reason: not used.
 
         Raises:

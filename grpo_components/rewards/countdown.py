@@ -18,7 +18,7 @@ _ASCII_OPERATORS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"}) 
 class CountdownCorrectness:
     """1 if the last expression uses each number exactly once and equals the target, else 0.
 
-    The expression may use + - * / and parentheses, and is computed exactly, as a fraction.
+    The expression may use + - * / and parentheses, and is computed exactly, with fractions.
     Anything after an equals sign (`3 * 8 = 24`) is ignored.
 
     Args:
@@ -26,7 +26,7 @@ class CountdownCorrectness:
             (the last line that is not empty).
 
     Raises:
-        ValueError: `answer_format` is neither.
+        ValueError: `answer_format` is neither of these.
     """
 
     max_reward = 1.0

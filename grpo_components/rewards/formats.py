@@ -8,7 +8,7 @@ from grpo_components.rewards.maths import RESPONSE_CPU_S, last_boxed
 
 
 class ThinkAnswerFormat:
-    """1 if the text is exactly `<think>...</think> <answer>...</answer>`, neither empty, else 0.
+    """1 if the text is just `<think>...</think> <answer>...</answer>`, both not empty; else 0.
 
     If the prompt ends with `<think>`, the response starts inside the tag and must not open it
     again. Otherwise the response must write the opening tag.
@@ -63,8 +63,8 @@ class BoxedFormat:
 class ResponseLength:
     """1 for a response of `min_words` to `max_words` words; falls linearly to 0 outside.
 
-    The reward is 0 at no words and at twice `max_words`. For a penalty in tokens, close to the
-    longest allowed response, see `reward_shaping.overlong_tokens`.
+    The reward reaches 0 at no words (if `min_words` is above 0) and at twice `max_words`. For a
+    penalty in tokens, close to the longest allowed response, see `reward_shaping.overlong_tokens`.
 
     Args:
         max_words: largest number of words with full reward. Words are separated by blanks.

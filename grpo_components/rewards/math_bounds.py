@@ -7,20 +7,20 @@ import re
 from typing import Any
 
 MAX_BITS = 200_000
-"""Bits of any intermediate number: about 60,000 digits, computed in milliseconds."""
+"""Most bits of an intermediate number: about 60,000 digits, computed in milliseconds."""
 _MAX_ARGUMENT_BITS = 4_000
-"""Bits of the argument of a sine, logarithm and so on, which sets the precision of the result."""
+"""Most bits of the argument of a sine, logarithm, ...: more bits need a higher precision."""
 _MAX_TERMS = 2_000
-"""Terms of an expanded power of a sum, and of a sum or product over a range."""
+"""Most terms of an expanded power of a sum, and of a sum or product over a range."""
 _MAX_MATRIX_ENTRIES = 36
-"""Entries of a matrix; also its highest power."""
+"""Most entries of a matrix; also the highest power of a matrix."""
 _MAX_BRACKET_DEPTH = 40
-"""Nesting depth of brackets; parse time grows faster than the depth."""
+"""Deepest nesting of brackets; the time to parse them grows faster than the depth."""
 _BRACKET = re.compile(r"[\[({]|([\])}])")
 _EVALUATED_BY_PARSER = re.compile(r"binom|choose|gcd|lcm")
 _GROWS = re.compile(r"\d{6}|[\^!]|binom")
 _ARGUMENT_CHARS = 40
-"""Characters after such a name that are searched for a large number."""
+"""Characters after a name of `_EVALUATED_BY_PARSER` that are searched for a large number."""
 _GROW_LIKE_FACTORIALS = ("factorial", "factorial2", "subfactorial", "gamma", "loggamma")
 _GROW_LIKE_FACTORIALS += ("RisingFactorial", "FallingFactorial", "fibonacci", "bell", "catalan")
 _RANGES = ("Sum", "Product")
@@ -50,7 +50,7 @@ def is_costly(expression: Any) -> bool:
 
 
 def _bits(expression: Any) -> float:
-    """Estimated bits of the largest intermediate number; infinite if a part is costly."""
+    """Estimate the bits of the largest intermediate number; infinity if a part is costly."""
     if getattr(expression, "is_Rational", False):
         return expression.p.bit_length() + expression.q.bit_length()
     kind, parts = type(expression).__name__, getattr(expression, "args", ())
@@ -81,13 +81,13 @@ def _bits(expression: Any) -> float:
 
 
 def _largest(bits: float) -> float:
-    """Upper bound of an integer with this number of bits."""
+    """Return an upper bound of integers with this number of bits; infinity from 64 bits on."""
     return 2.0**bits if bits < 64 else math.inf
 
 
 def _bits_of_power(base: Any, exponent: Any, base_bits: float, exponent_bits: float) -> float:
     number = exponent
-    if getattr(exponent, "is_Mul", False):  # 3x, -n: only the numbers count
+    if getattr(exponent, "is_Mul", False):  # in 3x or -n, only the numbers count
         number = math.prod(part for part in exponent.args if part.is_Rational)
     if getattr(number, "is_Rational", not hasattr(number, "args")):
         # An n-th root costs as much as an n-th power, because sympy factors the radicand.
@@ -107,7 +107,7 @@ def _bits_of_power(base: Any, exponent: Any, base_bits: float, exponent_bits: fl
 
 
 def _bits_of_range(expression: Any, sizes: list[float]) -> float:
-    """Like `_bits`, for a sum or product over a range."""
+    """Estimate the bits, like `_bits`, of a sum or product over a range."""
     terms = 1.0
     for _, *ends in expression.limits:
         if len(ends) == 2 and all(getattr(end, "is_Rational", False) for end in ends):

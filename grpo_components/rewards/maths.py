@@ -10,7 +10,7 @@ from typing import Any
 from grpo_components.rewards.math_bounds import is_costly, is_slow_to_read
 
 RESPONSE_CPU_S = 4.0
-"""CPU seconds that one response may cost one of our rewards; a costlier one scores 0 there."""
+"""Most CPU seconds that one of our rewards spends on a response; beyond them, the reward is 0."""
 
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"\d[\s()]+\d+(?!\s*/|\d)")
 _CURRENCY = re.compile(r"^(?:(?:USD?|EUR|GBP)\b\s*(?:\\\$)?|[€£¥])\s*|\s*[€£¥¢]$")
@@ -29,7 +29,7 @@ _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{\s*\(?([A-Za-z][A-Za-z .'-]
 _UNEVALUATED = ("Sum", "Product", "Integral", "Limit")
 _INFINITIES = ("Infinity", "NegativeInfinity", "ComplexInfinity", "NaN")
 _MAX_EXTRA_CHARS = 1000
-"""Characters that an answer may be longer than the known one: a long text is slow to parse."""
+"""Most characters by which an answer may exceed the known one: a long text is slow to parse."""
 
 _SYMBOLS = str.maketrans(
     {
@@ -46,7 +46,7 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{nines}}}"
 
 
-# Spellings that math-verify misreads or cannot read, with a spelling that it reads.
+# Spellings that math-verify misreads or cannot read, each with a replacement that it reads.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<!\\)\$|\n"), " "),
     (re.compile(r"^\\\[(.*)\\\]$|^=\s*(.*)$", re.DOTALL), lambda m: m[1] or m[2] or ""),
@@ -74,7 +74,7 @@ def _last(pattern: re.Pattern[str]) -> Callable[[str], str]:
 
 
 def last_boxed(text: str) -> str:
-    """Content of the last complete `\\boxed{...}`, up to its own closing brace; else empty."""
+    """Return the content of the last complete `\\boxed{...}`; empty if there is none."""
     for piece in reversed(re.split(r"\\boxed\s*\{", text)[1:]):
         depth = 1
         for match in re.finditer(r"\\.|[{}]", piece, re.DOTALL):  # `\{` is text, not a LaTeX brace
@@ -95,12 +95,12 @@ _FIND: dict[str, Callable[[str], str]] = {
 class MathCorrectness:
     """1 if the final answer of the response is mathematically equal to the known one, else 0.
 
-    Only the last marked answer counts, and all of it: for 5, neither `15` nor `5 or 6` is right.
+    Only the last marked answer counts, and all of it: if 5 is known, `15` and `5 or 6` are wrong.
     math-verify decides equality (`1/2` equals `0.5`, `1,000` equals `1000`), with one exception: if
     the known answer is a number, `3+4` does not equal 7. Otherwise a policy would learn to write
     the sum instead of computing it.
-    A unit next to a number is ignored on both sides: `18 apples`, `5\\text{ cm}`, `90^\\circ`, `$5`
-    and `€5` count as plain numbers. `50%` equals both 50 and 0.5. A known answer in words,
+    A unit next to a number is ignored in both answers: `18 apples`, `5\\text{ cm}`, `90^\\circ`,
+    `$5` and `€5` count as plain numbers. `50%` equals both 50 and 0.5. A known answer in words,
     `\\text{even}`, is compared as text, ignoring case.
 
     Args:
@@ -170,7 +170,7 @@ class MathCorrectness:
         is_constant = getattr(gold[0], "is_number", False)  # a root, for example
         if is_constant and any(map(_is_infinite, read)) and not _is_infinite(gold[0]):
             return False  # sympy may call an infinite product equal to 5
-        # Its own time-out needs signals; the reward pool enforces the deadline instead.
+        # math-verify's own time-out needs signals; the reward pool enforces the deadline instead.
         return self._math_verify.verify(gold, read, timeout_seconds=None)
 
     def _parse(self, text: str) -> list[Any]:
@@ -182,7 +182,7 @@ class MathCorrectness:
 
 
 def _rewritten(text: str) -> str:
-    """The same answer in a spelling that math-verify reads."""
+    """Return the same answer in a spelling that math-verify reads."""
     text = text.strip("*` \n$").rstrip(",;").translate(_SYMBOLS).strip()
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)

@@ -1,4 +1,4 @@
-"""Runs rewards in worker processes with a deadline, so that one sample cannot block the others."""
+"""Runs rewards in worker processes, with a deadline per sample, so that none blocks the others."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _EXIT_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 MAX_ERROR_CHARS = 1000
-"""Characters kept of an error message, which may quote the whole response."""
+"""An error message is cut to this many characters, because it may quote the whole response."""
 
 _LOGGED_CHARS = 80
-"""Last characters of a response that the log shows."""
+"""Number of characters from the end of a response that a log message shows."""
 
 RewardInput = dict[str, str]
 """Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason."""
@@ -44,11 +44,11 @@ class RewardSpec:
     """One reward of the config."""
 
     component: str
-    """Dotted path of its class or factory."""
+    """Dotted path of the reward's class or factory."""
     kwargs: dict[str, Any]
     weight: float
     is_success: bool
-    """Whether the sample counts as a success when this reward is at its maximum."""
+    """Whether this reward decides success: a sample succeeds if this reward is at its maximum."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,15 @@ class Score:
     """Unweighted value of each reward, by name."""
     success: bool
     error: str | None
-    """Name and problem of the reward that failed; None if all succeeded."""
+    """Name of the reward that failed, and why it failed; None if all succeeded."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
     """Read the `rewards` section of a config.
 
     Args:
-        nodes: by name: `_component_`, `weight`, `is_success`, and arguments of the component.
+        nodes: for each reward's name, a mapping with `_component_`, `weight`, `is_success` and the
+            arguments of the component.
 
     Returns:
         The rewards by name.
@@ -86,16 +87,16 @@ def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec
 
 
 class RewardPool:
-    """Scores samples from many threads in a few worker processes.
+    """Scores the samples of many threads in a few worker processes.
 
-    A reward class may set `response_cpu_s`, a limit on the CPU seconds per response (at most half
-    of `timeout_s`). If a response exceeds it, the kernel kills the process, this reward counts as
-    0, and a new process runs the other rewards. A sample that misses the deadline for any other
-    reason has failed.
+    A reward class may set `response_cpu_s`, a limit on the CPU seconds per response; half of
+    `timeout_s` applies if that is less. If a response exceeds the limit, the kernel kills the
+    process, this reward counts as 0, and a new process runs the other rewards. A sample that misses
+    the deadline for any other reason has failed.
 
     Args:
-        rewards: by name.
-        num_workers: number of processes; one thread of this process drives each.
+        rewards: spec of each reward, by name.
+        num_workers: number of worker processes; each is driven by a thread of this process.
         timeout_s: deadline of one sample in seconds, counted from the start of its scoring.
     """
 
@@ -115,7 +116,7 @@ class RewardPool:
         """Score samples and wait for all scores. Any thread may call this.
 
         Args:
-            samples: any number.
+            samples: the rewards' keyword arguments for each sample; any number of samples.
 
         Returns:
             The scores, in the order of the samples.
@@ -139,7 +140,7 @@ class RewardPool:
         # One process per thread: a process dies with the thread that started it (PDEATHSIG).
         worker = getattr(self._thread, "worker", None)
         if worker is None:
-            with self._lock:  # so that no process starts while `close` kills them
+            with self._lock:  # so that no process starts while `close` kills the processes
                 if self._closed:
                     raise RewardPoolError("rewards: the pool is closed")
                 try:
@@ -163,7 +164,7 @@ class RewardPool:
     def _score_with(
         self, worker: _Worker, sample: RewardInput, too_costly: list[str]
     ) -> Score | None:
-        """Score in one process; None if the running reward exceeded its CPU limit."""
+        """Score a sample in one process; return None if a reward exceeded its CPU limit."""
         try:
             return worker.score(sample, too_costly, self._timeout_s)
         except TimeoutError:
@@ -188,7 +189,7 @@ class RewardPool:
 
 
 class _Worker:
-    """A reward process, driven by one thread of the owner."""
+    """Controls one reward process, from one thread of the process that owns the pool."""
 
     def __init__(self, rewards: dict[str, RewardSpec], max_cpu_s: float) -> None:
         self._connection, theirs = Pipe()
@@ -198,13 +199,13 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # own process group, to kill what the rewards start
+            start_new_session=True,  # own process group: `kill` also ends what rewards start
         )
         theirs.close()
         self._connection.send((rewards, max_cpu_s))
         self._ready, self._names = False, tuple(rewards)
         self.running = next(iter(rewards), "")
-        """Name of the reward that is running."""
+        """Name of the reward that is running, or ran last."""
 
     def score(self, sample: RewardInput, too_costly: list[str], timeout_s: float) -> Score:
         """Score one sample; the rewards in `too_costly` count as 0.
@@ -264,11 +265,11 @@ def score_sample(
 
     Args:
         rewards: spec and instance of each reward, by name.
-        sample: the arguments of each reward.
-        announce: called with the name of each reward before it starts.
+        sample: keyword arguments, the same for each reward.
+        announce: function that receives the name of each reward before the reward starts.
         too_costly: rewards to skip and count as 0, because the sample exceeded their CPU limit.
-        max_cpu_s: upper bound of each reward's `response_cpu_s`. A sample that exceeds the limit
-            kills the process.
+        max_cpu_s: upper bound of each reward's `response_cpu_s`. If a sample exceeds the limit, the
+            kernel kills this process.
     """
     terms: dict[str, float] = {}
     success = False
@@ -297,8 +298,12 @@ def score_sample(
 
 @contextlib.contextmanager
 def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
-    """Let the kernel kill this process if the block takes too much CPU time; None: no limit."""
-    if cpu_s is not None:  # no signal handler: Python would run it only after a huge power ends
+    """Context manager: the kernel kills this process if the block takes more CPU time than allowed.
+
+    The limit is the lesser of both arguments, in seconds; if `cpu_s` is None, there is no limit.
+    """
+    # No signal handler: during a huge power, for example, Python would run it only afterwards.
+    if cpu_s is not None:
         signal.setitimer(signal.ITIMER_PROF, min(cpu_s, max_cpu_s))
     try:
         yield
@@ -317,14 +322,14 @@ def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable
 
 
 def _serve(connection: Connection) -> None:
-    """Main loop of a reward process: build the rewards, score samples until the owner exits."""
+    """Run a reward process: build the rewards, then score samples until the owner exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     try:
         specs, max_cpu_s = connection.recv()
         rewards = _build(specs)
-    except Exception as error:  # the owner raises it
+    except Exception as error:  # sent to the owner, which raises it
         connection.send(f"rewards cannot be built: {type(error).__name__}: {error}")
         return
     connection.send(None)

@@ -24,8 +24,9 @@ class RewardTrial:
     """Tries rewards in the background, in a separate process that they may hang or kill.
 
     Args:
-        rewards: by name.
-        samples: arguments of the calls; each reward passes with the first finite number.
+        rewards: spec of each reward, by name.
+        samples: keyword arguments to call the rewards with, in turn; a reward passes as soon as it
+            returns a finite number.
         timeout_s: deadline of one call in seconds.
     """
 
@@ -41,7 +42,7 @@ class RewardTrial:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # own process group, to kill what the rewards start
+            start_new_session=True,  # own process group: `close` also ends what rewards start
         )
         theirs.close()
         self._connection.send((rewards, samples))
@@ -50,7 +51,7 @@ class RewardTrial:
         """Wait until each reward has returned a finite number.
 
         Raises:
-            ComponentError: a reward failed for all samples, or exceeded its deadline.
+            ComponentError: a reward cannot be built, failed for all samples, or missed a deadline.
         """
         name, doing, limit_s = next(iter(self._rewards), ""), "built", _START_TIMEOUT_S
         while True:

@@ -26,17 +26,17 @@ _NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0
 
 
 def sampling_seed(*identity: int) -> int:
-    """Seed of a sample, from its identity (seed, purpose, group, sample) alone."""
+    """Return a sample's seed, computed from its identity (seed, purpose, group, sample) only."""
     return int(np.random.SeedSequence(identity).generate_state(1, np.uint64)[0] >> 1)
 
 
 class EnginePolicy:
-    """Policy of a collector: submits every slot's tokens to the shared engine and waits.
+    """Policy of a collector: samples the next turn of every slot with the shared engine.
 
     Args:
-        engine: shared by all collectors of the process.
+        engine: engine that all collectors of the process share.
         max_response_tokens: longest response, tokens of the environment included.
-        stop_token_ids: a response ends with the first of these.
+        stop_token_ids: token ids after which sampling stops.
         truncation: see `VLLMEngine.submit`.
     """
 
@@ -55,11 +55,11 @@ class EnginePolicy:
             truncation=truncation,
         )
         self.seeds: list[int] = []
-        """One per slot, for the next rollout."""
+        """Sampling seeds of the next rollout, one per slot."""
         self.names: list[str] = []
         """Names of the samples in the engine's schedule, one per slot."""
         self.temperature = 1.0
-        """Of the next rollout."""
+        """Sampling temperature of the next rollout."""
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write `response`, `logprobs`, `versions` and `finish_reason` into every slot.
@@ -104,10 +104,10 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class GroupCollector(Collector):
-    """A torchrl collector whose rollout is one whole group, as unpadded slots.
+    """A torchrl collector whose rollout takes all slots to their end, without padding them.
 
     Args:
-        env: one slot per response.
+        env: environment with one slot per response.
         policy: see `EnginePolicy`.
     """
 
@@ -123,7 +123,7 @@ class GroupCollector(Collector):
             track_traj_ids=False,
         )
 
-    # torchrl's own would reset the environment and call the policy during construction.
+    # torchrl's own method would reset the environment and call the policy during construction.
     def _make_carrier(self) -> None:
         self._carrier = TensorDict(batch_size=self.env.batch_size)
         self._carrier_has_no_device = True
@@ -135,7 +135,7 @@ class GroupCollector(Collector):
         """Reset the environment and step it until every slot is done.
 
         Args:
-            call: runs a call into the environment.
+            call: function that runs a call into the environment, for example in another thread.
         """
         tensordict = call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]
@@ -151,10 +151,10 @@ class GroupCollector(Collector):
 
 
 class SlotRollout:
-    """The concatenated turns of one slot.
+    """Joins the turns of one slot into one response.
 
     Args:
-        prompt_ids: [P] tokens.
+        prompt_ids: [P] token ids of the prompt.
     """
 
     def __init__(self, prompt_ids: NDArray[np.int64]) -> None:
@@ -169,7 +169,7 @@ class SlotRollout:
 
     @classmethod
     def failed(cls, prompt_ids: NDArray[np.int64], error: str) -> SlotRollout:
-        """Slot of a rollout that failed: a failed sample without tokens."""
+        """Make the slot of a rollout that failed: a failed sample without response tokens."""
         slot = cls(prompt_ids)
         slot.finish_reason, slot.done = "error", True
         slot.score = Score(math.nan, {}, False, error)
@@ -198,7 +198,7 @@ class SlotRollout:
         self.versions = np.concatenate(
             [self.versions, turn["versions"].numpy(), np.full(len(added), -1, np.int32)]
         )
-        # The environment's reason goes first: it knows limits that the policy does not.
+        # The environment's reason takes precedence: it knows limits that the policy does not.
         has_reason = "finish_reason" in after.keys()  # noqa: SIM118 -- of a TensorDict
         self.finish_reason = (after if has_reason else turn)["finish_reason"]
         self.done = bool(after["done"])
@@ -213,7 +213,7 @@ class SlotRollout:
     def trajectory(
         self, prompt: Prompt, *, epoch: int, group_id: int, attempt: int, temperature: float
     ) -> Trajectory:
-        """Convert the slot to a record; if its reward failed, finish_reason is error."""
+        """Convert the slot to a `Trajectory`; if it failed, the finish_reason is `error`."""
         assert self.score is not None, "the slot is not done"
         trajectory = Trajectory(
             prompt_ids=self.prompt_ids,

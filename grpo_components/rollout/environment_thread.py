@@ -1,4 +1,4 @@
-"""Runs an environment in a thread of its own, which is abandoned if it misses its deadline."""
+"""Runs an environment in its own thread, and abandons the thread after a missed deadline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class EnvironmentThread:
-    """Calls into one environment, one call at a time, with a deadline.
+    """Runs the calls into one environment, one at a time and with a deadline.
 
-    A hanging thread cannot be stopped, so it is a daemon: the caller goes on without it.
+    A hanging thread cannot be stopped. It is a daemon thread, so the process can exit without it.
 
     Args:
         timeout_s: seconds for all calls of one rollout together.
@@ -30,7 +30,7 @@ class EnvironmentThread:
         self._remaining_s = self._timeout_s
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the thread and return its result, or raise what it raised.
+        """Call a function in the thread; return its result, or raise its exception.
 
         Args:
             function: a method of the environment, or a function that builds it.
@@ -57,7 +57,7 @@ class EnvironmentThread:
         """Let the thread end after its current call.
 
         Args:
-            close: the last call of the thread.
+            close: function that the thread calls last, to close the environment.
 
         Returns:
             A future that is done after `close` returned or raised.

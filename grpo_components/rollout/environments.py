@@ -13,8 +13,8 @@ from torchrl.envs import EnvBase
 from grpo_components.rewards.pool import RewardInput, Score
 
 Prompt = dict[str, Any]
-"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, perhaps with
-other columns. `seed` is added for anything random in the environment."""
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and perhaps
+other columns. The generator adds `seed`, for anything random in the environment."""
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:
@@ -22,7 +22,7 @@ def set_token_specs(env: EnvBase, num_slots: int) -> None:
 
     Args:
         env: an environment of batch size [num_slots].
-        num_slots: conversations at once.
+        num_slots: number of conversations at once.
     """
     slots = torch.Size([num_slots])
     ragged: Any = (num_slots, -1)
@@ -40,12 +40,12 @@ def set_token_specs(env: EnvBase, num_slots: int) -> None:
 
 
 def slot_state(tokens: Any, *, done: bool, truncated: bool = False) -> TensorDict:
-    """Build the state of one slot that an environment returns.
+    """Build the state of one slot, as an environment returns it.
 
     Args:
-        tokens: [T] prompt and conversation so far.
+        tokens: [T] token ids of the prompt and the conversation so far.
         done: whether the response has ended.
-        truncated: whether a limit ended it.
+        truncated: whether a limit ended the response.
 
     Returns:
         tokens [T] int64; done, terminated and truncated [1] bool.
@@ -62,10 +62,10 @@ class SingleTurnEnvironment(EnvBase):
     """Shows one prompt per slot and scores the response to it.
 
     Args:
-        num_slots: prompts at once; a group has its prompt `group_size` times.
-        decode: converts token ids to text.
-        score: converts samples (prompt_text, response_text, answer, finish_reason) to scores, in
-            order.
+        num_slots: number of prompts at once; a group contains its prompt `group_size` times.
+        decode: function that converts token ids to text.
+        score: function that returns the scores of samples (prompt_text, response_text, answer,
+            finish_reason), in their order.
         encode: not used.
         max_response_tokens: not used.
     """

@@ -38,18 +38,18 @@ from grpo_components.rollout.vllm_engine import BASE_VERSION, EngineStoppedError
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
 
 _REPLAY_THREADS = 1000
-"""Many, because calls of a replay may come in any order, and none may block another."""
+"""Number of threads in a replay: its calls come in any order, and none may block another."""
 _CLOSING_S = 5.0
-"""Time for environments to close; one that hangs ends with the process."""
+"""Seconds for the environments to close; one that hangs ends with the process."""
 _NO_REPLAY = ReplayOptions()
 _log = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 1000
-"""Characters kept of an environment's error message."""
+"""An environment's error message is cut to this many characters."""
 
 
 @dataclass(frozen=True)
 class _Seat:
-    """An environment with its thread, policy and collector, for one rollout at a time."""
+    """What a rollout needs: an environment with its thread, a policy and a collector."""
 
     environment: EnvironmentThread
     env: Any
@@ -58,19 +58,19 @@ class _Seat:
 
 
 class Generator:
-    """One engine, its collectors and its reward processes.
+    """Samples and scores groups, with one engine, its collectors and its reward processes.
 
     Args:
-        build_tokenizer: builds the torchtune tokenizer.
-        engine: the vLLM engine.
-        sampling: how responses are sampled.
-        environment: where prompts are answered.
-        rewards: what scores the responses.
-        rollouts_in_flight: groups generated at once, one collector thread each.
-        log_token_texts: add each token's text to the readable form of a group.
-        replay: where the engine's schedule is written and read.
-        number: of this generator, from 0.
-        restart_count: restarts of this process so far.
+        build_tokenizer: function that builds the torchtune tokenizer.
+        engine: options of the vLLM engine.
+        sampling: options of sampling.
+        environment: options of the environment in which prompts are answered.
+        rewards: options of the rewards.
+        rollouts_in_flight: number of groups generated at once.
+        log_token_texts: whether the readable form of a group contains the text of each token.
+        replay: options of recording and replaying the engine's schedule.
+        number: number of this generator, counted from 0.
+        restart_count: number of times that this generator's process was restarted so far.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Generator:
         threads *= sampling.group_size if environment.slots_apart else 1
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
         self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
-        """By number of slots; as many as were ever needed at once."""
+        """Seats that no rollout is using, by number of slots."""
         self.version = self._loading = BASE_VERSION
 
     async def generate_group(
@@ -112,13 +112,14 @@ class Generator:
 
         Args:
             prompt: row of the prompt data set.
-            epoch: pass over the data set.
-            group_id: determines the sampling seeds, with the run's seed and the sample's number.
+            epoch: number of the pass over the data set.
+            group_id: number of the group. The run's seed, this number and the number of a sample
+                determine its sampling seed.
             attempt: number of times that the run was started or resumed.
-            temperature: of sampling.
+            temperature: sampling temperature.
 
         Returns:
-            The packed group, its summary, and the group as text for the rollout log.
+            The packed group, its summary, and its readable form for the rollout log.
         """
         seed, group_size = self._sampling.seed, self._sampling.group_size
         prompts = [
@@ -142,12 +143,12 @@ class Generator:
     async def evaluate(
         self, prompts: Sequence[Prompt], temperature: float, samples: int = 1
     ) -> list[dict[str, Any]]:
-        """Sample and score responses to each prompt, with seeds that never change.
+        """Sample and score responses to each prompt, with the same seeds in every evaluation.
 
         Args:
             prompts: rows of the evaluation data set.
-            temperature: of sampling; 0 is greedy.
-            samples: responses to each prompt.
+            temperature: sampling temperature; 0 always takes the likeliest token.
+            samples: number of responses to each prompt.
 
         Returns:
             For each response, in the order of the prompts: prompt_index, prompt_text, reward,
@@ -203,17 +204,19 @@ class Generator:
 
         Args:
             version: policy version of the weights.
-            buckets: one from each trainer rank.
+            buckets: the tensors of each trainer rank, as a manifest and packed bytes.
 
         Returns:
-            The version, and the checksum of everything that was loaded, as an acknowledgement.
+            The version and the checksum of all loaded tensors, to acknowledge them.
 
         Raises:
             ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape (the
-                message names it), or the version is older than the loaded one. The weights stay.
+                message names it), or the version is older than the loaded one. The engine keeps its
+                weights.
         """
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
-        # No await from here to the update: newer weights may have arrived during the check.
+        # Newer weights may have arrived during the await. From this check to the update of
+        # `_loading`, there must be no other await.
         if version < self._loading:
             raise ValueError(f"weights of version {version} came after those of {self._loading}")
         loading = self._engine.load_weights(version, tensors)
@@ -223,7 +226,7 @@ class Generator:
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
 
     def begin_attempt(self) -> None:
-        """Accept older weights than the loaded ones, because the run returns to a checkpoint."""
+        """Accept weights older than the loaded ones, because the run returns to a checkpoint."""
         self._loading = BASE_VERSION
 
     def close(self) -> None:
@@ -268,8 +271,8 @@ class Generator:
                 raise ValueError(f"the response has {longest} tokens, but {limit}")
         except (EngineStoppedError, RewardPoolError):
             raise
-        except Exception as error:  # of a user's environment: these samples fail
-            # The environment's state is unknown: the next group gets a new one.
+        except Exception as error:  # from a user's environment: these samples fail
+            # The state of the environment is unknown, so the next group gets a new environment.
             seat.environment.leave(seat.env.close)
             _log.warning("an environment failed", exc_info=True)
             problem = f"environment: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]

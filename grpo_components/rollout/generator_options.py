@@ -1,4 +1,4 @@
-"""The option records that a generator is built from."""
+"""The options of a generator: its engine, sampling, environment, rewards and replay."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """A vLLM engine: its model, its limits, its weight swaps."""
+    """Options of a vLLM engine: model, limits and weight swaps."""
 
     model_path: str
     """Folder of the Hugging Face checkpoint to load as version 0."""
     device: str
-    """cpu or cuda."""
+    """Device of the engine: cpu or cuda."""
     dtype: str
     """Compute dtype, fp32 or bf16."""
     max_model_len: int
@@ -29,64 +29,65 @@ class EngineOptions:
     gpu_memory_utilization: float
     """Share of the GPU's memory for vLLM; not used on a CPU."""
     enforce_eager: bool
-    """Use no CUDA graphs."""
+    """Whether to run without CUDA graphs."""
     recompute_kv_after_pull: bool
-    """Running requests recompute their KV under new weights; otherwise they keep the old KV.
+    """Whether running requests recompute their KV (keys and values) after a weight swap.
 
-    Requests that have computed nothing yet never read KV of old weights.
+    Otherwise they keep the KV of the old weights. Requests that have computed nothing yet never
+    read old KV.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How responses are sampled; the temperature comes with each call."""
+    """Options of sampling, without the temperature, which comes with each call."""
 
     group_size: int
     """Responses per prompt."""
     seed: int
-    """Sampling seeds derive from it."""
+    """Seed of the run, from which the seed of each sample is derived."""
     max_response_tokens: int
     """Longest response, tokens of the environment included."""
     stop_token_ids: Sequence[int]
-    """A response ends with the first of these."""
+    """Token ids after which sampling stops."""
     truncation: Mapping[str, float]
-    """Other changes to the sampled distribution, by vLLM's names (top_p, ...).
+    """Changes to the sampled distribution other than temperature, by vLLM's names (top_p, ...).
 
-    The trainer cannot account for them.
+    The trainer's log-probabilities ignore them.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentOptions:
-    """The environment that prompts are answered in."""
+    """Options of the environment in which the policy answers prompts."""
 
     build_environment: Callable[..., EnvBase]
-    """Builds one from num_slots, decode, encode, score and max_response_tokens."""
+    """Function that builds one; takes num_slots, decode, encode, score and max_response_tokens."""
     timeout_s: float
-    """Deadline for all environment calls of one rollout, rewards included."""
+    """Seconds for all environment calls of one rollout together, rewards included."""
     slots_apart: bool = False
-    """Give each response an environment and a thread of its own, instead of one per group."""
+    """Whether each response gets its own environment and thread, instead of one per group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """The rewards, and the processes that compute them."""
+    """Options of the rewards and of the processes that compute them."""
 
     rewards: dict[str, RewardSpec]
-    """By the name in the config."""
+    """Spec of each reward, by its name in the config."""
     num_workers: int
-    """Processes that score."""
+    """Number of processes that score samples."""
     timeout_s: float
-    """Deadline of one sample's rewards."""
+    """Seconds for all rewards of one sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Where the engine's schedule is written, and which one is replayed."""
+    """Options of recording and replaying the schedule: which command enters before which step."""
 
     schedule_folder: str | None = None
-    """Receives the engine's schedule; None writes none."""
+    """Folder in which the engine's schedule is recorded; None disables recording."""
     replayed_folder: str | None = None
-    """Holds the schedule to repeat; None for a new run."""
+    """Folder of the recorded schedule to replay; None in a live run."""
     timeout_s: float = 0.0
-    """Longest wait for the next recorded command."""
+    """Longest wait for the next recorded command in a replay, in seconds."""

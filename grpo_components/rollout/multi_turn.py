@@ -1,4 +1,4 @@
-"""The multi-turn environment, in which the policy and a world take turns."""
+"""The multi-turn environment: the policy takes turns with a world, a function that replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_components.rewards.pool import RewardInput, Score
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 
 _MAX_TOKEN_CHARS = 1000
-"""Upper bound of the characters of one token, for any vocabulary."""
+"""Upper bound on the characters of one token, in any vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Reply:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards of this turn by name; added to the sample's reward without a weight."""
     answer: str | None = None
-    """Known answer for the config's rewards, which judge the last turn; None: the prompt's."""
+    """Answer by which the config's rewards judge the last turn; None uses the prompt's answer."""
 
     def __post_init__(self) -> None:
-        """Check the fields here, so that the traceback shows the world's own line."""
+        """Check the fields at construction, so that a traceback shows the line in the world."""
         fits = {
             "text": (isinstance(self.text, str), "a text"),
             "done": (isinstance(self.done, bool | np.bool_), "True or False"),
@@ -61,8 +61,9 @@ def _are_rewards(given: Any) -> bool:
 
 
 World = Callable[[Prompt, int], Callable[[str], Reply]]
-"""`world(prompt, seed)` begins a conversation. It returns a function from the text of a turn to a
-`Reply`. All randomness must come from the seed, so that a repeated group is identical."""
+"""Function that begins a conversation, `world(prompt, seed)`. It returns a function that takes the
+text of a turn and returns a `Reply`. All randomness must come from the seed, so that a repeated
+group is identical."""
 
 
 @dataclass
@@ -81,21 +82,22 @@ class MultiTurnEnvironment(EnvBase):
     """Lets the policy and a world take turns, without ever tokenizing a text twice.
 
     The policy's token ids stay as sampled. The world's text is tokenized separately and appended.
-    The world ends a response, or a limit does: `max_turns`, or no room left for the world's text
-    and one more token. At a limit, `finish_reason` is `length`.
+    A response ends when the world ends it, or at a limit: after `max_turns`, or if no room is left
+    for the world's text and one more token. At a limit, `finish_reason` is `length`.
 
     The reward of a sample is the sum of two parts: the config's rewards for the policy's last turn,
     and the world's rewards for all turns. `reward_terms` holds each of them by name.
 
     Args:
-        num_slots: conversations at once.
-        decode: converts token ids to text.
-        encode: converts text to token ids, without tokens for beginning or end of sequence.
-        score: converts samples (prompt_text, response_text, answer, finish_reason) to scores, in
-            order.
+        num_slots: number of conversations at once.
+        decode: function that converts token ids to text.
+        encode: function that converts text to token ids, without tokens for beginning or end of
+            sequence.
+        score: function that returns the scores of samples (prompt_text, response_text, answer,
+            finish_reason), in their order.
         max_response_tokens: longest response in tokens, including the world's.
-        max_turns: most turns of the policy.
-        world: begins each conversation, see `World`.
+        max_turns: largest number of turns of the policy.
+        world: function that begins each conversation, see `World`.
     """
 
     # Ragged token lists: keep torchrl from preallocating buffers from the specs.
@@ -160,7 +162,7 @@ class MultiTurnEnvironment(EnvBase):
     def _take_turn(
         self, conversation: _Conversation, slot: TensorDictBase
     ) -> tuple[TensorDict, RewardInput | None]:
-        """Advance one slot by a turn; also return the sample to score if this was the last turn."""
+        """Advance one slot by a turn; return its state, and the sample to score if it has ended."""
         prompt, finish_reason = conversation.prompt, slot["finish_reason"]
         text = self._decode(slot["response"].tolist())
         reply = conversation.respond(text)
@@ -194,7 +196,7 @@ class MultiTurnEnvironment(EnvBase):
         return result, sample
 
     def _encode_reply(self, text: str, room: int) -> Tensor | None:
-        """Token ids [R] of the world's text; None if they do not fit."""
+        """Return the token ids [R] of the world's text; None if they do not fit into `room`."""
         if room < 0 or len(text) > room * _MAX_TOKEN_CHARS:  # a very long text is slow to tokenize
             return None
         token_ids = self._encode(text)

@@ -1,4 +1,4 @@
-"""Encodes the text of environments, with control tokens in its frame but none in quoted text."""
+"""Encodes environment text: its frame may contain control tokens, text that it quotes may not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import re
 from typing import Any
 
-# Control tokens of all model families, whether or not the policy uses them.
+# Finds the first character of a control token, of any model family: also those that the policy does
+# not use.
 _CONTROL = re.compile(
     r"<(?=[|\uff5c]|/?(?:tool_\w+|tools|think|thinking|reasoning|s|unk|mask)>"
     r"|(?:bos|eos|pad|(?:start|end)_of_\w+|begin_of_\w+|fim_\w+|image\w*|unused\d+|reserved\w*"
@@ -18,12 +19,12 @@ _CONTROL = re.compile(
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Encode a text that continues a conversation; names of control tokens become these tokens.
 
-    torchtune's tokenizers differ here: the one of Llama 3 spells out `<|eot_id|>`, the one of Qwen
-    does not, and those based on SentencePiece put a space before each text.
+    torchtune's tokenizers would differ: the one of Llama 3 encodes `<|eot_id|>` as plain text, the
+    one of Qwen as a control token, and those based on SentencePiece put a space before each text.
 
     Args:
         tokenizer: torchtune's tokenizer.
-        text: for example a message with its frame.
+        text: text to encode, for example a message with its frame.
 
     Returns:
         The token ids, without tokens for beginning or end of sequence.
@@ -43,18 +44,19 @@ def _encode_alone(tokenizer: Any, text: str) -> list[int]:
     alone = tokenizer.encode(text, add_bos=False, add_eos=False)
     if "trim_leading_whitespace" not in inspect.signature(tokenizer.encode).parameters:
         return alone
-    # SentencePiece. trim_leading_whitespace would lose newlines that merge into one token.
+    # SentencePiece: encode the text after a newline, then remove the newline. The tokenizer's own
+    # trim_leading_whitespace would lose newlines that merge into one token.
     line = tokenizer.encode("\n", add_bos=False, add_eos=False)
     after_line = tokenizer.encode(f"\n{text}", add_bos=False, add_eos=False)
     return after_line[len(line) :] if after_line[: len(line)] == line else alone
 
 
 def quoted(text: str) -> str:
-    """Change a text from outside so that nothing in it reads as a control token or tool tag.
+    """Return a text from outside, changed so that it contains no control tokens and no tool tags.
 
     Halves of surrogate pairs, which tokenizers refuse, become question marks.
 
     Args:
-        text: for example the result of a tool, which the policy may influence.
+        text: text to change, for example the result of a tool, which the policy may influence.
     """
     return _CONTROL.sub(r"\g<0> ", text.encode("utf-8", "replace").decode("utf-8"))

@@ -1,4 +1,4 @@
-"""Empties vLLM's prefix cache after a weight swap, so that no new request reads old KV."""
+"""Empties vLLM's prefix cache after a weight swap: no new request may read KV of old weights."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 
 def empty_prefix_cache(scheduler: Any) -> None:
-    """Make every cached block unreachable, also while requests are running.
+    """Make every cached block unreachable for new requests, even while requests are running.
 
     Running requests keep the blocks they hold. vLLM's own `reset_prefix_cache` does nothing while
     any request holds a block, unless it preempts all requests.
 
-    New blocks of a running request attend to its old KV, so no other request may share them. They
-    are cached under a salt of their own: `cache_salt` enters the hash of a request's first block,
-    and each hash enters the next. A request that has computed nothing yet needs no salt, because
-    all its KV will come from the new weights.
+    New blocks of a running request attend to its old KV (keys and values), so no other request may
+    share them. They are therefore cached under a salt that is unique to the request: `cache_salt`
+    enters the hash of a request's first block, and the hash of each block enters that of the next.
+    A request that has computed nothing yet needs no salt, because all its KV will come from the new
+    weights.
 
     Args:
-        scheduler: of a vLLM v1 engine that has no batch in flight.
+        scheduler: scheduler of a vLLM v1 engine that has no batch in flight.
 
     Raises:
         RuntimeError: a block is still cached.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _MAX_UTF8_BYTES = 4
-"""Bytes of a character, and so the most tokens that can share one."""
+"""Most bytes of one character, and therefore most tokens that can share a character."""
 
 
 def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
@@ -15,11 +15,11 @@ def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) ->
     with its predecessor, because some tokens lose their leading space when decoded alone.
 
     Args:
-        token_ids: [R] of the response.
-        decode: converts token ids to text.
+        token_ids: [R] token ids of the response.
+        decode: function that converts token ids to text.
 
     Returns:
-        [R] texts, which add up to the text of the response.
+        [R] texts; joined, they are the text of the response.
     """
     texts: list[str] = []
     before: list[int] = []

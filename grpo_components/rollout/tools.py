@@ -1,6 +1,6 @@
 """Tool use: a world that runs the tool calls of the policy and replies with the results.
 
-The policy reads the errors of its calls, so a change of their wording changes what a replay gives.
+The policy reads the error messages of its calls, so a new wording would change a replay's results.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
 
 Tool = Callable[..., str]
-"""A function of named arguments, which are checked against its annotations. The policy sees the
-message of a ValueError; any other exception fails the sample."""
+"""Function that takes named arguments, checked against its annotations, and returns a text. The
+policy sees the message of a ValueError; any other exception fails the sample."""
 
 _MAX_STDERR_CHARS = 500
-"""Last characters of a program's stderr that the policy sees."""
+"""Number of characters from the end of a program's stderr that the policy sees."""
 _MAX_CALLS = 8
-"""Calls per turn that are run; more of them could use up the time of the rollout."""
+"""Most calls of a turn that are run; more could use up the rollout's time."""
 TURN_LIMIT_S = 10.0
 """Seconds for all programs of one turn together."""
 _PROGRAMS_PER_CORE = 2
-"""Programs that run at a time; more than one, because some only wait."""
+"""Programs that may run at a time per CPU core; more than one, because some only wait."""
 _TYPE_NAMES: dict[type, str] = {
     str: "a text",
     int: "a whole number",
@@ -43,7 +43,7 @@ _TYPE_NAMES: dict[type, str] = {
     list: "a list",
     dict: "an object",
 }
-"""Annotations that are checked; the types of JSON."""
+"""Annotations that are checked (the types of JSON), and their names in error messages."""
 _OPENING_TAG = re.compile(r"<tool_call>\s*")
 _ANY_TAG = re.compile(r"</?tool_call>")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -107,7 +107,7 @@ def python_tool(run: Callable[[str], str]) -> Tool:
     """Make a tool that runs a Python program and returns its output.
 
     Args:
-        run: runs a program in a sandbox and returns its output.
+        run: function that runs a program in a sandbox and returns its output.
     """
 
     def python(code: str) -> str:
@@ -120,7 +120,7 @@ def python_tool(run: Callable[[str], str]) -> Tool:
 
 @dataclass
 class _ProgramTime:
-    """Time of one conversation's programs."""
+    """Counts the time of one conversation's programs."""
 
     used_s: float = 0.0
     """Seconds that all programs have run so far."""
@@ -129,7 +129,7 @@ class _ProgramTime:
 
 
 _PROGRAM_TIME: ContextVar[_ProgramTime | None] = ContextVar("program_time", default=None)
-"""Program time of the conversation that calls a tool. (The policy sets the tool's arguments.)"""
+"""Program time of the conversation that calls a tool; no tool argument: the policy sets those."""
 
 
 @cache  # shared by all environments of a process, to limit the programs that run at a time
@@ -147,7 +147,7 @@ def run_in_sandbox(sandbox: Any, program: str) -> str:
         program: Python source text.
 
     Returns:
-        What the program printed, and how it failed.
+        What the program printed; if it failed, followed by the reason.
 
     Raises:
         ValueError: the programs of this turn have used up their time.
@@ -176,11 +176,11 @@ class ToolUse:
     policy may try again.
 
     Args:
-        tools: functions by the name that the policy uses.
+        tools: tool functions, by the name under which the policy calls them.
         call_format: `hermes` (Qwen2.5 and many others: an object with `name` and `arguments` in
             `<tool_call>` tags) or `llama3_json` (the whole turn is an object with `name` and
             `parameters`).
-        max_result_characters: characters of a result that the policy sees. Longer results lose
+        max_result_characters: most characters of a result that the policy sees. Longer results lose
             their middle, because errors are usually at the end.
 
     Raises:
@@ -304,7 +304,7 @@ def shipped_tools(
 
 
 def _hermes_calls(text: str) -> list[str]:
-    """Texts between the tags; a call without a closing tag extends to the end."""
+    """Return the text of each call: from its opening tag to the next tag, or to the end."""
     calls = []
     while found := _OPENING_TAG.search(text):
         text = text[found.end() :]
@@ -320,19 +320,19 @@ def _hermes_calls(text: str) -> list[str]:
 
 
 def _hermes_frame(results: list[str]) -> str:
-    """Results in Qwen2.5's chat template, from the end of one policy turn to the next."""
+    """Format results in Qwen2.5's chat template: all text between two turns of the policy."""
     responses = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
     return f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _llama3_calls(text: str) -> list[str]:
-    """The whole turn if it is a JSON object of a call."""
+    """Return the whole turn as the only call if it begins like the JSON object of a call."""
     text = text.removeprefix("<|python_tag|>").strip()
     return [text] if re.match(r'\{\s*"(name|parameters|type)"', text) else []
 
 
 def _llama3_frame(results: list[str]) -> str:
-    """Results in Llama 3.1's chat template."""
+    """Format results in Llama 3.1's chat template: all text between two turns of the policy."""
     quotes = (json.dumps(result, ensure_ascii=False) for result in results)
     header = "<|start_header_id|>ipython<|end_header_id|>"
     responses = "".join(f"{header}\n\n{quote}<|eot_id|>" for quote in quotes)

@@ -1,4 +1,4 @@
-"""A tutor for the tiny policy: checks its working and asks for the answer once it is right."""
+"""A tutor for the tiny policy: rejects wrong lines, and asks for the answer after a right one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from grpo_components.rollout.multi_turn import Reply
 class Tutor:
     """World that replies to a wrong line such as `3+4=6` with a hint, and to `3+4=7` with `####`.
 
-    After a hint the policy writes another line; after `####` it writes only the number, which the
-    config's rewards judge. A turn is one line if `generator.stop_token_ids` contains the newline.
+    After a hint the policy writes another line. After `####` it writes only the number, to be
+    judged by the config's rewards. A turn is one line if `generator.stop_token_ids` contains the
+    newline.
 
     Args:
-        penalty: cost of each wrong line.
+        penalty: what each wrong line takes off the reward.
         hint: reply to a wrong line.
     """
 

@@ -37,11 +37,11 @@ class Completion:
     """What the engine sampled for one request."""
 
     token_ids: NDArray[np.int64]
-    """[R] including the stop token, if one was sampled."""
+    """[R] sampled tokens, including the stop token if one was sampled."""
     logprobs: NDArray[np.float32]
-    """[R] in nats, of the distribution that was sampled from."""
+    """[R] log-probability of each token in nats, under the distribution it was sampled from."""
     token_versions: NDArray[np.int32]
-    """[R] policy version that sampled each token."""
+    """[R] version of the policy that sampled each token."""
     finish_reason: Literal["stop", "length", "abort"]
 
 
@@ -50,9 +50,9 @@ class EngineStoppedError(RuntimeError):
 
 
 class VLLMEngine:
-    """One vLLM engine and the thread that steps it.
+    """Runs one vLLM engine in a thread of its own, for requests from any thread.
 
-    Requests of all threads share one batch. New weights are loaded between two engine steps:
+    All requests share one batch. New weights are loaded between two engine steps:
     running requests continue across the swap, and every token has an exact version.
 
     Args:
@@ -62,7 +62,7 @@ class VLLMEngine:
             the order of arrival.
 
     Raises:
-        EngineStoppedError: from a future, if the engine thread died.
+        EngineStoppedError: raised by a future that a method returned, if the thread has ended.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class VLLMEngine:
         truncation: Mapping[str, float] | None = None,
         name: str = "a request",
     ) -> Future[Completion]:
-        """Queue one request; callable from any thread.
+        """Queue one request. Any thread may call this.
 
         Args:
-            prompt_ids: [P] tokens.
+            prompt_ids: [P] token ids of the prompt.
             max_tokens: longest response, in tokens.
-            temperature: of sampling; 0 takes the likeliest token.
-            seed: of this request's sampler.
-            stop_token_ids: a response ends with the first of these.
+            temperature: sampling temperature; 0 takes the likeliest token.
+            seed: seed of this request's sampler.
+            stop_token_ids: token ids after which sampling stops.
             truncation: other changes to the distribution, by vLLM's names (top_p, ...).
-            name: of the request in the schedule.
+            name: name of the request in the schedule.
         """
         sampling = SamplingParams(
             n=1,
@@ -138,14 +138,14 @@ class VLLMEngine:
         return self._command(name, "request", (list(prompt_ids), sampling))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
-        """Swap the weights between two steps; callable from any thread.
+        """Swap the weights between two steps. Any thread may call this.
 
         Args:
             version: policy version of the new weights.
             tensors: every parameter by its Hugging Face name, on the CPU.
 
         Raises:
-            ValueError: a name or shape is not the model's; the engine keeps its weights.
+            ValueError: a name or shape is not one of the model; the engine keeps its weights.
         """
         check_names_and_shapes(
             {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected_shapes
@@ -168,7 +168,7 @@ class VLLMEngine:
         return future
 
     def _run(self) -> None:
-        """Engine thread: take the commands that are due, then make one engine step, and repeat."""
+        """Run the engine thread: repeatedly take the commands that are due, then make a step."""
         waiting: Future[Any] | None = None
         try:
             while True:
@@ -241,10 +241,10 @@ class VLLMEngine:
             raise RuntimeError("vLLM did not reset its KV cache after new weights")
 
     def _finish_batches_in_flight(self, core: EngineCore) -> None:
-        """Take the outputs of batches that asynchronous scheduling has started ahead.
+        """Take the outputs of the batches that asynchronous scheduling has already started.
 
-        vLLM labels tokens with the weight version at the time their output is taken, but the old
-        weights sampled these.
+        The old weights sampled their tokens, but vLLM labels a token with the weight version at the
+        time its output is taken.
         """
         if not core.batch_queue:  # None without asynchronous scheduling
             return

@@ -21,9 +21,9 @@ from grpo_components.rewards.sandbox.inside.contain import TIMED_OUT
 
 _CONTAIN = Path(__file__).parent / "inside" / "contain.py"
 _OLDEST_KERNEL = (5, 14)
-"""First Linux that counts processes per user namespace and sets mount trees read-only."""
+"""First Linux version that counts processes per user namespace and makes mount trees read-only."""
 _GRACE_S = 30.0
-"""Seconds for the sandbox itself to start and end, on top of the program's wall clock."""
+"""Seconds for the sandbox itself to start and end, on top of the program's wall-clock limit."""
 _MAX_QUEUE_S = 600.0
 _MAX_LIMIT = 2**20
 """Largest value of any limit."""
@@ -41,10 +41,11 @@ class Limits:
 
     Args:
         cpu_s: CPU seconds of all threads together.
-        wall_s: seconds after which the program is killed, waiting included.
+        wall_s: wall-clock seconds after which the program is killed, even if it only waits.
         memory_mib: MiB of address space, including about 50 MiB for Python itself.
-        file_mib: MiB for each file, for all files together, and for each of stdout and stderr.
-        threads: threads at a time. A program can never start further processes.
+        file_mib: limit in MiB on each file, on all files together, and on each of stdout and
+            stderr.
+        threads: largest number of threads at a time. A program can never start other processes.
 
     Raises:
         ValueError: a limit is out of range.
@@ -84,18 +85,18 @@ class Outcome:
 class CodeSandbox:
     """Runs Python programs, each in a separate process with only the standard library.
 
-    A program gets its own namespaces (no network, no other processes, no mounts), a read-only root
-    with the standard library, a private /tmp, another user, an empty environment and hard limits. A
-    seccomp filter refuses system calls for new processes, sockets, and memory that no limit counts.
-    Needs Linux on x86-64.
+    A program gets its own namespaces (no network, no other processes, no mounts of the machine), a
+    read-only root with the standard library, a private /tmp, another user id, an empty environment
+    and hard limits. A seccomp filter refuses system calls that create processes or sockets, or
+    allocate memory that no limit counts. This needs Linux on x86-64.
 
     Args:
-        limits: for each program.
-        max_programs: programs that run at a time; further callers wait in a `FairQueue`.
+        limits: resources that each program may use; None uses the defaults of `Limits`.
+        max_programs: programs that may run at a time; further callers wait in a `FairQueue`.
 
     Raises:
-        ValueError: `max_programs` is below 1, or this machine cannot sandbox programs. There is no
-            weaker mode.
+        ValueError: `max_programs` is below 1, or this machine cannot sandbox programs; there is no
+            weaker mode to fall back to.
     """
 
     def __init__(self, limits: Limits | None = None, max_programs: int = 1) -> None:
@@ -118,13 +119,13 @@ class CodeSandbox:
     def run(
         self, program: str, stdin: str = "", wall_s: float | None = None, used_s: float = 0.0
     ) -> Outcome:
-        """Run one program until it ends. Any thread may call this; the program dies with it.
+        """Run one program until it ends. Any thread may call this; if it dies, so does the program.
 
         Args:
             program: source text.
             stdin: text on the program's standard input.
-            wall_s: wall-clock limit of this run in seconds, if shorter than the general one.
-            used_s: seconds that the caller's earlier programs ran; delays it in the queue.
+            wall_s: wall-clock limit of this run in seconds; ignored if above `Limits.wall_s`.
+            used_s: seconds that the caller's earlier programs ran; they delay it in the queue.
 
         Raises:
             SandboxError: the program could not be started.
@@ -144,13 +145,13 @@ class CodeSandbox:
     def run_connected(
         self, program: str, files: Mapping[str, str], other: str, other_files: Mapping[str, str]
     ) -> Outcome:
-        """Run two programs in separate sandboxes, each reading what the other one writes.
+        """Run two programs in separate sandboxes; the stdout of each is the stdin of the other.
 
         Args:
             program: source text of the program whose outcome counts.
-            files: files in the root folder of `program`: text by name.
+            files: content of the files in the root folder of `program`, by file name.
             other: source text of the other program; it is killed when `program` ends.
-            other_files: files in the root folder of `other`.
+            other_files: content of the files in the root folder of `other`, by file name.
 
         Returns:
             The outcome of `program`, without its stdout.
@@ -238,10 +239,11 @@ class CodeSandbox:
 
 @dataclass(frozen=True)
 class _Running:
-    """A running sandbox: its process and the reading end of its report pipe."""
+    """Handle on a running sandbox, to wait for its end or to kill it."""
 
     process: subprocess.Popen[bytes]
     report: int
+    """Descriptor of the reading end of the pipe for the sandbox's report."""
 
     def wait(self, timeout_s: float) -> tuple[int, str]:
         """Wait until the sandbox ends.
@@ -271,7 +273,7 @@ class _Running:
 
 
 def _memory_file(text: str = "") -> IO[bytes]:
-    """An anonymous file in memory that holds a text."""
+    """Create an anonymous file in memory that holds a text."""
     file = os.fdopen(os.memfd_create("program"), "w+b", buffering=0)
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)

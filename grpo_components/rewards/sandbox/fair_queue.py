@@ -1,4 +1,4 @@
-"""A queue for a few slots in which a heavy user cannot hold up the others."""
+"""A queue for a few slots in which a heavy user cannot hold up other users."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from collections.abc import Iterator
 class FairQueue:
     """Limits how many callers run at a time; the next slot goes to the earliest ticket.
 
-    A ticket is the caller's arrival time plus the seconds it has used before. A caller that has
-    used 8 s therefore waits for all who arrive within the next 8 s, and nobody waits forever.
+    A ticket is a time: the caller's arrival plus the seconds for which it has held slots before. A
+    caller that has held slots for 8 s therefore gives way to new callers for 8 s, and nobody waits
+    forever.
 
     Args:
-        num_slots: callers that may run at a time.
+        num_slots: largest number of callers that run at a time.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -33,7 +34,7 @@ class FairQueue:
 
     @contextlib.contextmanager
     def slot(self, used_s: float, timeout_s: float) -> Iterator[None]:
-        """Wait for a slot and hold it during the `with` block.
+        """Context manager: wait for a slot, and hold it during the `with` block.
 
         Args:
             used_s: seconds for which the caller has held slots before.

@@ -1,7 +1,8 @@
-"""Script of two connected sandboxes: one runs the asserts, the other the program they test.
+"""Script that runs in two connected sandboxes: one for the asserts, one for the program they test.
 
-Only plain data (numbers, text, lists, ...) crosses between the two, and expected results never do.
-A program gains nothing by patching `==`, returning objects that equal everything, or exiting early.
+Only plain data (numbers, text, lists, ...) and references to objects of the program cross between
+the two; expected results never do. So a program gains nothing by patching `==`, returning objects
+that equal everything, or exiting early.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Callable
 from typing import IO, Any
 
 ASSERTS, PROGRAM = "asserts.py", "program.py"
-"""Files in the root folder; the file that exists decides which of the two this process is."""
+"""Files in the root folder of a sandbox; the one that exists decides what this process runs."""
 
 NAMES = "names.json"
-"""File beside the asserts: a list of the names that the program must define."""
+"""File beside the asserts: a JSON list of the names that the program must define."""
 
 UNFIT = 3
-"""Exit status if the asserts pass the program something that cannot cross; stderr names it."""
+"""Exit status if the asserts pass the program a value that cannot cross; stderr names its type."""
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, args, kwargs: target(*args, **kwargs),
@@ -39,11 +40,12 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "text": str,
     "representation": repr,
 }
-"""Operations that the asserts can request on an object in the program's sandbox."""
+"""Operations, by name, that the asserts can request on an object in the program's sandbox."""
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
-# Types of the standard library that cross by value: their module and constructor arguments.
+# Further types that cross by value: for each type name, its module and a function that takes a
+# value apart into constructor arguments.
 _VALUES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "range": ("builtins", lambda v: [v.start, v.stop, v.step]),
     "slice": ("builtins", lambda v: [v.start, v.stop, v.step]),
@@ -59,18 +61,18 @@ _OPTIONAL += ("__delitem__", "__reversed__", "send", "throw", "close")
 """A `Remote` has these methods only if its object has them, because `isinstance` checks them."""
 
 _COMMON_ATTRIBUTES = ("__name__", "__qualname__", "__doc__", "__annotations__")
-"""Attributes that a `Remote` itself would have; it reads those of the program's object."""
+"""Attributes that `Remote` itself has; their values are read from the program's object instead."""
 
 _STATE = " ask, number"
-"""Attribute that holds the state of a `Remote`; not an identifier, so no program can use it."""
+"""Attribute that holds the state of a `Remote`. It is no identifier, so no program can use it."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
     """Convert a value to JSON data.
 
     Args:
-        value: plain data is converted by value, any other object by reference.
-        keep: stores an object of the second kind and returns its reference.
+        value: plain data crosses by value, any other object by reference.
+        keep: function that stores an object that crosses by reference, and returns the reference.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -90,11 +92,11 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any]) -> Any:
-    """Inverse of `encode`; builds only types of the standard library.
+    """Undo `encode`; build only types of the standard library.
 
     Args:
-        data: from JSON.
-        find: returns the object of a reference.
+        data: JSON data that `encode` returned.
+        find: function that returns the object of a reference.
     """
     if not isinstance(data, list):
         return data
@@ -118,7 +120,7 @@ def _never(self: Any, *_: Any) -> Any:
 
 
 class Remote:
-    """Proxy of an object in the program: can be called and read, but never compared."""
+    """Proxy for an object of the program: can be called, read and changed, but never compared."""
 
     def __init__(self, ask: Callable[..., Any], number: int | str) -> None:
         vars(self)[_STATE] = ask, number
@@ -171,11 +173,11 @@ class Remote:
         return _request(self, "reversed")
 
     def send(self, value: Any) -> Any:
-        """Send a value to the generator."""
+        """Call the object's `send`, as of a generator."""
         return _request(self, "attribute", "send")(value)
 
     def throw(self, *args: Any) -> Any:
-        """Raise an exception in the generator."""
+        """Call the object's `throw`, as of a generator."""
         return _request(self, "attribute", "throw")(*args)
 
     def close(self) -> Any:
@@ -194,7 +196,7 @@ _REMOTE_TYPES: dict[frozenset[str], type] = {frozenset(_OPTIONAL): Remote}
 def _remote(ask: Callable[..., Any], number: int | str, methods: list[str]) -> Any:
     """Make a proxy whose class has exactly the optional methods that the object has.
 
-    `callable(x)` and `isinstance(x, Iterator)` look for these methods, and so are correct.
+    So `callable(x)` and `isinstance(x, Iterator)`, which look for these methods, are correct.
     """
     has = frozenset(methods) & frozenset(_OPTIONAL)
     if has not in _REMOTE_TYPES:
@@ -205,7 +207,7 @@ def _remote(ask: Callable[..., Any], number: int | str, methods: list[str]) -> A
 
 
 def _methods(value: Any) -> list[str]:
-    """The optional methods that the class of an object has."""
+    """Return the names of the `_OPTIONAL` methods that the class of an object has."""
     spaces = [vars(kind) for kind in reversed(type(value).__mro__)]
     found = {name: space[name] for space in spaces for name in _OPTIONAL if name in space}
     return [name for name, method in found.items() if method is not None]
@@ -222,7 +224,7 @@ def _load(name: str, **names: Any) -> Any:
 
 
 def _describe(error: BaseException) -> tuple[str, str]:
-    """The closest builtin class of an exception, and its message."""
+    """Return the name of an exception's closest builtin base class, and the exception's message."""
     kinds = (k.__name__ for k in type(error).__mro__ if vars(builtins).get(k.__name__) is k)
     is_text = len(error.args) == 1 and isinstance(error.args[0], str)
     return next(kinds), error.args[0] if is_text else str(error)
@@ -237,7 +239,7 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
         def number(value: Any) -> int | str:
             if type(value) in _REMOTE_TYPES.values():
                 return vars(value)[_STATE][1]
-            if request[1] not in named:  # the assert called an object that the program chose
+            if request[1] not in named:  # called on an object that the program returned
                 os._exit(1)
             sys.stderr.write(f"a {type(value).__name__}")
             sys.stderr.flush()
@@ -252,7 +254,7 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
                 return result
             kind = vars(builtins)[failure[0]]
             if not issubclass(kind, Exception) or (kind is StopIteration and request[0] != "next"):
-                kind = RuntimeError  # must not end the asserts, nor a loop in them
+                kind = RuntimeError  # the original would end the asserts, or a loop in them
             error = kind.__new__(kind, failure[1])
         except Exception:  # the program exited: the asserts must not catch this
             os._exit(1)
@@ -260,7 +262,7 @@ def _check_asserts(reader: IO[str], writer: IO[str]) -> None:
 
     with open(f"/{NAMES}", encoding="utf-8") as file:
         names: list[str] = json.load(file)
-    # Names that the program does not define fail only if the asserts use them.
+    # A name that the program does not define is an error only if the asserts use it.
     given = ask("names", "", names)
     named |= {vars(v)[_STATE][1] for v in given.values() if type(v) in _REMOTE_TYPES.values()}
     _load(ASSERTS, **{name: Remote(ask, name) for name in names} | given)

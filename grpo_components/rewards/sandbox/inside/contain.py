@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 TIMED_OUT = "wall-clock limit"
-"""Report that the program exceeded its time; any other report says why it could not start."""
+"""Report that the program exceeded its wall-clock limit; any other says why it could not start."""
 
 _CLONE_NEWNS, _CLONE_NEWCGROUP, _CLONE_NEWUTS = 0x20000, 0x2000000, 0x4000000
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (1 << n for n in (27, 28, 29, 30))
@@ -32,16 +32,16 @@ _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = -100, 0x8000, 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _NOBODY = 65534
 _FIRST_UID = 1_000_000_000
-"""If root runs the sandbox, each program gets a user id from here, so that limits are separate."""
+"""Lowest user id of programs if root runs the sandbox; each has its own, so limits are separate."""
 _CPU_LIMIT_STATUS = 128 + signal.SIGXCPU
 _MOUNT_POINT = "/sys"
-"""Where the new root is built: a folder that exists everywhere and contains no Python."""
+"""Folder in which the new root is built: exists on every machine and contains no Python."""
 _DEVICES = ("null", "zero", "random", "urandom")
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
 _EPERM, _ENOSYS = 1, 38
-# x86-64 system call numbers, in this order: new processes (fork, vfork); namespaces and mounts;
+# Numbers of x86-64 system calls, in groups: new processes (fork, vfork); namespaces and mounts;
 # memory, limits and descriptors of other processes; the network and messages that carry
 # descriptors; memory that no limit counts (asynchronous I/O included); rarely used kernel features.
 _REFUSED = (57, 58)
@@ -52,7 +52,7 @@ _REFUSED += (29, 30, 64, 68, 206, 207, 208, 209, 210, 240, 278, 319, 333, 447)
 _REFUSED += (103, 135, 154, 163, 167, 168, 169, 172, 173, 175, 176, 179, 212, 246, 248, 249, 250)
 _REFUSED += (298, 300, 313, 320, 321, 323, 425, 426, 427, 443, 459, 460, 461)
 _FIRST_UNKNOWN = 462
-"""This and later system calls are answered with ENOSYS, as by an older kernel."""
+"""System calls from this number on fail with ENOSYS, as they would on an older kernel."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -69,7 +69,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _read_only(target: str, also: int) -> None:
-    # Adds attributes to this mount and all below it, and removes none.
+    # Add attributes to this mount and all mounts below it, and remove none.
     attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | also, 0, 0, 0)
     path = target.encode()
     done = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, attributes, 32)
@@ -84,12 +84,12 @@ def _bind(source: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, "", _MS_BIND | _MS_REC)
-    # A read-only bind mount still allows writing to the device, but not changing its mode or owner.
+    # A device in a read-only bind mount can still be written to, but its mode and owner are fixed.
     _read_only(target, _MS_NOEXEC if source.startswith("/dev/") else _MS_NODEV)
 
 
 def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
-    """Build a root with shared libraries, one Python without packages, the files, and /tmp."""
+    """Build and enter a root with shared libraries, Python without packages, the files and /tmp."""
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     space = sum(4 * len(text) for text in files.values()) + 2**20
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, f"size={space},mode=755")
@@ -98,7 +98,7 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
     folders += ["/usr/lib", "/usr/lib64", "/lib", "/lib64"]
     bound: list[str] = []
     for folder in folders:
-        if os.path.islink(folder):  # such as /lib to usr/lib; its target is bound as well
+        if os.path.islink(folder):  # such as /lib, a link to usr/lib, which is also bound
             os.makedirs(os.path.dirname(_MOUNT_POINT + folder), exist_ok=True)
             os.symlink(os.readlink(folder), _MOUNT_POINT + folder)
         elif os.path.isdir(folder) and not any(f"{folder}/".startswith(f"{b}/") for b in bound):
@@ -125,7 +125,7 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
 
 
 def _filter_system_calls() -> None:
-    """Refuse `_REFUSED` and new processes with EPERM; threads are allowed."""
+    """Make the kernel refuse `_REFUSED` and new processes with EPERM, but allow new threads."""
     load, equal, bits, answer = 0x20, 0x15, 0x45, 0x06
     at_number, at_arch, at_first_argument = 0, 4, 16
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
@@ -139,7 +139,7 @@ def _filter_system_calls() -> None:
         (answer, 0, 0, kill),
         (0x25, 0, 1, _FIRST_UNKNOWN),
         (answer, 0, 0, refuse | _ENOSYS),
-        (equal, 0, 1, _CLONE3),  # its flags cannot be filtered; the C library then uses clone
+        (equal, 0, 1, _CLONE3),  # a filter cannot see its flags; the C library then uses clone
         (answer, 0, 0, refuse | _ENOSYS),
     ]
     for number in _REFUSED:
@@ -172,7 +172,7 @@ def _limit(limits: dict[str, Any]) -> None:
     }
     for name, limit in resources.items():
         resource.setrlimit(name, (limit, limit))
-    # SIGXCPU at the limit, which shows the reason; SIGKILL a second later if it is ignored.
+    # SIGXCPU comes at the limit and shows the reason; SIGKILL a second later if it was ignored.
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
 
 
@@ -215,7 +215,8 @@ def _become_program(job: dict[str, Any], python: str) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    # No packages, byte code or current folder; PYTHONHASHSEED fixes the order of sets.
+    # Python uses no packages, byte code files or current folder. PYTHONHASHSEED fixes the order of
+    # sets.
     options = ["-s", "-S", "-P", "-B", "-X", "utf8"]
     os.chdir("/tmp")
     _filter_system_calls()
@@ -225,7 +226,7 @@ def _become_program(job: dict[str, Any], python: str) -> NoReturn:
 def _init(job: dict[str, Any], python: str, uid: int | None, parent_lives: int) -> int:
     """Run as process 1: build the root, start the program and wait for it."""
     _die_with_parent()
-    os.setsid()  # else the program's `kill(0, ...)` would reach the process with the clock
+    os.setsid()  # else the program's `kill(0, ...)` would reach the first process
     _build_root(python, job["files"], job["file_bytes"])
     _must(_libc.sethostname(b"sandbox", 7), "sethostname")
     if uid is not None:
@@ -277,7 +278,7 @@ def _main(job: dict[str, Any], report: int, parent: int) -> int:
 def _reported(report: int, step: Callable[[], int]) -> int:
     try:
         return step()
-    except Exception as error:  # whatever this machine refuses; the caller raises it
+    except Exception as error:  # what this machine refused; `CodeSandbox` raises it
         os.write(report, f"{type(error).__name__}: {error}".encode())
         return 1
 
