@@ -17,14 +17,14 @@ from grpo_components.plain_text import one_line
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
-    """Check a file of receipts, record by record, and compare it with the run's other files.
+    """Check a run's receipts record by record, and compare them with the run's other files.
 
     Args:
-        path: of receipts.jsonl.
+        path: path of receipts.jsonl.
         unfinished: accept a missing end record: the run was killed or is still running.
 
     Returns:
-        The findings, and a summary of the run in one line.
+        The findings, and a one-line summary of the run.
 
     Raises:
         OSError: if there are no records, or the file cannot be read.
@@ -34,7 +34,7 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
     findings = Findings()
     chain = Chain(
         path, findings
-    )  # reads receipts.end before the records, which a run may still be writing
+    )  # reads receipts.end before the records: the run may still be writing both
     starts = _starts(path)
     checks = cross_checks(path.parent, [attempt for attempt, _ in starts], findings)
     run = RunAudit(path.name, [step for _, step in starts], chain, checks, findings)
@@ -42,7 +42,7 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
         with path.open("rb") as file:
             for number, line in enumerate(lines_of(file), start=1):
                 if unfinished and not line.endswith(b"\n"):
-                    break  # incomplete: killed while writing it
+                    break  # incomplete: the run was killed, or is writing it now
                 run.follow(line, number)
         run.finish(unfinished)
     except FatalViolation:
@@ -53,7 +53,7 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
 
 
 def _starts(path: Path) -> list[tuple[int, int]]:
-    """`attempt` and `steps_done` of each start record; the `parses` rule finds unreadable ones."""
+    """Return (`attempt`, `steps_done`) of each start record; skip unreadable records."""
     found: list[tuple[int, int]] = []
     with path.open("rb") as file:
         for line in lines_of(file):
@@ -69,13 +69,13 @@ def _starts(path: Path) -> list[tuple[int, int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table of rules.
+    """Audit a run and print the outcome of every rule.
 
     Args:
-        arguments: of the command line; None takes those of this process.
+        arguments: command-line arguments; None takes them from `sys.argv`.
 
     Returns:
-        Exit code: 0 if every rule holds, 1 if one is broken, 2 without receipts.
+        Exit code: 0 if every rule holds, 1 if one is broken, 2 if there are no receipts.
     """
     parser = argparse.ArgumentParser(prog="python -m grpo_components.audit", description=__doc__)
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")

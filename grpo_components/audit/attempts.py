@@ -1,4 +1,4 @@
-"""Checks the records of a run in order, over all its attempts."""
+"""Checks a run's receipts record by record, over all its attempts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from grpo_components.audit.weights import Weights, check_contract
 from grpo_components.records.receipt_shapes import mismatch
 
 _FORMATS = (1, 2)
-"""Known formats of start records; format 1 has no chain."""
+"""Known values of `format` in a start record; with format 1, records have no hashes."""
 
 
 class RunAudit:
-    """Checks the records of one file of receipts.
+    """Checks a run's receipts line by line.
 
     Args:
-        name: of the file.
-        resume_points: `steps_done` of all start records.
-        chain: checks the hashes.
-        cross_checks: compare the records with the run's other files.
-        findings: gets the outcome of every check.
+        name: file name of the receipts, for messages.
+        resume_points: steps after which attempts begin: `steps_done` of all start records.
+        chain: checks the hashes of the records.
+        cross_checks: checks that compare the records with the run's other files.
+        findings: collects the outcome of every check.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class RunAudit:
         """Check the next line.
 
         Args:
-            line: with its line end.
-            number: of the line, from 1.
+            line: the line, including its line end.
+            number: line number, from 1.
 
         Raises:
             FatalViolation: if the remaining records cannot be checked.
@@ -85,10 +85,10 @@ class RunAudit:
             rule.follow(record)
 
     def finish(self, unfinished: bool) -> None:
-        """Check the file as a whole, after its last line.
+        """Make the checks that need the whole file, after its last line.
 
         Args:
-            unfinished: accept a missing end record.
+            unfinished: whether to accept a missing end record.
 
         Raises:
             FatalViolation: if there is no start record.
@@ -103,7 +103,7 @@ class RunAudit:
             rule.finish()
 
     def summary(self) -> str:
-        """The run in one line."""
+        """Return one line on the run: attempts, steps, policy version and counts of groups."""
         h = self._history
         return (
             f"{self._start.get('attempt', 0) + 1} attempt(s), {h.step} steps, policy version "
@@ -166,7 +166,7 @@ class RunAudit:
             "has no batch hash" if not batch_hash else "repeats an earlier batch hash",
         )
         h.batch_hashes.add(batch_hash)
-        if after != start:  # a skipped step may have no mass
+        if after != start:  # a skipped step may lack its correction mass
             check(
                 "correction",
                 mass is not None,
@@ -185,7 +185,7 @@ class RunAudit:
             record["policy_version"] == h.policy_version,
             f"policy_version is not {h.policy_version}",
         )
-        # A run may be stopped after a step and before its record.
+        # A run may be stopped after it trained a step and before it wrote the step's record.
         self._weights.follow(record, newest=h.policy_version + (not record["finished"]))
         trained = follow_events(record, self._start, h, self._findings)
         whole = not trained or (not record["finished"] and len(trained) == wanted)

@@ -13,17 +13,17 @@ _NO_CHAIN = (
 
 
 class Chain:
-    """Checks the hash of each record, up to the one that `receipts.end` names.
+    """Checks the hash of each record, and that `receipts.end` names the last record.
 
     Args:
         receipts: path of receipts.jsonl.
-        findings: gets the outcome of every check.
+        findings: collects the outcome of every check.
     """
 
     def __init__(self, receipts: Path, findings: Findings) -> None:
         self._check, self._findings = findings.check, findings
         self._problem, self._known = "", None
-        # Read before the records, so that a run that is still writing cannot get ahead of them.
+        # Read before the records: read after them, it could name a record written in between.
         try:
             self._known = read_end(receipts)
         except (OSError, ValueError) as error:
@@ -36,7 +36,7 @@ class Chain:
         """Check the hash of the next line.
 
         Args:
-            line: without its line end.
+            line: the line, without its line end.
 
         Returns:
             The line without its hash.
@@ -59,10 +59,10 @@ class Chain:
         return fields
 
     def check_format(self, number: int) -> None:
-        """Check that records have a hash if and only if their format has one.
+        """Check that the records so far have hashes if and only if the run's format has them.
 
         Args:
-            number: `format` of the last start record.
+            number: `format` in the start record that was just read.
         """
         chained = self._end.records > self._unchained
         if chained or number > 1:
@@ -73,7 +73,7 @@ class Chain:
         """Compare the last record with `receipts.end`.
 
         Args:
-            unfinished: whether the run may have written more records since that was read.
+            unfinished: whether records may have been written after `receipts.end` was read.
         """
         self._findings.where = END_FILE
         if self._end.records == self._unchained and self._known is None and not self._problem:
@@ -88,6 +88,6 @@ class Chain:
             return
         problem = f"names record {self._known.records} with hash {self._known.chain[:8]}...; "
         problem += f"the receipts have {self._end.records} records and not this one"
-        # A run killed between the two writes leaves one record more.
+        # A run killed after writing a record and before updating receipts.end has one extra.
         extra = self._end.records - self._known.records
         self._check("chain", self._reached and (unfinished or extra <= 1), problem)

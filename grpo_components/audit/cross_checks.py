@@ -1,4 +1,4 @@
-"""Rules that compare the receipts with other files of the run."""
+"""Compares the receipts with the run's other files: config, metrics and events."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from grpo_components.audit.lines import records_of
 from grpo_components.audit.settings import Settings, correction_bounds, read_settings
 
 _SLACK = 1e-6
-"""Relative; a mean summed in another order differs by rounding."""
+"""Relative tolerance: the order of summation changes the rounding of a mean."""
 
 
 class CrossCheck(Protocol):
-    """A rule that compares the records with another file."""
+    """A check that compares the records with another file of the run."""
 
     def follow(self, record: Record) -> None:
-        """Check the next record, which has all its fields."""
+        """Check the next record; its fields are complete."""
         ...
 
     def finish(self) -> None:
-        """Check what needs all records."""
+        """Make the checks that need all records."""
 
 
 class ConfigCheck:
-    """Compares the settings in a start record with the attempt's config.
+    """Compares the settings in each start record with the attempt's config.
 
-    `config.yaml` belongs to the last process of the run, `config_attempt_<n>.yaml` to the one whose
-    last attempt was n. A rollback stays in its process and shares the config.
+    The run's last process wrote `config.yaml`; an earlier process whose last attempt was n wrote
+    `config_attempt_<n>.yaml`. A rollback begins an attempt in the same process, with its config.
 
     Args:
-        folder: of the run.
-        last_attempt: the last one in the receipts.
-        findings: gets the outcome of every check.
+        folder: the run's output folder.
+        last_attempt: number of the last attempt in the receipts.
+        findings: collects the outcome of every check.
     """
 
     def __init__(self, folder: Path, last_attempt: int, findings: Findings) -> None:
@@ -57,7 +57,7 @@ class ConfigCheck:
             self._check_mass(record["correction_mass"], self._settings)
 
     def finish(self) -> None:
-        """Nothing to do."""
+        """Do nothing: `follow` makes every check."""
 
     def _settings_of(self, attempt: int) -> Settings | None:
         until = next((number for number in self._until if number >= attempt), None)
@@ -70,8 +70,7 @@ class ConfigCheck:
             except (OSError, ValueError) as error:
                 self._check("config", False, f"{name} cannot be read: {error}")
         settings = self._read[path]
-        # A single config of a resumed run (its earlier folder is elsewhere) only covers the last
-        # attempt.
+        # A run that resumed in a new folder has a single config here, that of its last attempt.
         resumed = settings is not None and settings.get("resume_from_checkpoint") != "false"
         only_last = until is None and not self._until and resumed
         return None if only_last and attempt < self._last else settings
@@ -97,8 +96,8 @@ class MetricsCheck:
     """Compares the numbers of each step with `logs/metrics.jsonl`.
 
     Args:
-        folder: of the run.
-        findings: gets the outcome of every check.
+        folder: the run's output folder.
+        findings: collects the outcome of every check.
     """
 
     def __init__(self, folder: Path, findings: Findings) -> None:
@@ -130,7 +129,7 @@ class MetricsCheck:
                 self._check("metrics", same, f"{key} is {value}, but {metrics[key]} in the metrics")
 
     def finish(self) -> None:
-        """Find steps that only the metrics have."""
+        """Check that every step in the metrics is in the receipts."""
         missing = sorted(self._found.keys() - self._seen)
         attempt, step = missing[0] if missing else (0, 0)
         if self._found:
@@ -140,11 +139,11 @@ class MetricsCheck:
 
 
 class LoadsCheck:
-    """Compares every acknowledged pull with the loads in `logs/events.jsonl`.
+    """Compares each pull (weight load that a generator acknowledged) with `logs/events.jsonl`.
 
     Args:
-        folder: of the run.
-        findings: gets the outcome of every check.
+        folder: the run's output folder.
+        findings: collects the outcome of every check.
     """
 
     def __init__(self, folder: Path, findings: Findings) -> None:
@@ -153,13 +152,13 @@ class LoadsCheck:
         self._pulls: list[tuple[str, tuple[int, str, int], str]] = []
 
     def follow(self, record: Record) -> None:
-        """Collect the pulls of a record."""
+        """Collect the acknowledged pulls of a record."""
         for pull in record.get("acknowledged", ()):
             identity = (record["attempt"], pull["generator"], pull["version"])
             self._pulls.append((self._findings.where, identity, pull["checksum"]))
 
     def finish(self) -> None:
-        """Compare them with the log, read last so that it has every pull of the receipts."""
+        """Compare the pulls with the log, which is read last so that it has all of them."""
         loads: dict[tuple[Any, Any, Any], list[Any]] = {}
         for event in records_of(self._path, b'"load"'):
             identity = (event.get("attempt"), event.get("role"), event.get("version"))
@@ -168,7 +167,7 @@ class LoadsCheck:
         logged = {attempt for attempt, _, _ in loads}
         for where, identity, checksum in self._pulls:
             attempt, name, version = identity
-            if attempt not in logged:  # this folder lacks its log
+            if attempt not in logged:  # the attempt's log is in another folder
                 continue
             self._findings.where = where
             found = loads.get(identity, [])
@@ -181,12 +180,12 @@ class LoadsCheck:
 
 
 def cross_checks(folder: Path, attempts: Iterable[int], findings: Findings) -> list[CrossCheck]:
-    """The rules that compare the receipts with other files of a run's folder.
+    """Return the checks that compare the receipts with the run's other files.
 
     Args:
-        folder: of the run; its files may be missing.
-        attempts: all attempts of the receipts.
-        findings: gets the outcome of every check.
+        folder: the run's output folder; files in it may be missing.
+        attempts: numbers of all attempts in the receipts.
+        findings: collects the outcome of every check.
     """
     last = max(attempts, default=0)
     return [
@@ -197,7 +196,7 @@ def cross_checks(folder: Path, attempts: Iterable[int], findings: Findings) -> l
 
 
 def _measured(record: Record) -> dict[str, float | None]:
-    """Metrics of a step, recomputed from its record."""
+    """Compute metrics of a step from its record."""
     counts = {int(version): n for version, n in record["token_versions"].items()}
     tokens, start = sum(counts.values()), record["trained_from"]
     versions = sum(version * n for version, n in counts.items())

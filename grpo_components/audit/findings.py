@@ -1,4 +1,4 @@
-"""The rules of the audit, and what was found for each."""
+"""Names the rules of the audit and collects the outcome of their checks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RULES = {
     "complete": "the run has an end record; finished says whether all steps were done",
     "one_run": "receipts, config and checkpoints are of one run; latest is of a step that counts",
 }
-"""Rule -> what it requires, in the order of the table."""
+"""Rule -> what it requires; in the order of the printed table."""
 
 _MAX_VIOLATION_CHARS = 300
 
@@ -44,16 +44,16 @@ class FatalViolation(Exception):
 
 
 class Findings:
-    """Counts the checks of each rule and keeps the first violation."""
+    """Counts the checks of each rule and keeps the rule's first violation."""
 
     def __init__(self) -> None:
         self.checked: Counter[str] = Counter()
         self.broken: dict[str, str] = {}
-        """Broken rule -> its first violation, in one line of plain text; in the order found."""
+        """Broken rule -> its first violation as one line of text; in the order found."""
         self.notes: list[str] = []
         """Remarks that are not violations, one line each."""
         self.where = ""
-        """File and line that are being checked; the prefix of a violation."""
+        """File and line that is being checked; the text of a violation begins with it."""
 
     def check(self, rule: str, holds: bool, problem: str, *, fatal: bool = False) -> bool:
         """Record the outcome of one check.
@@ -61,8 +61,8 @@ class Findings:
         Args:
             rule: key of RULES.
             holds: whether the check passed.
-            problem: what is wrong if it did not.
-            fatal: whether the remaining records cannot be checked then.
+            problem: text that says what is wrong if the check failed.
+            fatal: whether a failure makes it impossible to check the remaining records.
 
         Returns:
             `holds`.
@@ -81,7 +81,7 @@ class Findings:
         return holds
 
     def table(self) -> str:
-        """One line per rule: its name, how often it was checked, and the outcome."""
+        """Return one line per rule: its name, how often it was checked, and the outcome."""
         width = max(map(len, RULES))
         lines = [f"{'rule':{width}}  {'checked':>8}  outcome"]
         for rule, requirement in RULES.items():

@@ -1,4 +1,4 @@
-"""Checks the events of groups and prompts in the records."""
+"""Checks the events that issue, generate, restart, train or drop groups."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _STATES = ("in_flight", "buffered", "in_training")
 def follow_events(
     record: Record, start: Record, h: History, findings: Findings
 ) -> dict[int, Group]:
-    """Check the events of a record, and compare its sums with them.
+    """Check the events of a record, and check that its sums agree with them.
 
     Args:
         record: a step or end record.
-        start: start record of its attempt.
+        start: start record of the same attempt.
         h: state before the record; updated in place.
-        findings: gets the outcome of every check.
+        findings: collects the outcome of every check.
 
     Returns:
-        Number -> group, for the groups that the events train.
+        The groups that the events train, by group number.
     """
     totals, check = _Totals(), findings.check
     trained: dict[int, Group] = {}
@@ -62,12 +62,12 @@ def follow_events(
 
 
 def check_ends(record: Record, h: History, findings: Findings) -> None:
-    """Compare the remaining groups and prompts of an end record with the events.
+    """Check that an end record lists the groups and prompts that its events leave over.
 
     Args:
         record: an end record.
         h: state after the record's events.
-        findings: gets the outcome of every check.
+        findings: collects the outcome of every check.
     """
     check = findings.check
     living = {g["group_id"]: (g["prompt_index"], g["epoch"]) for g in record["living"]}
@@ -116,7 +116,7 @@ def _issue(event: Record, h: History, findings: Findings) -> None:
         handed_back or known or first is None,
         f"group {number} has a new prompt, but prompt {_name(first or prompt)} was handed back",
     )
-    h.waiting -= Counter([prompt])  # drops counts of 0
+    h.waiting -= Counter([prompt])  # also removes counts of 0
     h.issued_prompts.add(prompt)
     h.issued = number + 1
     h.living[number] = Group(prompt)
@@ -148,7 +148,7 @@ def _end_group(event: Record, h: History, findings: Findings) -> Group | None:
 
 
 class _Totals:
-    """The sums of a record, recomputed from its events."""
+    """Adds up the events of a record, to check the record's own sums."""
 
     def __init__(self) -> None:
         self.issued = 0
@@ -158,7 +158,7 @@ class _Totals:
         self._tokens.setdefault(what, []).append(response_tokens)
 
     def mismatch(self, groups: Record) -> str:
-        """The first field of `groups` that differs, or an empty string."""
+        """Return the first field of a record's `groups` that differs, or an empty string."""
         if groups["issued"] != self.issued:
             return "issued"
         stated = {key: groups[key] for key in ("generated", "trained")}

@@ -1,4 +1,4 @@
-"""The state of groups, prompts and weights after a step, as the records give it."""
+"""The state of groups, prompts and weights after a step, rebuilt from the records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Record = dict[str, Any]
 Prompt = tuple[int, int]
-"""Row of the data set, and epoch."""
+"""(row of the data set, epoch)."""
 
 
 @dataclass
@@ -17,12 +17,12 @@ class Group:
 
     prompt: Prompt
     response_tokens: float | None = None
-    """Mean over its responses; None until it is generated."""
+    """Mean number of tokens per response; None until the group is generated."""
 
 
 @dataclass
 class History:
-    """State after a step. A resumed attempt continues from the state of its checkpoint's step."""
+    """State of a run after a step; an attempt that resumes after that step continues from it."""
 
     step: int = 0
     policy_version: int = 0
@@ -30,11 +30,13 @@ class History:
     trained: int = 0
     dropped: int = 0
     living: dict[int, Group] = field(default_factory=dict)
+    """Groups that are neither trained nor dropped, by group number."""
     waiting: Counter[Prompt] = field(default_factory=Counter)
+    """Prompts of dropped groups that must be issued again, each with how many times."""
     issued_prompts: set[Prompt] = field(default_factory=set)
     trained_prompts: set[Prompt] = field(default_factory=set)
     batch_hashes: set[str] = field(default_factory=set)
     checksums: dict[int, str] = field(default_factory=dict)
-    """Acknowledged version -> its checksum."""
+    """Policy version that a generator acknowledged -> checksum of its weights."""
     unacknowledged: dict[int, int] = field(default_factory=dict)
-    """Version of trained tokens that no generator has acknowledged yet -> the step."""
+    """Policy version that no generator acknowledged yet -> last step that trained its tokens."""

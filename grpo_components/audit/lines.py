@@ -15,17 +15,18 @@ _MAX_SHOWN_CHARS = 40
 
 
 class UnreadableError(ValueError):
-    """A line is not JSON, or JSON that parsers read differently."""
+    """A line is not JSON, or two parsers could read it differently."""
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file, split at `\\n` only.
 
     Args:
-        file: opened for reading bytes.
+        file: file opened for reading bytes.
 
     Yields:
-        Each line with its line end. A line longer than `MAX_LINE_BYTES` is cut and is the last.
+        Each line, including its line end. Stops after a line longer than `MAX_LINE_BYTES`, which
+        is yielded only in part.
     """
     while line := file.readline(MAX_LINE_BYTES + 1):
         yield line
@@ -37,11 +38,12 @@ def parse(line: bytes) -> Any:
     """Parse the JSON value of a line.
 
     Args:
-        line: with or without its line end.
+        line: the line, with or without its line end.
 
     Raises:
-        UnreadableError: not JSON in UTF-8; a duplicate key; NaN or infinity; an integer of more
-            than 16 digits; more than 16 levels; more than 64 MiB.
+        UnreadableError: if the line is not JSON in UTF-8, is longer than 64 MiB, is nested more
+            than 16 levels deep, or has a duplicate key, NaN, infinity or an integer of more than
+            16 digits.
     """
     if len(line) > MAX_LINE_BYTES:
         raise UnreadableError(f"the line is longer than {MAX_LINE_BYTES} bytes")
@@ -62,11 +64,11 @@ def parse(line: bytes) -> Any:
 
 
 def records_of(path: Path, word: bytes = b"{") -> Iterator[dict[str, Any]]:
-    """Yield the objects of another JSON-lines file of the run; skips lines that cannot be read.
+    """Yield the JSON objects of a JSON-lines file; skip lines that cannot be read.
 
     Args:
-        path: of the file; it may be missing.
-        word: only lines that contain these bytes are parsed.
+        path: path of the file; the file may be missing.
+        word: bytes; only lines that contain them are parsed.
     """
     if not path.is_file():
         return

@@ -17,15 +17,22 @@ _MAX_VALUE_CHARS = 60
 
 
 class _RecordedRun:
-    """Run ids, process ids (incarnations) and steps in the receipts."""
+    """Collects what the receipts say about their run: its ids, processes and steps.
+
+    An incarnation is the random id of a process of the run.
+
+    Args:
+        records: records of receipts.jsonl, in order.
+    """
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.runs: list[Any] = []
         """Run id of each attempt that has one, in order."""
         self.incarnations: list[Any] = []
+        """Incarnation of each of these attempts."""
         self.steps: dict[Any, tuple[Any, Any]] = {}
-        """Step -> the policy version after it and the incarnation that recorded it; without steps
-        that a later attempt superseded."""
+        """Step -> (policy version after it, incarnation that recorded it), without steps that a
+        later attempt superseded."""
         self._now: Any = None
         for record in records:
             if record.get("record") == "start":
@@ -45,14 +52,15 @@ class _RecordedRun:
 def check_one_run(receipts: Path, check: Check) -> None:
     """Check that receipts, configs and checkpoints of a folder belong to one run.
 
-    Records and checkpoints of older versions, without ids, are compared by step and version only.
+    Older versions of this package wrote no ids: of their runs, only the step and the policy version
+    of the latest checkpoint are checked.
 
     Args:
-        receipts: path of receipts.jsonl, in the folder of the run.
-        check: called with the rule, whether it holds, and the problem if it does not.
+        receipts: path of receipts.jsonl, in the run's output folder.
+        check: function that records a check: the rule, whether it holds, and what is wrong if not.
     """
     folder = receipts.parent
-    # Read before the receipts: a run writes the receipt of a step before its checkpoint.
+    # Read before the receipts: a run writes the record of a step before the step's checkpoint.
     latest = folder / "checkpoints" / "latest"
     target = os.readlink(latest) if latest.is_symlink() else None
     saved = {path.name: _saved(path) for path in sorted(folder.glob("checkpoints/step_*"))}
@@ -82,7 +90,7 @@ def _check_configs(folder: Path, run: Any, recorded: _RecordedRun, check: Check)
 def _check_checkpoint(
     name: str, identity: dict[str, Any], run: Any, recorded: _RecordedRun, check: Check
 ) -> None:
-    if not identity:  # of an older version, without ids
+    if not identity:  # an older version wrote the checkpoint, without ids
         return
     other, process = identity.get("run"), identity.get("incarnation")
     check(RULE, other == run, f"{name} is a checkpoint of run {_shown(other)}, not {_shown(run)}")
@@ -97,7 +105,7 @@ def _check_latest(
     recorded: _RecordedRun,
     check: Check,
 ) -> None:
-    """Check that `latest`, from which a run would resume, is of a step that counts."""
+    """Check that `latest`, the checkpoint to resume from, is of a step that was not superseded."""
     step, version, latest = ledger.get("steps_done"), ledger.get("policy_version"), _shown(name)
     after_step = recorded.steps.get(step) if isinstance(step, int) else None
     problem = f"latest is {latest}, but step {_shown(step)} is not among the steps that count"
@@ -111,7 +119,7 @@ def _check_latest(
 
 
 def _saved(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Identity and ledger in a checkpoint's state; empty if missing."""
+    """Return a checkpoint's ids and its ledger (counts of steps and groups); empty if missing."""
     try:
         text = (checkpoint / "state" / "driver.json").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -140,5 +148,5 @@ def _json(text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value from a file as short ASCII text."""
+    """Return a value from a file as short ASCII text."""
     return ascii(value)[:_MAX_VALUE_CHARS].strip("'")

@@ -1,4 +1,4 @@
-"""Reads the settings of a saved config as text, without constructing any object."""
+"""Reads the settings of a saved config as text, without constructing objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 Settings = dict[str, "str | dict[str, str]"]
-"""Key -> its scalar as written, or the scalars of its section."""
+"""Key -> scalar as written in the file, or the scalars of a section by their keys."""
 
 _MAX_BYTES = 2**20
 _OFF_POLICY = "grpo_components.objective.off_policy."
@@ -19,11 +19,11 @@ def read_settings(path: Path) -> Settings:
     """Read the scalars of a config.
 
     Args:
-        path: of a YAML file.
+        path: path of a YAML file.
 
     Raises:
-        ValueError: if it is not a YAML mapping, has a duplicate key, or exceeds 1 MiB.
-        OSError: if it cannot be read.
+        ValueError: if the file is not a YAML mapping, has a duplicate key, or exceeds 1 MiB.
+        OSError: if the file cannot be read.
     """
     if not path.is_file():
         raise ValueError("not a regular file")
@@ -32,7 +32,7 @@ def read_settings(path: Path) -> Settings:
     if len(text) > _MAX_BYTES:
         raise ValueError("larger than 1 MiB")
     try:
-        # Compose only nodes, so that no tag can construct an object.
+        # Compose nodes only: no YAML tag can construct an object then.
         root = yaml.compose(text.decode(), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {getattr(error, 'problem', None) or 'damaged'}") from None
@@ -51,14 +51,14 @@ def read_settings(path: Path) -> Settings:
 
 
 def correction_bounds(off_policy: Any) -> tuple[float, float]:
-    """Bounds of the mean weight that an off-policy correction can give.
+    """Return the bounds of the mean weight that an off-policy correction can give to tokens.
 
     Args:
-        off_policy: the section of a config.
+        off_policy: section `off_policy` of a config.
 
     Returns:
-        Lower and upper bound; 0 and infinity for a component that is not one of this package, or
-        whose cap is not in the section.
+        Lower and upper bound; 0 and infinity if the component is not from this package, or the
+        section does not set its cap.
     """
     section: Mapping[str, str] = off_policy if isinstance(off_policy, dict) else {}
     component = section.get("_component_", "").removeprefix(_OFF_POLICY)

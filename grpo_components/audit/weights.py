@@ -1,4 +1,4 @@
-"""Checks which weights the generators loaded, and which of them sampled the trained tokens."""
+"""Checks which policy versions the generators loaded, and which sampled the trained tokens."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from grpo_components.audit.history import History, Record
 
 
 class Weights:
-    """Checks the weights of an attempt's generators, which all start with the base model.
+    """Checks which weights the generators of an attempt load; all begin with the base model.
 
     Args:
         history: state at the start of the attempt; updated in place.
-        findings: gets the outcome of every check.
+        findings: collects the outcome of every check.
     """
 
     def __init__(self, history: History, findings: Findings) -> None:
         self._history, self._check = history, findings.check
         self._versions: dict[str, int] = {}
-        """Generator -> the version that it has."""
+        """Generator -> the policy version that it loaded last."""
 
     def follow(self, record: Record, newest: int) -> None:
-        """Check the pulls of a record, and the versions that sampled its trained tokens.
+        """Check a record's pulls (weight loads by generators) and its trained tokens' versions.
 
         Args:
             record: a step or end record.
-            newest: policy version of the trainer after the record.
+            newest: the trainer's policy version after the record.
         """
         self._check_pulls(record, newest)
         self._check_sampled(record)
@@ -70,12 +70,12 @@ class Weights:
 
 
 def check_contract(record: Record, bound: int, findings: Findings) -> None:
-    """Check the versions that sampled a step's tokens against the staleness contract.
+    """Check the staleness contract: no trained token is too old, or newer than the trainer.
 
     Args:
         record: a step record.
-        bound: max_staleness, in policy versions.
-        findings: gets the outcome of every check.
+        bound: max_staleness: how many policy versions old a trained token may be.
+        findings: collects the outcome of every check.
     """
     check, start = findings.check, record["trained_from"]
     versions = sorted(int(v) for v in record["token_versions"])

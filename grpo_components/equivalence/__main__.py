@@ -1,4 +1,4 @@
-"""The equivalence ladder: runs computations that must agree both ways and tabulates the gap."""
+"""The equivalence ladder: runs pairs of computations that must agree and tabulates their gaps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Result:
-    """The measured difference of a rung."""
+    """The difference that was measured for a rung."""
 
     rung: Rung
     difference: float
@@ -136,8 +136,8 @@ def measure(ladder: Sequence[Rung], bench: Bench, console: Console) -> list[Resu
 
     Args:
         ladder: the rungs.
-        bench: shared by the rungs.
-        console: gets one line per rung.
+        bench: resources that the rungs share.
+        console: shows one line per rung.
     """
     results = []
     for rung in ladder:
@@ -149,10 +149,10 @@ def measure(ladder: Sequence[Rung], bench: Bench, console: Console) -> list[Resu
 
 
 def page(results: Sequence[Result]) -> str:
-    """The page `docs/equivalence.md`.
+    """Return the text of the page `docs/equivalence.md`.
 
     Args:
-        results: of all rungs.
+        results: results of all rungs.
     """
     rows = [
         f"| {number} | {result.rung.name} | {result.rung.compared} "
@@ -180,11 +180,11 @@ def main(arguments: list[str] | None = None, ladder: Sequence[Rung] = RUNGS) -> 
     """Measure the ladder and write the page.
 
     Args:
-        arguments: of the command line; None takes those of this process.
+        arguments: command-line arguments; None takes them from `sys.argv`.
         ladder: the rungs to measure.
 
     Returns:
-        Exit code: 0 if every rung holds, 1 if one does not, 2 without the tiny policy.
+        Exit code: 0 if every rung holds, 1 if one does not, 2 if the tiny policy is not built.
     """
     parser = argparse.ArgumentParser(
         prog=COMMAND, description="Measure every rung of the equivalence ladder; write the table."

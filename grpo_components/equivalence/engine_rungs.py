@@ -16,11 +16,11 @@ from grpo_components.equivalence.rungs import Bench, saved_weights
 from grpo_components.exchange.weights import Manifest, pack_bucket
 
 _LONG_PREFIX = [7 + number % 200 for number in range(150)]
-"""Longer than a block of the prefix cache (128 tokens on a CPU)."""
+"""Prompt tokens, more than one block of the prefix cache (128 tokens on a CPU)."""
 
 
 def pulled_engine_is_fresh_engine(bench: Bench) -> float:
-    """Tokens and logprobs of an engine after a weight swap, and of a freshly loaded one."""
+    """Compare samples of an engine whose weights were swapped with those of a fresh engine."""
     prompts = [[5, 6, 7, number + 1] for number in range(6)] + [[*_LONG_PREFIX, n] for n in (1, 2)]
     worst = 0.0
     with closing(RoleProcess(ENGINES, env=_engine_environment())) as engines:
@@ -32,14 +32,17 @@ def pulled_engine_is_fresh_engine(bench: Bench) -> float:
 
 
 def engine_pulled_under_load_is_fresh_engine(bench: Bench) -> float:
-    """The same for new requests while earlier ones keep running during the swap."""
+    """Compare samples of an engine whose weights were swapped under load with a fresh engine's.
+
+    The compared requests begin after the swap, while earlier requests keep running.
+    """
     prompts = [[*_LONG_PREFIX, number] for number in range(4)]
     worst = 0.0
     with closing(RoleProcess(ENGINES, env=_engine_environment())) as engines:
         for base, new in _weights_before_and_after(bench):
             pulled, load = engines.call("sample_under_load", str(base), _bucket(new), prompts)
             if any(set(completion.token_versions) != {0, 1} for completion in load):
-                return math.inf  # the swap did not fall into a running response
+                return math.inf  # a response lacks tokens of the old or of the new weights
             if any(set(completion.token_versions) != {1} for completion in pulled):
                 return math.inf
             fresh = engines.call("sample", str(new), None, prompts)
@@ -52,7 +55,7 @@ def _engine_environment() -> dict[str, str]:
 
 
 def _weights_before_and_after(bench: Bench) -> list[tuple[Path, Path]]:
-    """Folders of an old and a new random model, with tied and with untied embeddings."""
+    """Save old and new random models, with tied and untied embeddings; return their folders."""
     families = [FAMILIES["QWEN2 (tied)"], FAMILIES["QWEN2 (untied)"]]
     return [
         (random_checkpoint(family, bench.folder(), 0), random_checkpoint(family, bench.folder(), 1))
@@ -65,7 +68,7 @@ def _bucket(folder: Path) -> tuple[Manifest, Any]:
 
 
 def _difference_of_completions(left: list[Any], right: list[Any]) -> float:
-    """Largest difference of the logprobs in nats; infinite if any token differs."""
+    """Return the largest logprob difference in nats; infinite if any token differs."""
     worst = 0.0
     for a, b in zip(left, right, strict=True):
         if not np.array_equal(a.token_ids, b.token_ids):

@@ -1,4 +1,4 @@
-"""Small random Hugging Face models of every supported family."""
+"""Builds small random Hugging Face models of every supported model family."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Family:
     hf_model_type: str
     """Hugging Face's name of the family."""
     build_model: Callable[[], nn.Module]
+    """Builds torchtune's small model of the family."""
     hf_options: dict[str, Any]
+    """Settings of the Hugging Face config that are not sizes."""
 
 
 def _family(
@@ -50,7 +52,7 @@ def _family(
     rope_theta: float = 10_000.0,
     **hf_options: Any,
 ) -> Family:
-    # Defaults of torchtune's builders; those of Hugging Face differ.
+    # The defaults of torchtune's builders; Hugging Face has others.
     rope = {"rope_type": "default", "rope_theta": rope_theta}
     defaults = {"rms_norm_eps": 1e-5, "rope_parameters": rope, "num_key_value_heads": num_kv_heads}
     build_model = partial(builder, **_SIZES, num_kv_heads=num_kv_heads)
@@ -58,7 +60,7 @@ def _family(
 
 
 def _scaled_rope(factor: float) -> dict[str, Any]:
-    """Rope scaling of Llama 3.1 and later; torchtune's builders have the same factor."""
+    """Return Hugging Face's options for the RoPE scaling of torchtune's Llama 3.1 and later."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500_000.0,
@@ -97,14 +99,14 @@ FAMILIES = {
     ),
     "QWEN2 (untied)": _family("QWEN2", "qwen2", qwen2, rope_theta=1e6),
 }
-"""Every family that `hf_converter` supports, by a name that includes the layout."""
+"""Every family that `hf_converter` supports, by names that also tell layouts apart."""
 
 
 def hf_config_of(family: Family) -> Any:
-    """The Hugging Face config of a family's small model.
+    """Return the Hugging Face config of a family's small model.
 
     Args:
-        family: gives the class and its options.
+        family: the model family.
     """
     options: dict[str, Any] = {
         "vocab_size": _SIZES["vocab_size"],
@@ -125,9 +127,9 @@ def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
     """Save a randomly initialized model with Hugging Face's `save_pretrained`.
 
     Args:
-        family: gives the class and its config.
+        family: the model family.
         folder: an empty folder.
-        seed: of the weights.
+        seed: seed of the random weights.
 
     Returns:
         The folder.
@@ -135,7 +137,7 @@ def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config_of(family))
-        for parameter in model.parameters():  # norms and biases, too, to detect swapped ones
+        for parameter in model.parameters():  # also norms and biases, to detect swapped ones
             nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return folder

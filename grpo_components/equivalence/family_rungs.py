@@ -1,4 +1,4 @@
-"""Rungs of the equivalence ladder that are measured for every model family."""
+"""Rungs of the equivalence ladder that cover every model family."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PROMPTS = [[5, 6, 7, number] for number in range(4)]
 
 
 def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
-    """Trainer arguments of a family that replace those of the tiny policy.
+    """Return the trainer arguments that replace the tiny policy by a model of a family.
 
     Args:
-        bench: has the scratch folder.
-        family: of the model.
-        base: folder of its checkpoint.
+        bench: owner of the scratch folder.
+        family: the model family.
+        base: folder of the model's checkpoint.
     """
     return {
         "build_model": family.build_model,
@@ -46,7 +46,7 @@ def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]
 
 
 def reloaded_is_exported(bench: Bench) -> float:
-    """Weights of a Hugging Face model: saved by a trainer, and exported after reloading that."""
+    """Compare a Hugging Face model with a trainer's copy and with the reloaded copy's export."""
     worst = 0.0
     for family in FAMILIES.values():
         base = random_checkpoint(family, bench.folder(), seed=0)
@@ -63,7 +63,7 @@ def reloaded_is_exported(bench: Bench) -> float:
 
 
 def every_family_samples_from_what_it_trained(bench: Bench) -> float:
-    """Train a step, export, sample with an engine that pulled it, compare with the trainer."""
+    """Compare logprobs of an engine that pulled trained weights with those of their trainer."""
     rng, worst = np.random.default_rng(0), 0.0
     with closing(RoleProcess(ENGINES, env=engine_environment("cpu", "WARNING", 1))) as engines:
         for family in FAMILIES.values():
@@ -77,7 +77,7 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
             calls = [step, ("gather_weights",), ("export_weights", 1)]
             bucket, _ = bench.train(calls, **arguments)[0][-1]
             if max_difference(saved_weights(base), unpack_bucket(*bucket)) < 1e-3:
-                return math.inf  # the step changed nothing
+                return math.inf  # the step did not change the weights
             sampled = [
                 (completion.token_ids, completion.logprobs)
                 for completion in engines.call("sample", str(base), bucket, _PROMPTS)
@@ -85,7 +85,7 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
             calls = [
                 step,
                 _train_step(sampled, version=1),
-            ]  # repeats the first step in a new trainer
+            ]  # a new trainer repeats the first step
             result = bench.train(calls, **arguments)[0][-1]
             worst = max(worst, result.metrics["gap/max"])
     return worst
@@ -94,11 +94,11 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
 def _train_step(
     responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int
 ) -> tuple[Any, ...]:
-    """A `train_step` call for one response per prompt.
+    """Return a `train_step` call with one response per prompt.
 
     Args:
         responses: token ids [R] and generator logprobs [R] of each response.
-        version: policy version that sampled them.
+        version: policy version that sampled the responses.
     """
     records = [
         Trajectory(

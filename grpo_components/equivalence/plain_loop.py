@@ -1,4 +1,4 @@
-"""GRPO as a plain synchronous loop, without Ray, ledger, buffer, server or recipe."""
+"""Trains with GRPO in a plain synchronous loop: no Ray, ledger, buffer, server or recipe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def plain_loop(cfg: Settings, scratch: Path) -> tuple[list[PackedTrajectories], 
     """Train synchronously: generate groups one by one, train a step, load the weights, repeat.
 
     Args:
-        cfg: checked by preflight; one generator, one trainer, no reference.
-        scratch: empty folder.
+        cfg: config checked by preflight, with one generator, one trainer and no reference.
+        scratch: an empty folder.
 
     Returns:
         The batches in order, and the folder of the final weights.

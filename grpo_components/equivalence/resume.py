@@ -1,4 +1,4 @@
-"""Rung of the equivalence ladder that kills and resumes a run."""
+"""The rung of the equivalence ladder that kills and resumes a run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from grpo_components.records.resume import last_attempt
 
 _SAVING = ("save_every_n_steps=1", "async_checkpoint=true", "keep_last_n=2")
 _EXIT_TIMEOUT_S = 5.0
-"""Seconds in which child processes must end after their run was killed; then they are killed."""
+"""Seconds that the child processes of a killed run have to end before they are killed."""
 
 
 def resumed_is_uninterrupted(bench: Bench) -> float:
-    """Batches and final weights: a run killed after its first checkpoint and resumed, and an
-    uninterrupted one. The audit must pass over both attempts."""
+    """Compare batches and final weights of a killed, resumed run with an uninterrupted run's.
+
+    The run is killed after its first checkpoint. The audit must pass over both of its attempts.
+    """
     whole, resumed = bench.synchronous_run(0), bench.folder() / "run"
     run_and_kill(synchronous_command(resumed, *_SAVING), "step 1: saved")
     run(synchronous_command(resumed, *_SAVING, "resume_from_checkpoint=true"))
@@ -43,14 +45,14 @@ def resumed_is_uninterrupted(bench: Bench) -> float:
 
 
 def run_and_kill(command: list[str], words: str) -> None:
-    """Run a command until it prints some words, kill it with SIGKILL, and clean up after it.
+    """Run a command until it prints some words, then kill it with SIGKILL and clean up after it.
 
     Args:
-        command: of a run of the recipe.
-        words: part of a line of its output.
+        command: command line that runs the recipe.
+        words: part of an output line.
 
     Raises:
-        RuntimeError: if it ends without printing them, with its output.
+        RuntimeError: if the command ends without printing the words; the message has its output.
     """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,4 +1,4 @@
-"""Runs the real role classes in their own processes without Ray, for the equivalence ladder."""
+"""Runs the real generator, trainer and engine without Ray, for the equivalence ladder."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ ENGINES = "grpo_components.equivalence.roles.Engines"
 _ENGINE = "grpo_components.rollout.vllm_engine.VLLMEngine"
 Prompts = Iterator[tuple[dict[str, Any], int]]
 _SWAP_STEP = 16
-"""Under load, new weights are swapped in before this engine step."""
+"""Engine step before which `Engines.sample_under_load` swaps in the new weights."""
 _CLOSE_TIMEOUT_S = 30.0
-"""Seconds a process may take to end before it is killed."""
+"""Seconds that a process has to end before it is killed."""
 
 
 class RoleProcess:
-    """An object in a spawned process, with the threads and environment that the cluster sets.
+    """Runs an object in a spawned process, with the threads and environment that the cluster sets.
 
     Args:
-        role_class: dotted path of its class.
+        role_class: dotted path of the object's class.
         cpu_threads: number of threads for torch.
         env: additional environment variables.
-        kwargs: arguments of the class.
+        kwargs: constructor arguments of the object.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RoleProcess:
         """Wait for the result of the oldest submitted call.
 
         Raises:
-            RuntimeError: if the call failed, with its traceback, or if the process died.
+            RuntimeError: if the call failed (the message has its traceback) or the process died.
         """
         try:
             succeeded, value = self._connection.recv()
@@ -118,7 +118,7 @@ class RoleProcess:
 def _serve(
     connection: Connection, role_class: str, cpu_threads: int, kwargs: dict[str, Any]
 ) -> None:
-    """Main function of the process: build the object, then answer calls until None arrives."""
+    """Build the object, then answer calls until None arrives; runs in the spawned process."""
     quiet_libraries("WARNING")
     torch.set_num_threads(cpu_threads)
     role: Any = None
@@ -164,10 +164,10 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def tiny_config(output_dir: Path, *overrides: str) -> Settings:
-    """The validated config `tiny_async_grpo` with overrides.
+    """Return the config `tiny_async_grpo` with overrides, checked by preflight.
 
     Args:
-        output_dir: of the run.
+        output_dir: output folder of the run.
         overrides: `key=value`, as on the command line.
     """
     cfg = OmegaConf.load(_plugin.recipes_folder() / "configs" / "tiny_async_grpo.yaml")
@@ -176,20 +176,21 @@ def tiny_config(output_dir: Path, *overrides: str) -> Settings:
 
 
 def tiny_arguments(cfg: Settings, rendezvous: Path) -> tuple[RoleArguments, Prompts]:
-    """The arguments that the recipe gives its roles, and the prompts in its order.
+    """Return the arguments that the recipe gives its roles, and the prompts in the recipe's order.
 
     Args:
-        cfg: checked by preflight; without a reference.
+        cfg: config checked by preflight, without a reference.
         rendezvous: file through which the trainer ranks find each other.
 
     Returns:
-        Arguments of `RoleProcess` (without a trainer's rank); endless (prompt, epoch) pairs.
+        Arguments for `RoleProcess` (without the trainer's `rank`), and endless (prompt, epoch)
+        pairs.
     """
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
     held_out = config.instantiate(cfg.eval_dataset, tokenizer)
     prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
-    # Written apart from the recipe's grpo_loss, which must make the same bits.
+    # Not the recipe's grpo_loss but a second implementation, which must give identical bits.
     loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high)
     arguments = role_arguments(
         cfg,
@@ -212,11 +213,11 @@ def tiny_arguments(cfg: Settings, rendezvous: Path) -> tuple[RoleArguments, Prom
 
 
 def change_options(arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Role arguments with some fields of their option records changed.
+    """Return a role's arguments with some arguments, or fields of its option records, replaced.
 
     Args:
-        arguments: of a role; their option records are dataclasses.
-        changes: by the name of an argument, or of a field of one of the records.
+        arguments: arguments of a role; its option records are the dataclasses among them.
+        changes: new values, by the name of an argument or of a field of an option record.
     """
     changed = dict(arguments)
     for name, value in changes.items():
@@ -242,8 +243,8 @@ class FreshTrainers:
         """Call methods of a new trainer rank.
 
         Args:
-            arguments: of the trainer.
-            calls: (method, *args) each.
+            arguments: constructor arguments of the trainer.
+            calls: (method, *args) of each call.
 
         Returns:
             The results of the calls.
@@ -264,7 +265,7 @@ class Engines:
         """Sample completions from a new engine.
 
         Args:
-            model_path: weights that the engine loads at its start.
+            model_path: folder of the weights that the engine loads at its start.
             bucket: weights to swap in after one pass over the prompts; None swaps nothing.
             prompts: token ids of each prompt.
         """
@@ -272,7 +273,7 @@ class Engines:
             if bucket is not None:
                 _results(
                     _submit_all(engine, prompts)
-                )  # fills the prefix cache, which the swap must clear
+                )  # fills the prefix cache; the swap must clear it
                 engine.load_weights(1, unpack_bucket(*bucket)).result()
             return _results(_submit_all(engine, prompts))
 
@@ -282,14 +283,14 @@ class Engines:
         """Sample from a new engine whose weights are swapped while requests are running.
 
         Args:
-            model_path: weights that the engine loads at its start.
+            model_path: folder of the weights that the engine loads at its start.
             bucket: weights to swap in.
             prompts: token ids of each prompt.
 
         Returns:
-            Completions of the requests made after the swap, and of those running during it.
+            Completions of the requests made after the swap, and of those running during the swap.
         """
-        # The schedule swaps between two steps of the first requests, and adds the others there.
+        # The schedule starts the running requests, swaps before a later step, then adds the rest.
         names = [str(number) for number in range(len(prompts))]
         entries = [(0, f"running {name}") for name in names]
         entries += [(_SWAP_STEP, "weights 1"), *((_SWAP_STEP, f"new {name}") for name in names)]
@@ -339,7 +340,7 @@ def merged_export(results: list[list[Any]]) -> StateDict:
     """Merge the weights that all ranks returned from their last call, `export_weights`.
 
     Args:
-        results: of `FreshTrainers.run`, by rank.
+        results: for each rank, the results of `FreshTrainers.run`.
     """
     weights: StateDict = {}
     for rank_results in results:

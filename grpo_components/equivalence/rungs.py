@@ -1,4 +1,4 @@
-"""Rungs of the equivalence ladder: each runs a computation in two ways and measures the gap."""
+"""Rungs of the equivalence ladder: each runs a computation in two ways and returns the gap."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack
 
 T = TypeVar("T")
 WHOLE, SMALL = 100_000, 64
-"""`tokens_per_micro_batch`: the whole batch in one forward pass; about two trajectories each."""
+"""Values of `tokens_per_micro_batch`: the whole batch, or about two trajectories per forward."""
 SYNCHRONOUS = (
     *("max_staleness=0", "push_every_n_steps=1", "pull_every_m_rollouts=1"),
     *("num_steps=3", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"),
-    "optimizer.lr=1e-3",  # large: differing weights change the next responses
+    "optimizer.lr=1e-3",  # large, so that different weights change the next responses
 )
 OBJECTIVES = (
     (GRPOLoss(), TokenMean(), NoCorrection()),
@@ -55,7 +55,7 @@ OBJECTIVES = (
 
 
 class Bench:
-    """What the rungs share: a scratch folder, trainer ranks, and results that several rungs need.
+    """Shares a scratch folder, trainer processes and results between the rungs.
 
     Args:
         scratch: an empty folder.
@@ -69,15 +69,15 @@ class Bench:
         self._results: dict[Any, Any] = {}
 
     def folder(self) -> Path:
-        """A new empty folder."""
+        """Create an empty folder."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """A result that several rungs need, computed at the first request.
+        """Return a result that several rungs need; compute it at the first request.
 
         Args:
-            key: of the result.
-            compute: called if there is no result yet.
+            key: identifies the result.
+            compute: function that computes the result; called once per key.
         """
         if key not in self._results:
             self._results[key] = compute()
@@ -89,8 +89,8 @@ class Bench:
         """Build a new trainer of the tiny policy and call its methods on every rank.
 
         Args:
-            calls: (method, *args) each.
-            num_ranks: of the trainer.
+            calls: (method, *args) of each call.
+            num_ranks: number of trainer ranks.
             changes: trainer arguments that differ from the tiny config.
 
         Returns:
@@ -106,10 +106,10 @@ class Bench:
         return [process.result() for process in self._ranks[:num_ranks]]
 
     def synchronous_run(self, number: int) -> Path:
-        """Output folder of a run of the recipe at max_staleness 0; runs it at the first request.
+        """Return the output folder of a recipe run at max_staleness 0; run it at first request.
 
         Args:
-            number: 0 for the first run, 1 for the second, ...
+            number: which of several identical runs: 0 for the first, 1 for the second, ...
         """
         while len(self._runs) <= number:
             output_dir = self.folder() / "run"
@@ -124,7 +124,7 @@ class Bench:
 
 
 def synchronous_command(output_dir: Path, *overrides: str) -> list[str]:
-    """Command line of a run of the recipe at max_staleness 0."""
+    """Return the command line that runs the recipe at max_staleness 0."""
     command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
     command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
     return [*command, f"output_dir={output_dir}", *SYNCHRONOUS, *overrides]
@@ -134,7 +134,7 @@ def run(command: list[str]) -> None:
     """Run a command and wait for its end.
 
     Raises:
-        RuntimeError: if it fails, with its output.
+        RuntimeError: if the command fails; the message has its output.
     """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -149,14 +149,14 @@ def run(command: list[str]) -> None:
 
 
 def max_difference(left: StateDict, right: StateDict) -> float:
-    """Largest absolute difference of two state dicts; 0 only if they are bit-identical.
+    """Return the largest absolute difference of two state dicts; 0 only if bit-identical.
 
     Args:
         left: tensors by name.
         right: tensors by name.
 
     Returns:
-        The difference; infinite if names, shapes or dtypes differ, or for NaN.
+        The difference; infinite if names, shapes or dtypes differ, or a difference is NaN.
     """
     if left.keys() != right.keys():
         return math.inf
@@ -175,7 +175,7 @@ def max_difference(left: StateDict, right: StateDict) -> float:
 
 
 def saved_weights(folder: Path) -> StateDict:
-    """Tensors of a saved policy by Hugging Face name."""
+    """Read the tensors of a saved policy, by Hugging Face name."""
     return load_file(folder / "model.safetensors")
 
 
@@ -183,7 +183,7 @@ def saved_weights(folder: Path) -> StateDict:
 
 
 def recipe_is_plain_loop(bench: Bench) -> float:
-    """Batches and final weights: the recipe at max_staleness 0, and the plain loop."""
+    """Compare batches and final weights of the recipe at max_staleness 0 with the plain loop's."""
     run = bench.synchronous_run(0)
     batches, last = plain_loop(bench.cfg, bench.folder())
     if not batches or batch_hashes(run) != [batch_hash(batch) for batch in batches]:
@@ -192,7 +192,7 @@ def recipe_is_plain_loop(bench: Bench) -> float:
 
 
 def synchronous_runs_are_identical(bench: Bench) -> float:
-    """Batches and final weights of two runs of the recipe at max_staleness 0."""
+    """Compare batches and final weights of two runs of the recipe at max_staleness 0."""
     first, second = bench.synchronous_run(0), bench.synchronous_run(1)
     if not batch_hashes(first) or batch_hashes(first) != batch_hashes(second):
         return math.inf
@@ -201,7 +201,7 @@ def synchronous_runs_are_identical(bench: Bench) -> float:
 
 
 def batch_hashes(run: Path) -> list[str]:
-    """Batch hash of each step in a run's receipts, from the last attempt of the step."""
+    """Return the batch hash of each step in a run's receipts, from the step's last attempt."""
     records = [json.loads(line) for line in (run / "receipts.jsonl").open()]
     hashes = {r["step"]: r["batch_hash"] for r in records if "batch_hash" in r}
     return [hashes[step] for step in sorted(hashes)]
@@ -211,17 +211,17 @@ def batch_hashes(run: Path) -> list[str]:
 
 
 def micro_batched_is_whole_batch(bench: Bench) -> float:
-    """Weights after a step with micro-batches of a few trajectories, and with one whole batch."""
+    """Compare the weights after a step on small micro-batches and on one whole batch."""
     return _compare_with_whole_batch(bench, {"tokens_per_micro_batch": SMALL})
 
 
 def two_ranks_are_one(bench: Bench) -> float:
-    """Weights after a step on two FSDP ranks, and on one."""
+    """Compare the weights after a step on two FSDP ranks and on one rank."""
     return _compare_with_whole_batch(bench, {"num_ranks": 2, "tokens_per_micro_batch": SMALL})
 
 
 def _compare_with_whole_batch(bench: Bench, changes: dict[str, Any]) -> float:
-    """Difference to a step on one rank with the whole batch, relative to its largest change."""
+    """Return the weight difference to a whole-batch step, relative to its largest weight change."""
     trajectories, advantages = ragged_batch(bench)
     base = saved_weights(Path(bench.cfg.base_model_path))
     worst = 0.0
@@ -237,10 +237,10 @@ def _compare_with_whole_batch(bench: Bench, changes: dict[str, Any]) -> float:
 def weights_after_step(
     bench: Bench, trajectories: list[Trajectory], advantages: np.ndarray, **changes: Any
 ) -> StateDict:
-    """Weights of the tiny policy after one SGD step, which changes them by the scaled gradient.
+    """Return the tiny policy's weights after one SGD step; they change by the scaled gradient.
 
     Args:
-        bench: has the trainer ranks.
+        bench: owner of the trainer processes.
         trajectories: S responses.
         advantages: [S] float32.
         changes: trainer arguments that differ from the tiny config.
@@ -252,10 +252,10 @@ def weights_after_step(
 
 
 def ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
-    """Twelve responses of random tokens and lengths, with logprobs close to the tiny policy's.
+    """Return twelve random responses of several lengths, with the tiny policy's noisy logprobs.
 
     Args:
-        bench: has the config.
+        bench: owner of the config.
 
     Returns:
         The responses, with environment tokens and two temperatures; advantages [12] float32.
@@ -290,7 +290,7 @@ def _ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
 
 
 def whole_model(bench: Bench) -> nn.Module:
-    """The tiny policy, unsharded."""
+    """Load the tiny policy, unsharded."""
     model = tiny_arguments(bench.cfg, bench.scratch / "unused")[0].trainer["model"]
     return load_whole_model(
         model.build_model, model.build_checkpointer, torch.device("cpu"), "fp32"
@@ -298,7 +298,7 @@ def whole_model(bench: Bench) -> nn.Module:
 
 
 def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
-    """Logprobs [R] of a response from the full logits of every position.
+    """Compute the logprobs [R] of a response from the full logits of every position.
 
     Args:
         model: a torchtune decoder.
@@ -310,7 +310,7 @@ def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
 
 
 def chunked_is_full_logits(bench: Bench) -> float:
-    """Logprobs and gradients: projected in chunks, and by `log_softmax` of the full logits."""
+    """Compare logprobs and gradients computed in chunks and from the full logits."""
     records, _ = ragged_batch(bench)
     model = whole_model(bench).requires_grad_(True)
     expected = torch.cat([full_logprobs(model, record) for record in records])
@@ -336,16 +336,16 @@ def _gradients(model: nn.Module, value: Tensor) -> StateDict:
 
 
 class LogprobGap:
-    """A policy-gradient loss that also measures generator and trainer logprobs' difference."""
+    """Policy-gradient loss that also measures how far generator and trainer logprobs differ."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [N], and the absolute differences of the logprobs [N] in nats."""
+        """Return the losses [N], and the absolute differences of the logprobs [N] in nats."""
         gap = (inputs.trainer_logprobs - inputs.generator_logprobs).detach().abs()
         return -inputs.trainer_logprobs * inputs.advantages, {"gap/max": gap}
 
 
 def generator_is_trainer(bench: Bench) -> float:
-    """Logprobs of generator and trainer, with the base weights and after a step."""
+    """Compare logprobs of generator and trainer, with the base weights and after a step."""
     arguments, prompts = tiny_arguments(bench.cfg, bench.folder() / "ranks")
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     trained = change_options(arguments.trainer, loss=LogprobGap(), build_optimizer=optimizer)

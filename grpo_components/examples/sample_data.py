@@ -1,4 +1,4 @@
-"""Writes small generated data sets, one per builder, to try them without a download."""
+"""Writes a small generated data set for each data set builder, to try it without a download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]
 
 
 def math_rows(rng: random.Random, count: int) -> Rows:
-    """Problems with boxed answers: sums of digits (level 1), fractions to reduce (level 2)."""
+    """Generate problems with boxed answers: sums (level 1) and fractions to reduce (level 2)."""
     rows: Rows = []
     for number in range(count):
         if number % 2 == 0:
@@ -38,7 +38,7 @@ def math_rows(rng: random.Random, count: int) -> Rows:
 
 
 def countdown_rows(rng: random.Random, count: int) -> Rows:
-    """Numbers, and a target that can be reached with each of them used once."""
+    """Generate countdown puzzles: numbers, and a target reachable with each number used once."""
     signs: list[Callable[[int, int], int]] = [operator.add, operator.sub, operator.mul]
     rows: Rows = []
     while len(rows) < count:
@@ -53,7 +53,7 @@ def countdown_rows(rng: random.Random, count: int) -> Rows:
 
 
 def code_rows(rng: random.Random, count: int) -> Rows:
-    """Small programming tasks, tested by output or by asserts."""
+    """Generate small programming tasks, tested by their output or by asserts."""
     rows: Rows = []
     for number in range(count):
         k = rng.randint(2, 9)
@@ -70,7 +70,7 @@ def code_rows(rng: random.Random, count: int) -> Rows:
 
 
 def table_rows(rng: random.Random, count: int) -> Rows:
-    """Questions with short answers, in the columns `prompt` and `gold`."""
+    """Generate questions with short answers, in the columns `prompt` and `gold`."""
     chosen = [rng.choice(list(CAPITALS.items())) for _ in range(count)]
     return [{"prompt": f"The capital of {land}?", "gold": city} for land, city in chosen]
 
@@ -103,10 +103,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the files and print their paths.
 
     Args:
-        arguments: of the command line; None takes those of this process.
+        arguments: command-line arguments; None takes them from `sys.argv`.
 
     Returns:
-        The exit code, 0; a wrong argument exits with 2.
+        Exit code 0; for a wrong argument, argparse exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="python -m grpo_components.examples.sample_data",

@@ -1,8 +1,8 @@
-"""Builds the tiny Qwen2.5-shaped policy and the word problems of the CPU demo and the tests.
+"""Builds a tiny Qwen2.5-shaped policy and its word problems for the CPU demo and the tests.
 
-Reinforcement learning needs a policy that is sometimes right. So the supervised training ends with
-answers that are wrong more often than right: afterwards greedy decoding is nearly always right, and
-sampling at temperature 1 about two times in five.
+Reinforcement learning needs a policy that is sometimes right. So in the last part of the supervised
+training, more than half of the answers are wrong. After it, greedy decoding is right nearly always,
+and sampling at temperature 1 about two times in five.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Set before torch loads: threads that spin while waiting are four times slower on a busy machine.
+# Set before torch loads: spinning while waiting makes training 4x slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from rich.console import Console
@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.utils.logging import disable_progress_bar
 
-FORMAT_VERSION = 2  # raise it when the same seed and steps give another model or data
+FORMAT_VERSION = 2  # increase it when the same seed and steps give a different model or data
 DEFAULT_OUTPUT_DIR = Path("/tmp/torchtune-async-grpo/tiny_policy")
 DEFAULT_STEPS = 400
 RECORD_FILE = "tiny_policy.json"
@@ -35,8 +35,8 @@ MAX_RESPONSE_TOKENS = 16  # a right answer takes at most 12, including end of te
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 20
-CERTAIN_SHARE = 0.6  # of the steps: train on right answers only, then on partly wrong ones
-WRONG_SHARE = 0.55  # of the answers after that
+CERTAIN_SHARE = 0.6  # share of the steps, the first ones, that train on right answers only
+WRONG_SHARE = 0.55  # share of wrong answers in the other steps
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (  # all that torchtune's Qwen2.5 tokenizer requires, in Qwen2.5's order
     f"{END_OF_TEXT} <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>"
@@ -44,8 +44,8 @@ SPECIAL_TOKENS = (  # all that torchtune's Qwen2.5 tokenizer requires, in Qwen2.
     " <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|>"
     " <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>"
 ).split()
-# vLLM on CPU supports head dimensions of 32 and 64 (not 48). Up to hidden size 320 its logprobs do
-# not depend on the other requests in the batch.
+# vLLM on CPU supports head dimensions of 32 and 64 (not 48). Up to hidden size 320, the logprobs of
+# a request do not depend on the other requests in the batch.
 ARCHITECTURE: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 256,
@@ -79,10 +79,11 @@ class Problem(NamedTuple):
 
     question: str
     sum: str
+    """The calculation, e.g. `3+4`."""
     result: int
 
     def answer(self, result: int) -> str:
-        """The worked answer in GSM8K's form, ending in `#### result`.
+        """Return the worked answer in GSM8K's form, ending in `#### result`.
 
         Args:
             result: the final number, right or wrong.
@@ -91,18 +92,18 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The prompt of the policy."""
+        """The question as a prompt for the policy."""
         return PROMPT_TEMPLATE.replace("{question}", self.question)
 
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Generate train and held-out problems; they share no pair of template and numbers.
+    """Generate training and held-out problems; a template with the same numbers is never in both.
 
     Args:
         seed: decides the split, and the names and things in each problem.
 
     Returns:
-        Train and held-out problems.
+        Training and held-out problems.
     """
     rng = random.Random(seed)
     digits = range(10)
@@ -123,7 +124,7 @@ def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
 
 
 def _noisy_result(result: int, wrong_share: float, rng: random.Random) -> int:
-    """The result or, with probability `wrong_share`, a non-negative number off by 1 to 3."""
+    """Return the result or, with probability `wrong_share`, a number >= 0 that is off by 1 to 3."""
     if rng.random() >= wrong_share:
         return result
     return rng.choice([result + e for e in (-3, -2, -1, 1, 2, 3) if result + e >= 0])
@@ -159,7 +160,7 @@ def _warm_start(
     seed: int,
     steps: int,
 ) -> None:
-    """Train the policy in place on worked answers, which are partly wrong in the last steps."""
+    """Train the policy in place on worked answers, some of them wrong in the last steps."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.3, fused=True
@@ -196,7 +197,7 @@ def _success_rate(
     problems: list[Problem],
     samples: int,
 ) -> float:
-    """Share of right answers at temperature 1; with `samples` 0, of greedy answers."""
+    """Return the share of right answers at temperature 1; if `samples` is 0, of greedy ones."""
     prompts = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt")
     responses = policy.generate(  # pyright: ignore[reportAttributeAccessIssue]
         input_ids=prompts["input_ids"],
@@ -215,16 +216,16 @@ def _success_rate(
 def build_tiny_policy(
     output_dir: Path, *, seed: int = 0, steps: int = DEFAULT_STEPS, force: bool = False
 ) -> dict[str, int | float]:
-    """Build the policy, its tokenizer and its data in a folder, unless this build is there already.
+    """Build the policy, its tokenizer and its data in a folder, unless the same build is there.
 
     Args:
-        output_dir: a folder that is missing, empty, or has an earlier build.
-        seed: of the data, the initial weights and the training order.
-        steps: supervised training steps.
-        force: build even if the same build is there.
+        output_dir: folder for the build; must be missing, empty, or have an earlier build.
+        seed: seed of the data, the initial weights and the training order.
+        steps: number of supervised training steps.
+        force: whether to build even if the same build is there.
 
     Returns:
-        The build record, also written to `tiny_policy.json`.
+        The record of the build, which is also written to `tiny_policy.json`.
 
     Raises:
         ValueError: if the folder contains something else, or `steps` is below 1.
@@ -244,7 +245,7 @@ def build_tiny_policy(
             f"--output-dir: {output_dir} has other files; allowed: a new or empty folder"
         )
     output_dir.parent.mkdir(parents=True, exist_ok=True)
-    # Build in a temporary folder and rename it: `output_dir` is always a complete build.
+    # Build in a temporary folder and rename it, so that `output_dir` is always complete.
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=".tiny_policy-") as scratch:
         new = Path(scratch) / "new"
         with torch.random.fork_rng(devices=[]):
@@ -294,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Build the tiny policy.
 
     Args:
-        arguments: of the command line; None takes those of this process.
+        arguments: command-line arguments; None takes them from `sys.argv`.
 
     Returns:
         Exit code: 0, or 2 for a wrong argument.

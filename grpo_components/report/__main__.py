@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and print its path.
 
     Args:
-        arguments: of the command line; None takes those of this process.
+        arguments: command-line arguments; None takes them from `sys.argv`.
 
     Returns:
         Exit code: 0, or 2 if no step is logged or the page cannot be written.

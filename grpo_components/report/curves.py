@@ -1,4 +1,4 @@
-"""Charts of the metrics over steps, as plotly figures."""
+"""Draws charts of the metrics over steps, as plotly figures."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from grpo_components.report.run_files import NUMBER, Record
 from grpo_components.report.safe_text import label
 
 MAX_POINTS = 1000
-"""Of one curve; in a longer run each point combines several steps."""
+"""Maximum number of points in a curve; in a longer run, each point combines several steps."""
 MAX_OTHER_CHARTS = 300
-"""Limit on charts of metrics that have no panel."""
+"""Maximum number of charts for metrics that have no panel of their own."""
 _FEW_STEPS = 8
-"""Up to this many steps each get a tick; plotly would add ticks between them."""
+"""With at most this many steps, only steps get ticks; plotly would add ticks between them."""
 _HEIGHT, _ROW_HEIGHT = 270, 20
-"""Pixels of a chart, and of each further row in its legend or on its vertical axis."""
+"""Height in pixels of a chart, and of each extra row in its legend or on its vertical axis."""
 _FREE_ROWS = 8
-"""Rows on the vertical axis that fit without more height."""
+"""Number of rows on the vertical axis that fit into `_HEIGHT`."""
 _LEGEND_COLUMNS = 2
-"""On a narrow screen."""
+"""Number of columns in a legend on a narrow screen."""
 Chart = dict[str, Any]
-"""`title`, `about` (one line) and `figure` (plotly `data` and `layout`)."""
+"""Keys: `title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One chart. `curves` maps metric keys to names in the legend."""
+    """Says what a chart shows; `curves` maps metric keys to names in the legend."""
 
     title: str
     about: str
@@ -42,7 +42,7 @@ class _Panel:
 
 
 def _training_and_held_out(metric: str) -> dict[str, str]:
-    """Curves of a metric that both training and evaluation measure."""
+    """Return the curves of a metric that both training and evaluation measure."""
     return {f"rollout/{metric}": "training", f"eval/{metric}": "held-out"}
 
 
@@ -133,10 +133,10 @@ _BOOKKEEPING = {"step", "attempt", "policy_version", "eval/policy_version", "eva
 
 
 def metric_charts(metrics: Sequence[Record]) -> dict[str, list[Chart]]:
-    """Charts of a run's metrics by section, without those that were never measured.
+    """Return charts of a run's metrics by section; a metric without values gets no chart.
 
     Args:
-        metrics: of each step, in order.
+        metrics: metrics of each step, in order.
     """
     sections = {
         section: [chart for panel in panels if (chart := _chart(metrics, panel))]
@@ -158,15 +158,15 @@ def chart(
     rows: int = 0,
     **layout: Any,
 ) -> Chart:
-    """A chart as the page draws it.
+    """Return a chart for the page.
 
     Args:
-        title: of the chart.
+        title: title of the chart.
         about: one line that says what is drawn.
         traces: plotly traces.
-        x_title: of the horizontal axis.
+        x_title: title of the horizontal axis.
         rows: number of names on the vertical axis.
-        layout: plotly settings beyond those of all charts.
+        layout: additional settings of plotly's layout.
     """
     x_axis: dict[str, Any] = {"title": {"text": x_title}}
     if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
@@ -186,13 +186,13 @@ def chart(
 
 
 def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
-    """A plotly trace; `meta="smooth"` makes the page's slider smooth it.
+    """Return the plotly trace of a curve; `meta="smooth"` lets the page's slider smooth it.
 
     Args:
-        name: in the legend.
+        name: name in the legend.
         x: steps or minutes.
         y: finite values.
-        trace: other plotly settings.
+        trace: additional plotly settings of the trace.
     """
     mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
     lines = {"type": "scatter", "mode": mode, "name": label(name)}
@@ -204,12 +204,15 @@ def thinned(
     y: Sequence[float],
     combine: Callable[[Sequence[float]], float],
 ) -> tuple[list[float], list[float]]:
-    """Reduce a curve to at most `MAX_POINTS` points, each combined from equally many.
+    """Reduce a curve to at most `MAX_POINTS` points by combining neighbors.
 
     Args:
-        x: steps; a point gets the last one it combines.
+        x: steps; a combined point is drawn at its last step.
         y: values.
-        combine: values of one point -> its value.
+        combine: function that computes the value of a combined point from those of its steps.
+
+    Returns:
+        Steps and values of the points.
     """
     width = math.ceil(len(y) / MAX_POINTS) or 1
     starts = range(0, len(y), width)
@@ -244,9 +247,9 @@ def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
     axis: dict[str, Any] = {"type": "log"} if panel.log else {}
     axis |= {"range": list(panel.range)} if panel.range else {}
     axis |= {"rangemode": "tozero"} if panel.from_zero else {}
-    several = len(panel.curves) > 1  # with one curve left, its name shows which it is
+    several = len(panel.curves) > 1  # even if only one of them has data
     return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=several)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # False for NaN, too
+    return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # also False for NaN

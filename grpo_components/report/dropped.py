@@ -1,4 +1,4 @@
-"""The section on dropped groups and failed samples, with reasons."""
+"""Writes the section on dropped groups and failed samples, with reasons."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REASONS = {
 
 
 def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | None = None) -> str:
-    """HTML of the dropped groups and failed samples.
+    """Return HTML that lists dropped groups and failed samples.
 
     Args:
-        receipts: of the run.
-        failed_samples: path of failed_samples.jsonl; it may be missing.
+        receipts: content of the run's receipts.jsonl.
+        failed_samples: path of failed_samples.jsonl; the file may be missing.
         unread: collects notes on what is skipped.
     """
     parts = []

@@ -1,4 +1,4 @@
-"""The history of a run: its state in one line, its attempts, restarts and rollbacks."""
+"""Writes the history of a run: its state, attempts, restarts and rollbacks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MAX_STATE_CHARS = 200
 def state_line(
     receipts: Receipts, failures: Mapping[int, str | None], metrics: Sequence[Record]
 ) -> str:
-    """HTML of the run's state, and of the error that ended it.
+    """Return HTML with the run's state in one line, and the error that ended it, if any.
 
     Args:
-        receipts: of the run.
-        failures: error of each attempt that failed; None if a person stopped it.
-        metrics: of each step, in order.
+        receipts: content of the run's receipts.jsonl.
+        failures: attempt -> error that ended it, or None if a person stopped it.
+        metrics: metrics of each step, in order.
     """
     last, attempts = metrics[-1]["step"] if metrics else 0, len(receipts.starts)
     how, planned, why = "running or killed", "", None
@@ -39,12 +39,12 @@ def state_line(
 def history_tables(
     receipts: Receipts, failures: Mapping[int, str | None], role_events: Sequence[Record]
 ) -> str:
-    """HTML tables of attempts, restarts and rollbacks.
+    """Return HTML tables of attempts, restarts and rollbacks.
 
     Args:
-        receipts: of the run.
-        failures: error of each attempt that failed; None if a person stopped it.
-        role_events: starts, restarts and rollbacks, each with its `minute`.
+        receipts: content of the run's receipts.jsonl.
+        failures: attempt -> error that ended it, or None if a person stopped it.
+        role_events: start, restart and rollback events, each with its `minute`.
     """
     rows = []
     for start in receipts.starts:
@@ -82,7 +82,7 @@ def history_tables(
 
 
 def _ending(receipts: Receipts, failures: Mapping[int, str | None], attempt: int) -> str | None:
-    """How an attempt ended, in a few words; None if nothing is recorded."""
+    """Return in a few words how an attempt ended; None if no file says so."""
     if attempt in failures:
         return "interrupted" if failures[attempt] is None else "failed"
     end = receipts.ends.get(attempt)

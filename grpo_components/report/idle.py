@@ -1,4 +1,4 @@
-"""Idle time: the share of each step in which a role had nothing to work on."""
+"""Measures idle time: the share of each step's time in which a role had nothing to work on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Idle:
 
     A generator is busy while it has a group in flight. A reference is busy from the end of a
     group's generation until the group is buffered. The trainers are busy from taking a batch until
-    the end of its step. The first step of an attempt counts from the first issued group.
+    the end of its step. The time of an attempt's first step begins with the first issued group.
 
     Args:
         references: number of reference workers.
@@ -35,7 +35,7 @@ class Idle:
         """Idle share of each step, by role."""
 
     def follow(self, event: Record) -> None:
-        """Account for the next event of `events.jsonl`."""
+        """Update the busy times with the next event of `events.jsonl`."""
         kind, now = event["event"], event["time"]
         group: int = event.get("group", -1)
         if self._last is None and kind in ("issue", "sample"):
@@ -84,7 +84,7 @@ class Idle:
             self._busy[role] += now - self._since.pop(role)
 
     def _close_step(self, step: int, now: float) -> None:
-        while self.steps and self.steps[-1] >= step:  # of an earlier attempt, now repeated
+        while self.steps and self.steps[-1] >= step:  # steps that this attempt repeats
             self.steps.pop()
             self.shares.pop()
         if self._last is not None and now > self._last:
@@ -102,7 +102,7 @@ class Idle:
         self._last = now
 
     def chart(self) -> Chart | None:
-        """Chart of the idle shares over steps; None without a step."""
+        """Return a chart of each role's idle share over steps; None if there are no steps."""
         if not self.steps:
             return None
         traces = []

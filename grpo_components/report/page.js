@@ -107,7 +107,7 @@ const DIFFERENCES = {
   "generator - reference": ["generator_logprobs", "reference_logprobs"],
 };
 
-/* Per token; null where one of the two is missing. */
+/* Differences of two logprobs, one per token; null where one of them is missing. */
 function differences(response, what) {
   const [left, right] = DIFFERENCES[what].map((name) => response[name]);
   if (!left || !right) return null;

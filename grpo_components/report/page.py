@@ -42,8 +42,8 @@ def write_report(output_dir: Path, max_groups: int = MAX_GROUPS) -> Path:
     """Write `report.html` for a run that has ended, is still running, or was killed.
 
     Args:
-        output_dir: folder of the run.
-        max_groups: groups of `logs/rollouts.jsonl` to show at most.
+        output_dir: the run's output folder.
+        max_groups: maximum number of groups of `logs/rollouts.jsonl` to show.
 
     Returns:
         The path of the page.
@@ -59,7 +59,7 @@ def write_report(output_dir: Path, max_groups: int = MAX_GROUPS) -> Path:
 
 
 def _page(folder: Path, max_groups: int) -> str:
-    from plotly.offline import get_plotlyjs  # reads 5 MB: only when a page is written
+    from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
 
     logs, unread = folder / "logs", Unread(folder)
     receipts = read_receipts(folder / "receipts.jsonl", unread)
@@ -124,7 +124,7 @@ def _resource(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """Hash of a script that the page's Content-Security-Policy allows."""
+    """Return the hash by which the page's Content-Security-Policy allows a script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -138,7 +138,7 @@ def _section(name: str, content: str) -> str:
 
 
 def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
-    """HTML of these charts; appends them to `charts`, which the page's script draws."""
+    """Return HTML for these charts; append them to `charts`, which the page's script draws."""
     cards = []
     for chart in found:
         title, about = escaped(chart["title"], _MAX_TITLE_CHARS), escaped(chart["about"])
@@ -162,12 +162,12 @@ def _smoothing(steps_per_point: int) -> str:
 
 
 def _natural_order(path: Path) -> tuple[int, str]:
-    """Sort key of files whose names differ in a number."""
+    """Return a sort key that orders file names by the number in them."""
     return len(path.name), path.name
 
 
 def _unread(unread: Unread) -> str:
-    """HTML that lists what could not be read."""
+    """Return HTML that lists what could not be read."""
     notes = "\n".join(map(escaped, unread.notes()))
     return f'<pre class="warn">not read:\n{notes}</pre>' if notes else ""
 

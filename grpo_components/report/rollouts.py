@@ -14,28 +14,28 @@ from grpo_components.report.unread import ObjectReader, Unread
 
 MAX_GROUPS = 200
 MAX_BYTES = 12 * 2**20
-"""Total size of the shown lines; long groups reduce their number."""
+"""Maximum total size of the shown groups' lines; with long groups, fewer are shown."""
 _MAX_NAME_CHARS = 100
 _MAX_TEXT_CHARS = 12_000
-"""Of a prompt or a response."""
+"""Maximum length of a shown prompt or response."""
 _MAX_TOKENS = 3_000
-"""Of a response that is shown token by token."""
+"""Maximum number of tokens in a response that is shown token by token."""
 _HEAD = re.compile(rb'\{"step": (\d{1,15}), "attempt": (\d{1,15}), ')
 _LOGPROB_SOURCES = ("generator", "trainer", "reference")
 
 
 @dataclass
 class RolloutSample:
-    """The groups that a report shows, and what it leaves out."""
+    """The groups that a report shows, and how many the file has."""
 
     groups: list[Record]
-    """As the page's script reads them."""
+    """The shown groups, in the form that the page's script reads."""
     logged: int
-    """Groups in the file that count."""
+    """Number of groups in the file, without superseded and damaged ones."""
     superseded: int
-    """Groups in the file whose step a later attempt repeated."""
+    """Number of groups in the file whose step a later attempt repeated."""
     logprobs: set[str]
-    """Which of generator, trainer and reference logprobs any group has."""
+    """Those of generator, trainer and reference whose logprobs are in at least one group."""
 
 
 def read_rollouts(
@@ -47,9 +47,9 @@ def read_rollouts(
     """Choose groups spread over the run and read them.
 
     Args:
-        path: of rollouts.jsonl; it may be missing.
-        attempts: of the run.
-        max_groups: to read at most.
+        path: path of rollouts.jsonl; the file may be missing.
+        attempts: the run's attempts; decides which groups count.
+        max_groups: maximum number of groups to read.
         unread: collects notes on what is skipped.
     """
     unread, reader = unread or Unread(path.parent), ObjectReader()
@@ -80,7 +80,7 @@ def read_rollouts(
 
 
 def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[tuple[int, int]], int]:
-    """(offset, length) of each complete line that counts, and the number of superseded lines."""
+    """Return (offset, length) of each line that counts, and the number of superseded lines."""
     places: list[tuple[int, int]] = []
     superseded, reader = 0, ObjectReader()
     for number, start, line in unread.lines(path):
@@ -98,7 +98,7 @@ def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[tuple[
 
 
 def _spread(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
-    """Up to `limit` evenly spaced places, including the first and the last."""
+    """Choose up to `limit` evenly spaced places, including the first and the last."""
     if len(places) <= limit:
         return list(places)
     if limit < 2:

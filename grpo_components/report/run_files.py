@@ -1,4 +1,4 @@
-"""Reads the files of a run: finished, still running, or killed; with one or several attempts."""
+"""Reads the files of a run, which may have several attempts and may be running or killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 _MAX_STEPS_PER_END = 10
 NUMBER = (int, float)
 FAILURES = "failures.jsonl"
-"""One line per attempt that ended early: `attempt`, and `error` (null if a person stopped it)."""
+"""Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
 
 
 def read_records(
@@ -24,12 +24,12 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield the JSON objects of a JSON-lines file; nothing if the file is missing.
 
-    Skips lines that are not such an object. The last line of a run that is still writing, or that
-    was killed, may be incomplete.
+    Lines that do not fit are skipped, such as the incomplete last line of a run that was killed or
+    is still writing.
 
     Args:
-        path: of the file.
-        shape: fields that each object must have, as in `fits`.
+        path: path of the file.
+        shape: required fields of each object, as in `fits`; None requires no field.
         unread: collects notes on what is skipped.
     """
     unread, reader = unread or Unread(path.parent), ObjectReader()
@@ -66,19 +66,22 @@ def fits(value: Any, shape: Any) -> bool:
 
 @dataclass
 class Attempts:
-    """Decides which records count: an attempt that trained a step replaces all later steps."""
+    """Decides which records count: those of steps that no later attempt replaced.
+
+    An attempt that trained a step replaces all steps after the one it resumed from.
+    """
 
     steps_done: dict[int, int] = field(default_factory=dict)
-    """Attempt -> steps that were done when it began; only attempts that trained a step."""
+    """Attempt -> number of steps done when it began; only attempts that trained a step."""
     _order: list[int] = field(default_factory=list)
     _least: list[int] = field(default_factory=list)
-    """For each attempt in `_order`: the least `steps_done` of it and all later attempts."""
+    """For each attempt in `_order`: the lowest `steps_done` of it and all later attempts."""
 
     def counts(self, record: Mapping[str, Any]) -> bool:
-        """Whether no later attempt started before this record's step.
+        """Return whether a record counts: no later attempt replaced its step.
 
         Args:
-            record: with `step` and `attempt`.
+            record: record with `step` and `attempt`.
         """
         if len(self._order) != len(self.steps_done):
             self._order = sorted(self.steps_done)
@@ -89,23 +92,23 @@ class Attempts:
 
 
 def first_and_last(steps: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """The first and the last steps of a run, for a comparison of before and after.
+    """Return the first and the last steps of a run, to compare them.
 
     Args:
         steps: all steps, in order.
 
     Returns:
-        Equally many of each: up to 10, and no step in both unless there is only one.
+        The first n and the last n steps, n at most 10; they overlap only if there is one step.
     """
     number = max(1, min(_MAX_STEPS_PER_END, len(steps) // 2))
     return steps[:number], steps[-number:]
 
 
 def read_failures(path: Path, unread: Unread | None = None) -> dict[int, str | None]:
-    """Read the error that ended each failed attempt; None if a person stopped it.
+    """Read how attempts failed: attempt -> error that ended it, or None if a person stopped it.
 
     Args:
-        path: of failures.jsonl; it may be missing.
+        path: path of failures.jsonl; the file may be missing.
         unread: collects notes on what is skipped.
     """
     shape = {"attempt": int, "error": (str, type(None))}
@@ -114,7 +117,7 @@ def read_failures(path: Path, unread: Unread | None = None) -> dict[int, str | N
 
 @dataclass
 class Receipts:
-    """Attempts and dropped groups, from the receipts."""
+    """What a report shows of a run's receipts: attempts, trained tokens and dropped groups."""
 
     attempts: Attempts = field(default_factory=Attempts)
     starts: list[Record] = field(default_factory=list)
@@ -122,18 +125,18 @@ class Receipts:
     ends: dict[int, Record] = field(default_factory=dict)
     """End record of each attempt that wrote one."""
     last_steps: dict[int, int] = field(default_factory=dict)
-    """Last step of each attempt."""
+    """Last step of each attempt that trained a step or wrote an end record."""
     trained_tokens: dict[int, int] = field(default_factory=dict)
-    """Trained tokens of each step, from its last attempt."""
+    """Number of trained tokens in each step, from the last attempt that trained it."""
     drops: list[Record] = field(default_factory=list)
-    """Dropped groups: step, attempt, group_id, prompt_index, epoch, reason, reissue."""
+    """Dropped groups with step, attempt, group_id, prompt_index, epoch, reason and reissue."""
 
 
 def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
-    """Read a run's receipts.
+    """Read a run's receipts, the records of its attempts and steps.
 
     Args:
-        path: of receipts.jsonl; it may be missing.
+        path: path of receipts.jsonl; the file may be missing.
         unread: collects notes on what is skipped.
     """
     receipts = Receipts()
@@ -176,11 +179,11 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
 
 
 def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -> list[Record]:
-    """Read the metrics of each step from the last attempt that trained it, in the order of steps.
+    """Read the metrics of each step, in order, from the last attempt that trained the step.
 
     Args:
-        path: of metrics.jsonl; it may be missing.
-        attempts: of the run; attempts that only the metrics mention are added.
+        path: path of metrics.jsonl; the file may be missing.
+        attempts: attempts from the receipts; those that only the metrics mention are added to it.
         unread: collects notes on what is skipped.
     """
     records = list(read_records(path, {"step": int, "attempt": int}, unread))
@@ -196,6 +199,6 @@ def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -
 
 
 _ENDS = ("issued", "trained", "dropped")
-"""Kinds of receipt events that are read."""
+"""Kinds of events that `read_receipts` reads."""
 _RECEIPT = {"record": str, "attempt": int}
 _RECEIPTS = {"start": {"steps_done": int}, "step": {"step": int}, "end": {"step": int}}

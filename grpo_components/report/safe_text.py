@@ -1,4 +1,4 @@
-"""Makes values of a run safe to put into a page: no markup, no control characters."""
+"""Makes values of a run safe to show in a page: without markup and control characters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NOT_PLAIN = re.compile(r"[^\x20-\x7e\n\t]+")
 
 
 def text(value: Any, max_chars: int | None = None) -> str:
-    """A value as text, with control and bidirectional characters escaped.
+    """Return a value as text, with control and bidirectional characters escaped.
 
     Args:
-        value: anything with a `str`.
-        max_chars: longer text loses its middle; None keeps all.
+        value: any value; its `str` is used.
+        max_chars: text with more characters loses its middle; None keeps the whole text.
     """
     whole = str(value)
     if max_chars is not None and len(whole) > max_chars:
@@ -29,17 +29,17 @@ def text(value: Any, max_chars: int | None = None) -> str:
 
 
 def escaped(value: Any, max_chars: int | None = None) -> str:
-    """A value as HTML text; see `text`."""
+    """Return a value as HTML text; the arguments are those of `text`."""
     return html.escape(text(value, max_chars))
 
 
 def label(value: Any) -> str:
-    """A value as a chart label; escaped because plotly renders some tags in its labels."""
+    """Return a value as a chart label, escaped because plotly renders some tags in labels."""
     return html.escape(text(value, _MAX_LABEL_CHARS), quote=False).replace("\n", " ")
 
 
 def script_json(value: Any) -> str:
-    """JSON that is safe inside a script element: it cannot open or close a tag or a comment."""
+    """Return a value as JSON that cannot open or close a tag or comment in a script element."""
     try:
         found = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:  # a mean of damaged values may be NaN or infinite

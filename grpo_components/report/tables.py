@@ -1,4 +1,4 @@
-"""HTML tables."""
+"""Formats HTML tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _MAX_CELL_CHARS = 500
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """An HTML table; numbers are aligned right.
+    """Return an HTML table, with numbers aligned right.
 
     Args:
-        columns: headings.
-        rows: one value per column each; None is shown as a dash.
+        columns: headings of the columns.
+        rows: values of each row, one per column; None is shown as a dash.
     """
     head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)

@@ -1,4 +1,4 @@
-"""The key figures at the top of a report."""
+"""Writes the key figures at the top of a report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ARROW = " \N{RIGHTWARDS ARROW} "
 
 
 def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
-    """HTML of the key figures; those that the run lacks are left out.
+    """Return HTML of the key figures, without those that the run did not measure.
 
     Args:
-        metrics: of each step, in order.
-        receipts: of the run.
+        metrics: metrics of each step, in order.
+        receipts: content of the run's receipts.jsonl.
     """
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
@@ -49,7 +49,7 @@ def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
 
 
 def _per_second(steps: Sequence[Record], receipts: Receipts, key: str) -> str:
-    """Tokens of all steps over their time; a mean of rates would overweight short steps."""
+    """Return tokens per second over all steps; a mean of rates would overweight short steps."""
     tokens = seconds = 0.0
     for record in steps:
         trained = receipts.trained_tokens.get(record["step"], 0)

@@ -1,4 +1,4 @@
-"""Charts over the time of a run: role processes, policy versions, restarts, memory."""
+"""Draws charts over a run's time: policy versions, role processes, idle time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_components.report.run_files import NUMBER, Record, fits
 from grpo_components.report.safe_text import label
 
 _ROLE_EVENTS = ("start", "restart", "rollback")
-"""Kinds of events that the page lists."""
+"""Kinds of events that `timeline` returns."""
 _EVENT = {"event": str, "time": NUMBER}
 _FIELDS = {
     "publish": {"version": int},
@@ -35,16 +35,17 @@ def timeline(
     heartbeats: Sequence[Record],
     on_skip: Callable[[], None] = lambda: None,
 ) -> tuple[list[Chart], list[Record]]:
-    """Draw what happened over time.
+    """Draw charts over time, and collect the starts, restarts and rollbacks of roles.
 
     Args:
         events: records of events.jsonl.
         starts: records of roles.jsonl, one per process: role, attempt, started (seconds).
         heartbeats: records of heartbeats.jsonl: role, time (seconds), rss_mib.
-        on_skip: called for each event that lacks a required field.
+        on_skip: function called for each event that lacks a required field.
 
     Returns:
-        The charts; and the start, restart and rollback events, each with its `minute`.
+        The charts; and the start, restart and rollback events, each with its `minute` (minutes
+        since the run began).
     """
     names = list(dict.fromkeys(start["role"] for start in starts))
     idle = Idle(sum(name.startswith("reference_") for name in names))
@@ -99,7 +100,7 @@ def _versions_chart(
 
 
 def _some(points: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
-    """Every n-th point, about `MAX_POINTS`, and the last one."""
+    """Return every n-th point, at most `MAX_POINTS` of them, and the last point."""
     width = -(-len(points) // MAX_POINTS)
     return points[::width] + (points[-1:] if (len(points) - 1) % width else [])
 
@@ -148,10 +149,10 @@ def _processes_chart(
 
 
 def _clock(first: float) -> str:
-    """Which time of the logs minute 0 is."""
+    """Return the part of a caption that gives the date and time of minute 0."""
     try:
         return f"; minute 0 is {datetime.fromtimestamp(first, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except (OverflowError, ValueError, OSError):  # a damaged record
+    except (OverflowError, ValueError, OSError):  # a damaged record has an impossible time
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Reads files of an untrusted folder, and notes what it skips."""
+"""Reads files of an untrusted folder and notes what is skipped."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ from typing import Any
 from grpo_components.report.safe_text import text
 
 MAX_LINE_BYTES = 64 * 2**20
-"""After a longer line the rest of the file is skipped."""
+"""Maximum length of a line; from a longer line on, a file is skipped."""
 _MAX_LEVELS = 16
 _MAX_DIGITS = 1000
 _MAX_INTEGER = 2**53
 _MAX_FLOAT = 1e100
-"""Keeps sums and differences of numbers finite."""
+"""Larger numbers are skipped, so that sums and differences stay finite."""
 _MAX_NOTE_CHARS = 200
 
 
 @dataclass
 class _Lines:
-    """Lines of one file that are skipped."""
+    """The skipped lines of one file."""
 
     count: int
     first: int
+    """Number of the first skipped line, from 1."""
     why: str
-    """Reason of the first one."""
+    """Reason why the first one was skipped."""
 
 
 @dataclass
 class Unread:
-    """Reads the files of one folder and notes, by file, what it skips."""
+    """Reads the files of one folder and notes for each file what is skipped."""
 
     folder: Path
-    """Links that lead out of this folder are not followed."""
+    """The folder; links that lead out of it are not followed."""
     _files: dict[str, str] = field(default_factory=dict)
     _lines: dict[str, _Lines] = field(default_factory=dict)
 
     def skip_file(self, path: Path, why: str) -> None:
-        """Note that a file, or its rest, is skipped.
+        """Note that a file, or the rest of it, is skipped.
 
         Args:
-            path: of the file.
+            path: path of the file.
             why: reason, in a few words.
         """
         self._files.setdefault(self._name(path), why)
@@ -53,23 +54,23 @@ class Unread:
         """Note that a line, or a part of it, is skipped.
 
         Args:
-            path: of the file.
-            number: of the line, from 1.
+            path: path of the file.
+            number: line number, from 1.
             why: reason, in a few words.
         """
         lines = self._lines.setdefault(self._name(path), _Lines(0, number, why))
         lines.count += 1
 
     def has_skipped(self, path: Path) -> bool:
-        """Whether any part of a file was skipped.
+        """Return whether any part of a file was skipped.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         return self._name(path) in self._files | self._lines
 
     def notes(self) -> list[str]:
-        """What was skipped: one line of plain text per file."""
+        """Return what was skipped, as lines of plain text that begin with the file's name."""
         found = [f"{name}: {why}" for name, why in self._files.items()]
         for name, lines in self._lines.items():
             several = f"{lines.count:,} lines, first line" if lines.count > 1 else "line"
@@ -77,10 +78,10 @@ class Unread:
         return [text(note, _MAX_NOTE_CHARS) for note in found]
 
     def may_read(self, path: Path) -> bool:
-        """Whether a path is a regular file inside the folder; anything else that exists is noted.
+        """Return whether a path is a regular file inside the folder; note a path that is not.
 
         Args:
-            path: of the file; it may be missing.
+            path: path of the file; a missing file is not noted.
         """
         try:
             if not path.is_symlink() and not path.exists():
@@ -95,10 +96,10 @@ class Unread:
         return not why
 
     def lines(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the complete lines of a file; nothing if it is missing.
+        """Yield the complete lines of a file; nothing if the file is missing.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Yields:
             Line number from 1, byte offset, and the line with its line end.
@@ -125,11 +126,11 @@ class Unread:
             self.skip_file(path, f"stopped after line {number:,}: {error.strerror}")
 
     def head(self, path: Path, max_bytes: int) -> str:
-        """The beginning of a text file; empty if it is missing.
+        """Return the beginning of a text file; empty if the file is missing.
 
         Args:
-            path: of the file.
-            max_bytes: to read at most.
+            path: path of the file.
+            max_bytes: maximum number of bytes to read.
         """
         if not self.may_read(path):
             return ""
@@ -149,13 +150,13 @@ class ObjectReader:
 
     def __init__(self) -> None:
         self.too_large = 0
-        """How many numbers were too large so far."""
+        """Count of the numbers that were too large so far."""
         self._decoder = json.JSONDecoder(
             parse_int=self._integer, parse_float=self._number, parse_constant=lambda _: None
         )
 
     def read(self, line: bytes) -> dict[str, Any] | None:
-        """Parse one line; None if it is not an object, or more than 16 levels deep."""
+        """Parse one line; return None if it is not an object or is nested over 16 levels deep."""
         try:
             record = self._decoder.decode(line.decode())
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""HTML around the rollouts, which `page.js` draws: counts and filters."""
+"""Writes the counts and filters of the rollouts section; `page.js` draws the rollouts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from grpo_components.report.rollouts import MAX_BYTES, RolloutSample
 
 _PAIRS = (("trainer", "generator"), ("trainer", "reference"), ("generator", "reference"))
-"""Logprobs that can be compared."""
+"""Pairs of logprobs whose difference can color the tokens."""
 _ADD_LOGPROBS = "add <code>log_token_logprobs=true</code> to the command of the run"
 
 
 def rollouts_section(sample: RolloutSample) -> str:
-    """HTML of the rollouts section.
+    """Return HTML of the rollouts section.
 
     Args:
         sample: the groups that the page shows.
