@@ -254,7 +254,7 @@ class Ledger:
         self._wake()
 
     async def take(self, group_ids: Iterable[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
-        """Record which groups left the buffer; in a live run, this is done before any task runs.
+        """Record which groups left the buffer; in a live run, before any other task runs.
 
         Args:
             group_ids: ids of the groups that the next step trains; empty if the buffer had too few.

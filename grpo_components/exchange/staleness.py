@@ -66,7 +66,7 @@ class StalenessContract:
 
     @staticmethod
     def staleness(versions: Versions, policy_version: int) -> Versions:
-        """Return the staleness: how many policy versions the sampling weights are behind.
+        """Return how many policy versions the sampling weights are behind the trainer's.
 
         Args:
             versions: version that sampled a token, a mean of such versions, or a tensor of them.

@@ -80,7 +80,7 @@ def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
         bucket: [nbytes] uint8; may be read-only.
 
     Raises:
-        ValueError: a tensor has a wrong checksum or appears twice; names the first such tensor.
+        ValueError: a tensor has a wrong checksum or appears twice; the error names that tensor.
     """
     tensors: StateDict = {}
     for entry in manifest:
@@ -102,7 +102,7 @@ def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> Sta
         buckets: each trainer rank's manifest and bytes, in any order.
 
     Raises:
-        ValueError: a tensor has a wrong checksum or appears twice; names the first such tensor.
+        ValueError: a tensor has a wrong checksum or appears twice; the error names that tensor.
     """
     tensors: StateDict = {}
     for manifest, bucket in buckets:
@@ -163,18 +163,18 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
 def check_names_and_shapes(
     given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check the names and shapes of new weights before anything is loaded.
+    """Check the names and shapes of new weights against the model's, before any is loaded.
 
     Args:
         given: shape of each new tensor, by name.
         expected: shape of each tensor of the checkpoint that the engine was loaded from, by name.
 
     Raises:
-        ValueError: a tensor is missing, unknown or has another shape; names the first such tensor.
+        ValueError: a tensor is missing, unknown or has another shape; the error names it.
     """
     for name in sorted(set(expected) - set(given)):
         raise ValueError(f"weights: missing tensor {name}")
-    for name in sorted(set(given) - set(expected) - {_HEAD}):  # a tied head may be sent twice
+    for name in sorted(set(given) - set(expected) - {_HEAD}):  # it may be sent although it is tied
         raise ValueError(f"weights: unknown tensor {name}")
     for name in sorted(set(given) & set(expected)):
         if tuple(given[name]) != tuple(expected[name]):

@@ -1,4 +1,4 @@
-"""Floating-point operations that training takes, and peak rates of GPUs."""
+"""Counts the floating-point operations of training, and lists the peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def peak_flops(gpu_name: str, dtype: str) -> float | None:
 class ModelFlops:
     """Counts the floating-point operations of a model; a multiply-add counts as two.
 
-    Matrix products count as in the appendix of PaLM (arXiv 2204.02311), but only what is computed
+    Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
     here: a query attends to its own and earlier keys, and only wanted tokens are projected to the
     vocabulary. The backward pass takes twice as many operations as the forward pass. Not counted:
     recomputation (activation checkpointing, chunks of logprobs), padding, and everything else

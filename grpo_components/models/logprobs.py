@@ -31,9 +31,9 @@ class TokenBatch:
     temperatures: Tensor
     """[N] float32: divisor of each token's logits, the same as in the generator."""
     input_pos: Tensor | None = None
-    """[1, T] int64: position of each token in its sequence; None if each sequence has a row."""
+    """[1, T] int64: each token's position in its sequence; None if every sequence has a row."""
     sequence_numbers: Tensor | None = None
-    """[1, T] int64: number of each token's sequence; None if each sequence has a row."""
+    """[1, T] int64: number of each token's sequence; None if every sequence has a row."""
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the same batch on a device."""

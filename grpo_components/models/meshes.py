@@ -41,7 +41,7 @@ class Meshes:
     """The same mesh with the tensor-parallel ranks as additional shards. FSDP shards over it what
     tensor parallelism does not split: the embedding and the output projection."""
     tensor: DeviceMesh
-    """Mesh (tensor) of the consecutive ranks that compute layers together; size 1 without them."""
+    """Mesh (tensor): consecutive ranks that compute each layer together, or one rank alone."""
 
 
 def join_ranks(

@@ -49,7 +49,7 @@ def document_mask(numbers: Tensor) -> BlockMask | Tensor:
         numbers: [B, W] int64, the sequence number of each token.
 
     Returns:
-        On a GPU a block mask, for which torchtune uses flex attention, which skips empty blocks.
+        On a GPU a block mask, so that torchtune uses flex attention and skips empty blocks.
         Elsewhere a mask [B, W, W] bool, because flex attention has no backward pass there.
     """
     if numbers.is_cuda:

@@ -139,7 +139,7 @@ class EventOrder:
         self.record(event, **fields)
 
     def note(self, event: str, **fields: Any) -> None:
-        """Hand an event to the listeners, without a place in the order that a replay repeats."""
+        """Record an event whose place in the order a replay does not repeat."""
         for listener in self._listeners:
             listener({"event": event, "attempt": self.attempt, **fields})
 

@@ -21,7 +21,7 @@ class Original:
     """What a finished run trained; its replay must train the same."""
 
     batch_hashes: Mapping[int, str]
-    """Step, from 1 -> hash of the batch that it trained."""
+    """Step, from 1 -> hash of its batch."""
     checksums: Mapping[int, str]
     """Policy version -> checksum of its weights, as generators loaded them."""
 
@@ -55,7 +55,7 @@ class Original:
 
 
 def run_folder(replay_events: str) -> Path:
-    """Return the run's folder; the config key `replay_events` names it or the run's event log."""
+    """Return the folder of the run; `replay_events` names this folder or the event log in it."""
     path = Path(replay_events).resolve()
     return path.parent.parent if path.name == "events.jsonl" else path
 
@@ -81,7 +81,7 @@ def read_original(replay_events: str) -> Original:
 def available_cpus(replay_events: str | None) -> int:
     """Return how many CPUs the roles share: as many as this machine has, or the replayed run had.
 
-    The number of threads follows from it; it decides how sums are split, and so their last bits.
+    It sets the number of threads, which decides how sums are split, and so their last bits.
     """
     if replay_events is not None:
         return read_events(run_folder(replay_events))[0]["cpus"]

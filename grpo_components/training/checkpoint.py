@@ -175,7 +175,7 @@ class TrainerState:
     def _restore_learning_rates(self, plain: dict[str, Any]) -> None:
         ratios = []
         for group, saved in zip(self._optimizer.param_groups, plain["learning_rates"], strict=True):
-            before = saved["configured"]  # 0 if a schedule sets the rate at each step
+            before = saved["configured"]  # may be 0 if a schedule sets the rate at each step
             ratios.append(_configured(group) / before if before else 1.0)
             lr = saved["lr"] * ratios[-1]
             if isinstance(group["lr"], Tensor):

@@ -157,7 +157,7 @@ def _norms(model: nn.Module, hf_config: Any, model_type: str) -> Iterator[Differ
 
 
 def _is_norm(module: nn.Module, eps: float, offset: float) -> bool:
-    """Whether a module computes RMSNorm(x) * (weight + offset), tried where eps matters."""
+    """Whether a module computes RMSNorm(x) * (weight + offset); x is so small that eps matters."""
     norm = copy.deepcopy(module).to_empty(device="cpu").float()
     (weight,) = norm.parameters()
     draw = torch.Generator().manual_seed(0)

@@ -46,7 +46,7 @@ class PolicyLoss:
             getattr(loss, "needs_proximal", False)
             or getattr(off_policy, "anchors_at_proximal", False)
         )
-        """Whether the loss uses the ratio to the step's first policy, not to the generator."""
+        """Whether the ratio's denominator is the policy at the step's start, not the generator."""
 
     def __call__(
         self, inputs: LossInputs, start: Tensor
@@ -58,8 +58,8 @@ class PolicyLoss:
             start: [N] logprobs by the policy at the start of the step, without gradient.
 
         Returns:
-            Weighted losses with penalties [N], metrics [N] by name, and the off-policy weights [N],
-            or None in their place without a correction.
+            Weighted losses with penalties [N], metrics [N] by name, and the off-policy weights [N]
+            (None without a correction).
 
         Raises:
             ComponentError: the loss or the correction breaks its contract.

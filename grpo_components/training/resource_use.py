@@ -43,8 +43,8 @@ class ResourceUse:
         """Return the metrics of one step.
 
         Args:
-            sequences: number of tokens, and of trained tokens, of each sequence on all ranks.
-            passes: number of times that each sequence went forward and backward.
+            sequences: numbers of tokens and of trained tokens, for each sequence of all ranks.
+            passes: number of forward and backward passes over each sequence.
             start_known: whether one more forward pass came first.
             seconds: duration of the step.
 

@@ -31,7 +31,7 @@ class TrainSample:
     proximal_logprobs: NDArray[np.float32] | None = None
     """[N] logprobs of the N trained tokens, by the policy that the step started from."""
     start_logprobs: NDArray[np.float32] | None = None
-    """[N] the same logprobs, kept for the log: for a logged response that this rank computed."""
+    """[N] the same logprobs, for the log; set for a logged response that this rank computed."""
     advantages: NDArray[np.float32] | None = None
     """[N] advantages of the N trained tokens."""
 
@@ -56,9 +56,9 @@ def make_samples(
 
     Args:
         trajectories: S trajectories of the batch, group by group.
-        advantages: [S], one per trajectory.
+        advantages: [S] numbers, one per trajectory.
         trained_tokens: function of a trajectory; returns [R] bool, which of its tokens are trained.
-        num_logged: number of samples, the first ones, that are logged.
+        num_logged: number of first samples whose token logprobs are logged.
 
     Raises:
         ComponentError: the shape of `advantages` is not [S].
