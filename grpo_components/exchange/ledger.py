@@ -1,4 +1,4 @@
-"""The ledger: the state of every prompt's group, and when the next group may start."""
+"""The ledger: tracks the state of every group, and decides when the next group may start."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ _COUNTERS = ("policy_version", "steps_done", "issued", "trained_groups")
 
 @dataclass
 class LedgerEntry:
-    """One living group: issued, and neither trained nor dropped."""
+    """The ledger's entry of one living group: issued, and neither trained nor dropped."""
 
     group_id: int
     """Number in the order of admission, from 0."""
     prompt: Prompt
     epoch: int
     needed_version: int
-    """Oldest policy version that may generate it."""
+    """Oldest policy version that may generate the group."""
     start_version: int
-    """Version of its generator when it started; at least `needed_version`."""
+    """Policy version of the generator when the group started; at least `needed_version`."""
     target_step: int
-    """Training step that it is admitted for, from 0; follows from its place in the queue."""
+    """Training step, from 0, that the group is admitted for, by its place in the queue."""
     state: State = "in_flight"
     reference_kl: list[float] | None = None
     """[G] estimated KL to the reference of each response, in nats; None without a reference."""
     text: Any = None
-    """Reference to the group as text, for the rollout log; None if restored from a checkpoint."""
+    """Ray reference to the group as text, for the rollout log; None after a resume."""
     parts: Sequence[Any] = ()
-    """References to the packed group and its summary; empty until it is generated."""
+    """Ray references to the packed group and its summary; empty until the group is generated."""
     response_tokens: float | None = None
-    """Mean sampled tokens per response; None until it is generated."""
+    """Mean number of sampled tokens per response; None until the group is generated."""
 
     @property
     def prompt_index(self) -> int:
-        """Row of the data set."""
+        """Row of the prompt in the data set."""
         return self.prompt["prompt_index"]
 
 
 class Ledger:
     """Follows every group until it is trained or dropped, and decides when groups are admitted.
 
-    Every change is recorded in `events`; in a replay it waits for its turn there. All changes and
-    waits happen on one event loop. Every wait has a time-out that names the waiter; no time-out
-    ends a wait during an evaluation, which pins the generators' weights.
+    Every change is recorded in `events`; in a replay, a change waits for its recorded turn. All
+    changes and waits happen on one event loop. Every wait has a time-out, whose error says who
+    waited. An evaluation that pins the generators' weights suspends the time-outs.
 
     Args:
-        contract: how stale a trained group may be.
-        num_steps: training steps of the run; no group is admitted that no step needs.
-        prompts: endless (prompt, epoch) pairs; each is issued once.
+        contract: staleness contract, which limits the age of trained groups.
+        num_steps: number of training steps of the run; only groups that a step needs are admitted.
+        prompts: endless iterator of (prompt, epoch) pairs, one for each new group.
     """
 
     def __init__(
@@ -70,22 +70,22 @@ class Ledger:
         self.policy_version = 0
         """The trainers' policy version after their last step."""
         self.published_version = 0
-        """Newest version that generators can pull; 0 is the base model that they start with."""
+        """Newest policy version that generators can pull; 0 is the base model, their first one."""
         self.steps_done = 0
         self.issued = 0
         self.trained_groups = 0
         self.dropped_groups: Counter[str] = Counter()
         self.events = EventOrder()
-        """Gets every change; `open_run` puts the run's own here."""
+        """Event order that records every change; `open_run` sets the run's."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
         self._interrupted: deque[LedgerEntry] = deque()
-        """Groups whose generation was cut short: admitted first, under their old numbers."""
+        """Groups whose generation was cut short; they are admitted first, with their old ids."""
         self._changed = asyncio.Event()
-        """Set at the next change, and then replaced by a new one."""
+        """Event that is set at the next change; a new event then takes its place."""
         self._pins = 0
-        """Starts and ends of `pin_weights`, counted together."""
+        """Number of starts plus number of ends of `pin_weights`: odd during an evaluation."""
 
     @property
     def finished(self) -> bool:
@@ -94,22 +94,22 @@ class Ledger:
 
     @property
     def attempt(self) -> int:
-        """Which attempt of the run this is, from 0."""
+        """Number of this attempt of the run, from 0; a resume or rollback starts the next one."""
         return self.events.attempt
 
     @property
     def waiting_prompts(self) -> list[tuple[Prompt, int]]:
-        """(prompt, epoch) pairs of dropped groups that are issued again, before any new prompt."""
+        """(prompt, epoch) pairs of dropped groups, to be issued again before any new prompt."""
         return list(self._reissued)
 
     @property
     def weights_pinned(self) -> bool:
-        """Whether an evaluation runs that needs the generators' weights unchanged."""
+        """Whether a running evaluation needs the generators' weights unchanged."""
         return self._pins % 2 == 1
 
     @contextmanager
     def pin_weights(self) -> Iterator[None]:
-        """Keep the generators' weights during an evaluation: no wait for newer ones times out."""
+        """Context manager: while an evaluation pins the generators' weights, no wait times out."""
         self._pins += 1
         try:
             yield
@@ -117,11 +117,11 @@ class Ledger:
             self._pins += 1
 
     def living(self) -> list[LedgerEntry]:
-        """The groups that are neither trained nor dropped, by group id."""
+        """Return the groups that are neither trained nor dropped, sorted by group id."""
         return sorted([*self._living.values(), *self._interrupted], key=lambda e: e.group_id)
 
     def in_state(self, state: State) -> list[LedgerEntry]:
-        """The living groups in one state, in the order of admission."""
+        """Return the living groups in one state, in the order of admission."""
         return [entry for entry in self._living.values() if entry.state == state]
 
     async def admit(self, generator: str, timeout_s: float) -> LedgerEntry | None:
@@ -135,7 +135,7 @@ class Ledger:
             The group; None if no more groups are needed.
 
         Raises:
-            TimeoutError: if the trainers publish no version that lets it start.
+            TimeoutError: the trainers published no version with which the group may start.
         """
         is_next = await self.events.wait_turn("issue", role=generator)
         if not (self.events.replaying and is_next):
@@ -171,19 +171,19 @@ class Ledger:
         return entry
 
     def give_back(self, entry: LedgerEntry) -> None:
-        """Return a group in flight whose generator was lost: it is admitted again, first."""
+        """Take back a group in flight whose generator was lost, to admit it before new groups."""
         del self._living[entry.group_id]
         self._interrupt(entry)
         self.events.note("interrupt", group=entry.group_id)
         self._wake()
 
     async def should_pull(self, generator: str, version: int, cause: str) -> bool:
-        """Whether a generator pulls now: if newer weights than its own are published.
+        """Decide whether a generator pulls now (if newer weights are published), and record a pull.
 
         Args:
-            generator: its name.
-            version: policy version of its weights.
-            cause: what needs newer weights; unique per group or evaluation.
+            generator: name of the generator.
+            version: policy version of the generator's weights.
+            cause: unique name of the group or evaluation that needs newer weights.
         """
         newer = version < self.published_version
         if due := self.events.should_happen("pull", newer, role=generator, cause=cause):
@@ -191,10 +191,10 @@ class Ledger:
         return due
 
     def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
-        """Arguments for the buffer to take the next step's batch.
+        """Return the arguments of `ReplayBuffer.take` for the next step's batch.
 
         Args:
-            num_groups: groups of a step.
+            num_groups: number of groups of a step.
 
         Returns:
             `num_groups`, the policy version that the step starts from, and in a replay the ids of
@@ -210,7 +210,7 @@ class Ledger:
         return num_groups, self.policy_version, recorded
 
     async def until_none_is_doomed(self, timeout_s: float) -> None:
-        """Wait while a step without the groups in flight would make some of them stale.
+        """Wait as long as a step that starts now would make some groups in flight too old to train.
 
         Used with `stale_groups: wait`; see `StalenessContract.must_wait`.
 
@@ -218,7 +218,7 @@ class Ledger:
             timeout_s: longest wait, in seconds.
 
         Raises:
-            TimeoutError: if such a group stays in flight.
+            TimeoutError: such a group stayed in flight.
         """
         if self.events.replaying:  # the recording says which groups are taken
             return
@@ -240,8 +240,8 @@ class Ledger:
         """Record that a group was generated.
 
         Args:
-            group_id: a group in flight.
-            response_tokens: [G] sampled tokens of each response.
+            group_id: id of a group in flight.
+            response_tokens: [G] number of sampled tokens of each response.
         """
         await self.events.take("finish", group=group_id, response_tokens=list(response_tokens))
         self._living[group_id].response_tokens = sum(response_tokens) / len(response_tokens)
@@ -254,14 +254,14 @@ class Ledger:
         self._wake()
 
     async def take(self, group_ids: Iterable[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
-        """Record which groups left the buffer; in a live run before any other task runs.
+        """Record which groups left the buffer; in a live run, before any other task runs.
 
         Args:
-            group_ids: groups that the next step trains; empty if the buffer had too few.
-            stale: groups that were too old; their prompts are issued again.
+            group_ids: ids of the groups that the next step trains; empty if the buffer had too few.
+            stale: ids of the groups that were too old; their prompts are issued again.
 
         Returns:
-            The entries of the groups to train, in the same order.
+            The ledger entries of the groups to train, in the same order.
         """
         await self.drop(stale, "stale", reissue=True)
         entries = [self._living[group_id] for group_id in group_ids]
@@ -274,10 +274,12 @@ class Ledger:
         return entries
 
     def finish_step(self, policy_version: int) -> None:
-        """Record the end of a training step, without an await since the turn of its event.
+        """Record the end of a training step.
+
+        In a replay, no await may lie between the turn of the event `step` and this call.
 
         Args:
-            policy_version: of the trainers after the step; a skipped step leaves it as it was.
+            policy_version: the trainers' version after the step; a skipped step leaves it the same.
         """
         self.events.record("step", step=self.steps_done + 1, version=policy_version)
         groups = self.in_state("in_training")
@@ -289,7 +291,7 @@ class Ledger:
         self._wake()
 
     async def publish(self, version: int) -> None:
-        """Record the newest version that generators can pull."""
+        """Record the newest policy version that generators can pull."""
         await self.events.take("publish", version=version)
         self.published_version = version
         self._wake()
@@ -298,9 +300,9 @@ class Ledger:
         """Record that groups will never be trained.
 
         Args:
-            group_ids: living groups.
-            reason: stale, failed or filtered.
-            reissue: issue their prompts again, before any new prompt.
+            group_ids: ids of living groups.
+            reason: why they are dropped: stale, failed or filtered.
+            reissue: whether to issue their prompts again, before any new prompt.
         """
         if not (groups := list(group_ids)):
             return
@@ -313,7 +315,7 @@ class Ledger:
         self._wake()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state between two training steps, as plain values."""
+        """Return the ledger's state between two training steps, as plain values."""
         assert not self.in_state("in_training"), "a checkpoint lies between two steps"
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
@@ -323,14 +325,14 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, possibly with another contract or number of steps.
+        """Restore a saved state; the contract and the number of steps may have changed since.
 
-        Groups in flight are lost; so are buffered groups that the contract would not let train in
-        their turn. Both are generated again, under their old numbers. `published_version` is 0
-        until the restored weights are published.
+        Groups in flight are lost, and so are buffered groups that the contract makes too old for
+        the step they would be trained in. All of them are generated again, with their old ids.
+        `published_version` is 0 until the restored weights are published.
 
         Args:
-            state: what `state_dict` returned.
+            state: state that `state_dict` returned.
         """
         for name in _COUNTERS:
             setattr(self, name, state[name])

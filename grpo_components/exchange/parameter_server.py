@@ -1,4 +1,4 @@
-"""The parameter server: the newest weights, where to get them, and who loaded which version."""
+"""The parameter server: knows where the newest weights are, and who loaded which version."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class VLLMParameterServer:
-    """Versioned snapshots of the policy: the trainer pushes, generators pull.
+    """Hands snapshots of the policy's weights from the trainer (push) to the generators (pull).
 
-    It holds references to immutable buckets in the object store, never the bytes. So it needs no
-    lock and no GPU, no read is torn, and each node has one copy. A superseded snapshot is freed
-    when its last reader is done.
+    It holds references to immutable buckets in Ray's object store, never their bytes. So it needs
+    no lock and no GPU, no reader sees parts of two versions, and each node has one copy. A
+    superseded snapshot is freed when its last reader is done.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class VLLMParameterServer:
 
         Args:
             version: policy version of the weights, above the last pushed one.
-            buckets: one reference per trainer rank, to its `(manifest, bytes)`.
+            buckets: one reference per trainer rank, to its bucket `(manifest, bytes)`.
             manifests: one reference per trainer rank, to its manifest alone.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What happened to groups and weights since the last receipt, from the ledger's events."""
+"""Sums up the ledger's events since the last receipt, a record of a step in receipts.jsonl."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from grpo_components.replay.event_order import Event
 
 @dataclass
 class _Group:
-    """A living group."""
+    """What receipts say of a group that is still living."""
 
     prompt_index: int
     epoch: int
     response_tokens: float | None = None
-    """Mean sampled tokens per response; None until it is generated."""
+    """Mean number of sampled tokens per response; None until the group is generated."""
 
 
 class RecentEvents:
-    """Follows the groups and weights of one attempt; a receipt takes what is new since the last.
+    """Collects what happens to groups and weights in one attempt of a run, for the receipts.
 
     Args:
-        living: groups of the ledger when the attempt begins; those in flight start again.
+        living: the ledger's living groups when the attempt begins; those in flight start again.
         generators: names of all generators.
     """
 
@@ -35,7 +35,7 @@ class RecentEvents:
         self._groups: dict[int, _Group] = {}
         """The living groups, in the order of their last admission."""
         self._batch: set[int] = set()
-        """Groups of the step that is being trained."""
+        """Ids of the groups in the step that is being trained."""
         self._clear()
         for entry in living:
             self._groups[entry.group_id] = _Group(
@@ -64,7 +64,7 @@ class RecentEvents:
                 self._train()
 
     def take(self) -> dict[str, Any]:
-        """What the events since the last call add up to, by the fields of docs/receipts.md."""
+        """Return what happened since the last call, by the field names of docs/receipts.md."""
         fields = {
             "generators": {name: dict(weights) for name, weights in self._weights.items()},
             "acknowledged": self._acknowledged,
@@ -80,11 +80,11 @@ class RecentEvents:
         self._trained: list[dict[str, int]] = []
         self._events: list[dict[str, Any]] = []
         self._lengths: dict[str, list[float | None]] = {}
-        """Mean response lengths of the groups, by event or reason to drop them."""
+        """Event, or reason of a drop -> mean response length of each group concerned."""
 
     def _load(self, generator: str, version: int, checksum: str) -> None:
         self._weights[generator] = {"version": version, "checksum": checksum}
-        # `WeightSync` has compared the two checksums: another one never gets here.
+        # `WeightSync` has checked that the published checksum is the same.
         weights = {"version": version, "checksum": checksum, "published": checksum}
         self._acknowledged.append({"generator": generator, **weights})
 
@@ -124,7 +124,7 @@ class RecentEvents:
 
 
 def _totals(lengths: dict[str, list[float | None]]) -> dict[str, Any]:
-    """Number of groups by what happened to them, with the mean of their response lengths."""
+    """Return the number and mean response length of groups, by what happened to them."""
 
     def total(what: str) -> dict[str, Any]:
         known = [tokens for tokens in lengths.get(what, []) if tokens is not None]
@@ -134,7 +134,7 @@ def _totals(lengths: dict[str, list[float | None]]) -> dict[str, Any]:
         }
 
     others = ("issued", "generated", "filtered", "trained")
-    reasons = dict.fromkeys(("stale", "failed", *lengths))  # these two first, and always
+    reasons = dict.fromkeys(("stale", "failed", *lengths))  # these two first, even if 0
     return {
         "issued": len(lengths.get("issued", [])),
         "generated": total("generated"),

@@ -1,4 +1,4 @@
-"""The replay buffer: whole groups, each consumed once, oldest weights first, never stale."""
+"""The replay buffer: holds whole groups, each consumed once, oldest weights first, never stale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Item:
 
 
 class _Slots:
-    """Which storage slots are free, and which hold a group that was not consumed yet."""
+    """Tracks which storage slots are free, and which hold a group that is not consumed yet."""
 
     def __init__(self, capacity: int) -> None:
         self.free = list(range(capacity - 1, -1, -1))
@@ -35,7 +35,7 @@ class _Slots:
 
 
 class _FreeSlotWriter(Writer):
-    """Writes to free slots; torchrl's own writers overwrite live ones when full."""
+    """Writes groups to free slots; torchrl's own writers overwrite live groups when full."""
 
     def __init__(self, slots: _Slots) -> None:
         super().__init__()
@@ -111,24 +111,26 @@ class BatchSummary:
     groups: list[GroupSummary]
     """The batch's groups, in the order of group ids."""
     dropped: list[GroupSummary]
-    """Groups found stale since the last batch; they were never handed out."""
+    """Groups found stale since the last batch; no batch contained them."""
     buffered: int
-    """Groups left in the buffer."""
+    """Number of groups left in the buffer."""
     batch_hash: str
-    """See `trajectory.batch_hash`; empty if there is no batch."""
+    """Hash of the batch (see `trajectory.batch_hash`); empty if there is no batch."""
 
 
 class ReplayBuffer:
-    """A bounded store of whole groups between generators and trainer.
+    """Stores whole groups between generators and trainer, up to a fixed number.
 
-    Producers wait while it is full. The consumer waits while it holds less than a batch. A wait
-    that is too long ends with an error that says who waited for whom.
+    Producers wait while the buffer is full. The consumer waits while it holds less than a batch. A
+    wait that is too long ends with an error that says who waited for whom.
 
     Args:
-        contract: which groups may still be trained, and how many groups can be alive at once.
-        timeout_s: longest wait of a producer or the consumer.
+        contract: staleness contract; says which groups may still be trained, and limits how many
+            are alive at once.
+        timeout_s: longest wait of a producer or the consumer, in seconds.
         stale_tokens: "drop" drops a group once its oldest token is too old for the contract.
-            "mask" keeps it until its newest token is too old; the trainer masks older ones.
+            "mask" keeps it until its newest token is too old; the trainer then does not train the
+            tokens that are too old.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class ReplayBuffer:
 
         Args:
             group: packed trajectories of one prompt.
-            summary: of the same group.
+            summary: summary of the same group.
 
         Returns:
             Number of groups in the buffer.
@@ -188,17 +190,18 @@ class ReplayBuffer:
         """Consume one batch of whole groups, waiting until there are enough fresh ones.
 
         Args:
-            num_groups: groups in the batch.
+            num_groups: number of groups in the batch.
             policy_version: version that the training step starts from. Groups too old for it are
                 dropped.
-            recorded: in a replay, the ids of the groups that the recorded run took and dropped.
+            recorded: in a replay, the ids of the groups that the recorded run took, and of those it
+                dropped; None in a live run.
 
         Returns:
-            The packed batch, sorted by group id, and its summary. The batch is empty where drops
-            left too few groups: they are reported at once, so that they are replaced.
+            The packed batch, sorted by group id, and its summary. If drops left too few groups, the
+            batch is empty: the drops are reported at once, so that new groups replace them.
 
         Raises:
-            TimeoutError: there were too few groups.
+            TimeoutError: too few groups arrived in time.
         """
         if recorded is not None:
             return await self._take_as_recorded(*recorded)
@@ -253,10 +256,10 @@ class ReplayBuffer:
         return batch, BatchSummary(groups, dropped, len(self._slots.live), content)
 
     async def refill(self, *parts: Any) -> None:
-        """Replace all groups, beyond the capacity if there are more.
+        """Replace the buffer's groups; the capacity grows if there are more new ones than fit.
 
         Args:
-            parts: group, summary, group, summary, ...
+            parts: the new groups, each followed by its summary: group, summary, group, ...
         """
         items = [_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
         self._make_room(max(self._capacity, len(items)))
@@ -267,11 +270,12 @@ class ReplayBuffer:
         """Write groups to a checkpoint; safe while others use the buffer.
 
         Args:
-            folder: of the unfinished checkpoint.
-            parts: group, summary, group, summary, ...; the buffer's own groups do not matter.
+            folder: folder in the unfinished checkpoint.
+            parts: the groups to write, each followed by its summary; only these are written, not
+                what the buffer holds now.
 
         Returns:
-            Why writing failed; None on success.
+            The error message if writing failed; None on success.
         """
         pairs = zip(parts[::2], parts[1::2], strict=True)
         groups = [{"group": group, "summary": asdict(summary)} for group, summary in pairs]
@@ -285,12 +289,12 @@ class ReplayBuffer:
         """Load groups from a checkpoint, without adding them to the buffer.
 
         Args:
-            folder: the one given to `write_state`.
-            group_ids: which groups to load.
+            folder: folder that was given to `write_state`.
+            group_ids: ids of the groups to load.
 
         Returns:
             group, summary, group, summary, ... in the order of `group_ids`, then None twice, so
-            that there are always several results.
+            that the call has several results even without groups.
         """
         saved = {
             each["summary"]["group_id"]: (each["group"], GroupSummary(**each["summary"]))
@@ -316,7 +320,7 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     async def _wait_until(self, condition: Callable[[], bool], message: Callable[[], str]) -> None:
-        # Not asyncio.wait_for: it swallows a cancellation that arrives with the result (3.11).
+        # asyncio.wait_for (3.11) would swallow a cancellation that arrives with the result.
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._changed.wait_for(condition)

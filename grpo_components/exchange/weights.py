@@ -1,4 +1,4 @@
-"""Weights in transit: buckets of bytes with checksums, checked against the model's shapes."""
+"""Packs weights into buckets of bytes with checksums, and checks what arrives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ StateDict = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Position and checksum of one tensor in a bucket."""
+    """Describes one tensor in a bucket: what it is, where its bytes are, and its checksum."""
 
     name: str
     dtype: str
@@ -45,10 +45,10 @@ def checksum(name: str, dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]
 def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArray[np.uint8]]:
     """Copy named tensors into one flat array of bytes.
 
-    Bytes, because numpy has no bfloat16; the manifest keeps dtypes and shapes.
+    The array holds bytes because numpy has no bfloat16; the manifest keeps dtypes and shapes.
 
     Args:
-        tensors: names and CPU tensors of any dtype.
+        tensors: names and tensors, on the CPU and of any dtype.
 
     Returns:
         The manifest, and the bytes [sum of nbytes] uint8.
@@ -73,14 +73,14 @@ def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArra
 
 
 def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
-    """View the tensors of a bucket; verifies their checksums first.
+    """Return the tensors of a bucket as views of its bytes, after verifying their checksums.
 
     Args:
-        manifest: what `pack_bucket` returned with the bucket.
-        bucket: [nbytes] uint8, may be read-only.
+        manifest: manifest that `pack_bucket` returned with the bucket.
+        bucket: [nbytes] uint8; may be read-only.
 
     Raises:
-        ValueError: a tensor's checksum differs, or it appears twice; names the first such tensor.
+        ValueError: a tensor has a wrong checksum or appears twice; the error names that tensor.
     """
     tensors: StateDict = {}
     for entry in manifest:
@@ -96,13 +96,13 @@ def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:
 
 
 def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> StateDict:
-    """View the tensors of all buckets of a snapshot; verifies their checksums first.
+    """Return the tensors of a snapshot as views of its buckets, after verifying their checksums.
 
     Args:
         buckets: each trainer rank's manifest and bytes, in any order.
 
     Raises:
-        ValueError: a tensor's checksum differs, or it appears twice; names the first such tensor.
+        ValueError: a tensor has a wrong checksum or appears twice; the error names that tensor.
     """
     tensors: StateDict = {}
     for manifest, bucket in buckets:
@@ -114,10 +114,10 @@ def unpack_buckets(buckets: Iterable[tuple[Manifest, NDArray[np.uint8]]]) -> Sta
 
 
 def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
-    """Compute one checksum of a whole snapshot; it does not depend on the number of buckets.
+    """Compute one checksum of a whole snapshot, whatever the number of its buckets.
 
     Args:
-        manifests: of all buckets of the snapshot, in any order.
+        manifests: manifests of all buckets of the snapshot, in any order.
 
     Returns:
         xxh3 (64 bits, hexadecimal) over name, dtype, shape and checksum of every tensor.
@@ -133,7 +133,7 @@ def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
 def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     """Read names and shapes of a checkpoint's tensors from the safetensors headers.
 
-    Some checkpoints store a copy of a tied head. It is never loaded, so it is left out.
+    An output head tied to the embedding is left out: a stored copy of it is never loaded.
 
     Args:
         model_path: folder with `model.safetensors`, or with several files and their index.
@@ -143,7 +143,7 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     """
     index = model_path / "model.safetensors.index.json"
     names = {"model.safetensors"}
-    if index.is_file():  # not every file: the folder may also hold copies in other formats
+    if index.is_file():  # only these files: others may be copies in other formats
         names = set(json.loads(index.read_text())["weight_map"].values())
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(model_path / name for name in names):
@@ -163,18 +163,18 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
 def check_names_and_shapes(
     given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare new weights with the model's, before anything is loaded.
+    """Check the names and shapes of new weights against the model's, before any is loaded.
 
     Args:
         given: shape of each new tensor, by name.
         expected: shape of each tensor of the checkpoint that the engine was loaded from, by name.
 
     Raises:
-        ValueError: a tensor is missing, unknown or has another shape; names the first one.
+        ValueError: a tensor is missing, unknown or has another shape; the error names it.
     """
     for name in sorted(set(expected) - set(given)):
         raise ValueError(f"weights: missing tensor {name}")
-    for name in sorted(set(given) - set(expected) - {_HEAD}):  # a tied head may be sent twice
+    for name in sorted(set(given) - set(expected) - {_HEAD}):  # it may be sent although it is tied
         raise ValueError(f"weights: unknown tensor {name}")
     for name in sorted(set(given) & set(expected)):
         if tuple(given[name]) != tuple(expected[name]):

@@ -1,4 +1,4 @@
-"""Floating-point operations that training takes, and peak rates of GPUs."""
+"""Counts the floating-point operations of training, and lists the peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _PEAK_TFLOPS = (
     (r"RTX 4090$", 165.2, 82.6),
     (r"RTX 3090$", 71.0, 35.6),
 )
-"""Pattern in the GPU's name, then peak TFLOP/s in bf16 (tensor cores, float32 accumulation, no
-sparsity) and in float32 (no TF32), from NVIDIA's data sheets."""
+"""(pattern of the GPU's name, peak TFLOP/s in bf16, peak TFLOP/s in float32), from NVIDIA's data
+sheets: bf16 on tensor cores with float32 accumulation and no sparsity, float32 without TF32."""
 
 
 def peak_flops(gpu_name: str, dtype: str) -> float | None:
-    """Peak floating-point operations per second of a GPU; None for an unknown one.
+    """Return a GPU's peak floating-point operations per second; None for an unknown GPU.
 
     Args:
-        gpu_name: as `torch.cuda.get_device_name` returns it.
+        gpu_name: name that `torch.cuda.get_device_name` returned.
         dtype: compute dtype, fp32 or bf16.
     """
     for pattern, bf16, fp32 in _PEAK_TFLOPS:
@@ -42,24 +42,25 @@ def peak_flops(gpu_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations of one forward pass; a multiply-add counts as two.
+    """Counts the floating-point operations of a model; a multiply-add counts as two.
 
-    Counts matrix products, as in the appendix of PaLM (arXiv 2204.02311), but only what is computed
+    Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
     here: a query attends to its own and earlier keys, and only wanted tokens are projected to the
-    vocabulary. The backward pass takes twice as many. Not counted: recomputation (activation
-    checkpointing, chunks of logprobs), padding, and everything else (norms, softmax, optimizer).
+    vocabulary. The backward pass takes twice as many operations as the forward pass. Not counted:
+    recomputation (activation checkpointing, chunks of logprobs), padding, and everything else
+    (norms, softmax, optimizer).
     """
 
     per_token: float
-    """2 x weights of all matrices in the layers."""
+    """Operations per token in the layers: 2 x weights of all their matrices."""
     per_pair: float
-    """Per query-key pair: 4 x heads x head dimension x layers, for scores and values."""
+    """Operations per query-key pair (scores and values): 4 x heads x head dimension x layers."""
     per_logprob: float
-    """2 x embedding dimension x vocabulary."""
+    """Operations per logprob: 2 x embedding dimension x vocabulary."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Read the sizes from a torchtune decoder, sharded or not."""
+        """Build from the sizes of a torchtune decoder, sharded or not."""
         decoder = cast(Any, model)
         matrices = [m.weight for m in decoder.layers.modules() if isinstance(m, nn.Linear)]
         attention = [layer.attn for layer in decoder.layers]
@@ -71,19 +72,19 @@ class ModelFlops:
         )
 
     def forward(self, length: int, num_logprobs: int = 0) -> float:
-        """Operations of one sequence's forward pass.
+        """Return the operations of one sequence's forward pass.
 
         Args:
-            length: T tokens, which make T (T + 1) / 2 pairs of query and key.
-            num_logprobs: tokens whose logprob is computed.
+            length: number of tokens T, which make T (T + 1) / 2 pairs of query and key.
+            num_logprobs: number of tokens whose logprob is computed.
         """
         pairs = length * (length + 1) / 2
         return self.per_token * length + self.per_pair * pairs + self.per_logprob * num_logprobs
 
     def train(self, sequences: Iterable[tuple[int, int]]) -> float:
-        """Operations of the sequences' forward and backward passes.
+        """Return the operations of the sequences' forward and backward passes.
 
         Args:
-            sequences: length and number of logprobs of each.
+            sequences: length and number of logprobs of each sequence.
         """
         return 3.0 * sum(self.forward(*sequence) for sequence in sequences)

@@ -1,4 +1,4 @@
-"""Converts torchtune's weights to Hugging Face names, one layer at a time."""
+"""Converts torchtune's weights to Hugging Face's names and row order, one layer at a time."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ROTARY_FAMILIES = (
     ModelType.MISTRAL,
     ModelType.GEMMA,
 )
-"""Families whose query and key rows torchtune stores in a different order."""
+"""Model families whose query and key rows torchtune stores in another order than Hugging Face."""
 
 
 def layer_groups(names: Iterable[str]) -> list[list[str]]:
-    """Split parameter names into units that can be converted alone: a layer, or another tensor.
+    """Group parameter names by units that can be converted alone: a layer, or one other tensor.
 
     Args:
-        names: torchtune's names.
+        names: torchtune's parameter names.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -41,17 +41,18 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:
-    """Build the function that renames, and for some families permutes, torchtune's weights.
+    """Build the function that renames torchtune's weights and, if needed, reorders their rows.
 
     Args:
         model_type: torchtune's ModelType, e.g. QWEN2.
         base_model_path: folder of the base model, with its config.json.
 
     Returns:
-        Function of one unit of `layer_groups`, or of the whole state dict.
+        Function of a state dict, either one unit of `layer_groups` or the whole model; returns the
+        Hugging Face state dict.
 
     Raises:
-        ValueError: torchtune 0.6.1 cannot convert the family back exactly.
+        ValueError: torchtune 0.6.1 cannot convert the family's weights to Hugging Face exactly.
     """
     kind = ModelType[model_type]
     hf_config = json.loads((base_model_path / "config.json").read_text())

@@ -35,8 +35,8 @@ def load_whole_model(
     Args:
         build_model: builds the torchtune decoder.
         build_checkpointer: builds the torchtune checkpointer.
-        device: of the model.
-        dtype: fp32 or bf16.
+        device: device of the model.
+        dtype: compute dtype, fp32 or bf16.
     """
     with training.set_default_dtype(DTYPES[dtype]), device:
         model = build_model()
@@ -61,16 +61,16 @@ def load_sharded_model(
     Args:
         build_model: builds the torchtune decoder.
         build_checkpointer: builds the torchtune checkpointer; called on rank 0 only.
-        meshes: over the trainer ranks.
-        sharding: what is split, and where shards are kept.
-        model_type: torchtune's name of the family, for its tensor-parallel plan.
+        meshes: device meshes of the trainer ranks.
+        sharding: layout of the ranks, and where shards are kept.
+        model_type: torchtune's name of the model family, for its tensor-parallel plan.
         dtype: compute dtype, fp32 or bf16.
-        enable_activation_checkpointing: recompute each layer in backward.
+        enable_activation_checkpointing: recompute each layer in the backward pass.
         compile_layers: compile each layer with torch.compile.
     """
     with training.set_default_dtype(torch.float32), torch.device("meta"):
         model = cast(TransformerDecoder, build_model())
-    if sharding.tensor > 1:  # before layers are wrapped, because plans refer to names
+    if sharding.tensor > 1:  # first, because wrapping changes the names that plans use
         split_layers(model, meshes.tensor, model_type)
     if enable_activation_checkpointing:
         training.set_activation_checkpointing(
@@ -80,7 +80,7 @@ def load_sharded_model(
         param_dtype=DTYPES[dtype], reduce_dtype=DTYPES[sharding.reduce_dtype]
     )
     offload = CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy()
-    # Not torchtune's shard_model: without mixed precision, bf16 masters lose updates of 1e-6.
+    # torchtune's shard_model has no mixed precision: bf16 weights would lose updates of 1e-6.
     for layer in model.layers:
         fully_shard(layer, mesh=meshes.layers, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=meshes.root, mp_policy=policy, offload_policy=offload)
@@ -121,7 +121,7 @@ def _scatter(
                 f"{list(value.shape)}; is `model` its builder?"
             )
         if parameter.device_mesh.size() < dist.get_world_size():
-            # There are several such meshes; the first rank of each needs the tensor.
+            # There are several such meshes, and the first rank of each one needs the tensor.
             dist.broadcast(value, src=0)
         shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         sharded[name] = nn.Parameter(shard.cpu() if cpu_offload else shard)

@@ -1,4 +1,4 @@
-"""Logprobs of response tokens, in recomputed chunks, so that `[B, T, V]` is never in memory."""
+"""Computes logprobs of response tokens in chunks, so that `[B, T, V]` is never in memory."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from grpo_components.trajectory import TokenSequence, Trajectory
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences, right-padded or packed, and the positions whose next token is wanted."""
+    """Input of a forward pass: sequences, padded or packed, and the tokens to give logprobs of."""
 
     tokens: Tensor
     """[B, T] int64; padding is on the right, where causal attention cannot see it."""
     positions: Tensor
-    """[N] int64, indices into the flattened [B * T]: the hidden state that predicts the target."""
+    """[N] int64: index of the hidden state that predicts each target, in the flattened [B * T]."""
     targets: Tensor
-    """[N] int64 token ids."""
+    """[N] int64: ids of the tokens whose logprobs are wanted."""
     temperatures: Tensor
     """[N] float32: divisor of each token's logits, the same as in the generator."""
     input_pos: Tensor | None = None
-    """[1, T] int64, if B sequences share one row: each token's position in its sequence."""
+    """[1, T] int64: each token's position in its sequence; None if every sequence has a row."""
     sequence_numbers: Tensor | None = None
-    """[1, T] int64, if B sequences share one row: the sequence of each token."""
+    """[1, T] int64: number of each token's sequence; None if every sequence has a row."""
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same batch on a device."""
+        """Return the same batch on a device."""
         on_device = {
             field.name: column.to(device)
             for field in fields(self)
@@ -54,12 +54,13 @@ def token_batch(
     """Lay trajectories out for one forward pass.
 
     Args:
-        trajectories: B records.
-        masks: [R] bool for each record, the wanted response tokens; None means all of them.
-        packed_width: pack all into one row of at least this width; None gives each a row.
+        trajectories: B trajectories or token sequences.
+        masks: [R] bool for each of them, which response tokens are wanted; None means all.
+        packed_width: pack all sequences into one row of at least this width; None gives each
+            sequence its own row.
 
     Returns:
-        The batch; positions are in the order of the trajectories.
+        The batch; its positions are in the order of the trajectories.
     """
     lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
     if packed_width is None:
@@ -91,12 +92,12 @@ def token_batch(
 def logprobs_and_entropies(
     logits: Tensor, targets: Tensor, temperatures: Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets, and entropies of their distributions.
+    """Return the logprobs of the targets, and the entropies of their distributions.
 
     Args:
-        logits: [N, V] of any floating dtype, before the temperature.
+        logits: [N, V] of any floating dtype, not yet divided by the temperature.
         targets: [N] int64 token ids.
-        temperatures: [N] float32.
+        temperatures: [N] float32 sampling temperatures.
         entropy_gradient: compute the entropy with a gradient.
 
     Returns:
@@ -109,15 +110,15 @@ def logprobs_and_entropies(
 
 
 class ResponseLogprobs:
-    """A torchtune decoder that returns logprobs of wanted tokens instead of logits.
+    """Makes a torchtune decoder return logprobs of wanted tokens instead of logits.
 
-    It replaces the decoder's `unembed`: the projection must stay inside the module's forward, where
-    FSDP has gathered the weights. Each chunk is recomputed in the backward pass; the peak memory is
-    chunk x V values.
+    It replaces the decoder's method `unembed`, because the projection to the vocabulary must stay
+    inside the decoder's forward pass, where FSDP has gathered the weights. The backward pass
+    recomputes each chunk, so at most chunk_tokens x V logits are in memory.
 
     Args:
         model: a torchtune TransformerDecoder, sharded or not.
-        chunk_tokens: positions projected at a time.
+        chunk_tokens: positions projected to the vocabulary at a time.
         entropy_gradient: compute the entropy with a gradient, for an entropy bonus.
         compile_softmax: compile the operations after the projection with torch.compile.
     """
@@ -144,7 +145,7 @@ class ResponseLogprobs:
         )
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs of the batch's targets, and the entropies of their distributions.
+        """Return the logprobs of the batch's targets, and the entropies of their distributions.
 
         Returns:
             Natural-log probabilities [N] float32, and entropies [N] float32 in nats.

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class Sharding:
-    """The configured layout, and where shards are kept."""
+    """The configured layout of the trainer ranks, and where their tensors are kept."""
 
     replicate: int = 1
     """Number of replicas of the shards (HSDP); gradients are averaged over them."""
@@ -26,22 +26,22 @@ class Sharding:
     """Keep activations for the backward pass in CPU memory; CUDA only."""
 
     def num_data_ranks(self, num_ranks: int) -> int:
-        """Number of parts that a batch is split into."""
+        """Return the number of parts that a batch is split into."""
         return num_ranks // self.tensor
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of one rank."""
+    """The device meshes that one rank belongs to."""
 
     layers: DeviceMesh
-    """(shard) or (replicate, shard): FSDP shards over it this rank's tensor-parallel part of the
-    layers."""
+    """Mesh (shard) or (replicate, shard), over which FSDP shards the layers, or with tensor
+    parallelism this rank's part of them."""
     root: DeviceMesh
-    """The same with the tensor-parallel ranks as more shards: FSDP shards over it what tensor
-    parallelism leaves whole, the embedding and the output projection."""
+    """The same mesh with the tensor-parallel ranks as additional shards. FSDP shards over it what
+    tensor parallelism does not split: the embedding and the output projection."""
     tensor: DeviceMesh
-    """(tensor), of size 1 without tensor parallelism; consecutive ranks."""
+    """Mesh (tensor): consecutive ranks that compute each layer together, or one rank alone."""
 
 
 def join_ranks(
@@ -50,12 +50,12 @@ def join_ranks(
     """Join the process group and arrange its ranks as replicate x shard x tensor.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         num_ranks: size of the group; a multiple of replicate x tensor.
         rendezvous: file through which the ranks find each other, on a path that all of them share.
         device: cpu or cuda.
         sharding: sizes of the layout.
-        timeout_s: a collective that waits longer raises.
+        timeout_s: longest wait of a collective operation, in seconds; one that waits longer raises.
     """
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     if sharding.cpu_offload:  # the gradient norm is computed on the CPU, over gloo
@@ -75,7 +75,7 @@ def join_ranks(
     names = ("replicate", "shard") if replicate > 1 else "shard"
     if tensor == 1:
         return Meshes(whole[names], whole[names], whole["tensor"])
-    # torch warns of every gather of a matrix split twice by rows; that order is intended here.
+    # torch warns at every gather of a matrix split twice by rows; this order is intended here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     flat = init_device_mesh(
         device, (replicate, shard * tensor), mesh_dim_names=("replicate", "shard_and_tensor")

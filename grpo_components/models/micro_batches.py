@@ -18,18 +18,18 @@ def plan_micro_batches(
 ) -> Plan:
     """Split a global batch into the same number of micro-batches on every rank.
 
-    Trajectories are dealt from the longest to the shortest, one to each rank at a time, the
-    costliest to the rank with the least cost so far. So the costs of two ranks differ by at most
-    the costliest trajectory, and their numbers of trajectories by at most one. The i-th
-    micro-batches of all ranks have similar lengths, because FSDP's collectives wait for the
-    slowest. Every rank computes the whole plan, so they agree without communication.
+    Trajectories are dealt in rounds, from the longest to the shortest. A round deals one to each
+    rank, the costliest to the rank with the least cost so far. So the costs of two ranks differ by
+    at most the costliest trajectory, and their numbers of trajectories by at most one. The i-th
+    micro-batches of all ranks have similar lengths; otherwise ranks would wait for the slowest in
+    FSDP's collectives. Every rank computes the whole plan, so ranks agree without communication.
 
     Args:
         lengths: prompt plus response of each trajectory, in tokens.
-        costs: of each trajectory, in any unit; must not fall with the length.
-        num_ranks: trainer ranks.
-        tokens_per_micro_batch: budget for rows x longest row, or for the sum of lengths if packed.
-            A trajectory over the budget gets a micro-batch of its own.
+        costs: cost of each trajectory, in any unit; a longer trajectory must not cost less.
+        num_ranks: number of trainer ranks.
+        tokens_per_micro_batch: limit of rows x longest row, or of the sum of lengths if packed. A
+            trajectory over the limit gets a micro-batch of its own.
         packed: pack each micro-batch into one row.
 
     Returns:
@@ -51,7 +51,7 @@ def plan_micro_batches(
         dealt = order[start : start + num_ranks]
         ranks = sorted(range(num_ranks), key=lambda rank: (loads[rank], rank))[: len(dealt)]
         pairs = list(zip(ranks, dealt, strict=True))
-        candidates = rounds if packed else rounds[-1:]  # if padded, no earlier one has room
+        candidates = rounds if packed else rounds[-1:]  # if padded, no earlier round has room
         for micro_batches in candidates:
             if all(fits(micro_batches[rank], index) for rank, index in pairs):
                 break

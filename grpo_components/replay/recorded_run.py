@@ -1,4 +1,4 @@
-"""A finished run to replay: its events, and what it trained."""
+"""Reads a finished run that is to be replayed: its events, and what it trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_components.errors import ReplayError
 from grpo_components.replay.event_order import Event
 
 FORMAT = 2
-"""Of the event log and the schedules."""
+"""Format version of the event log and the schedules."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Original:
     """What a finished run trained; its replay must train the same."""
 
     batch_hashes: Mapping[int, str]
-    """By step, from 1."""
+    """Step, from 1 -> hash of its batch."""
     checksums: Mapping[int, str]
-    """Of the weights that generators loaded, by policy version."""
+    """Policy version -> checksum of its weights, as generators loaded them."""
 
     def check_load(self, event: Event) -> None:
-        """Compare the weights of a `load` event with the original's; ignores other events.
+        """Compare the weights of a `load` event with the original's; ignore other events.
 
         Raises:
-            ReplayError: naming the step that made them, if they differ.
+            ReplayError: the weights differ; the error names the step before which that happened.
         """
         if event["event"] != "load":
             return
@@ -45,7 +45,7 @@ class Original:
         """Compare the batch of a step with the original's.
 
         Raises:
-            ReplayError: naming the step, if they differ.
+            ReplayError: the batches differ; the error names the step.
         """
         if self.batch_hashes[step] != batch_hash:
             raise ReplayError(
@@ -55,18 +55,18 @@ class Original:
 
 
 def run_folder(replay_events: str) -> Path:
-    """The run's folder that the config key `replay_events` names, directly or by its event log."""
+    """Return the folder of the run; `replay_events` names this folder or the event log in it."""
     path = Path(replay_events).resolve()
     return path.parent.parent if path.name == "events.jsonl" else path
 
 
 def read_events(run: Path) -> list[Event]:
-    """All events of a run, in order."""
+    """Read all events of a run, in order."""
     return read_json_lines(run / "logs" / "events.jsonl")
 
 
 def read_original(replay_events: str) -> Original:
-    """What the run that `replay_events` names has trained."""
+    """Read what the run that `replay_events` names has trained."""
     records = read_json_lines(run_folder(replay_events) / "receipts.jsonl")
     return Original(
         {record["step"]: record["batch_hash"] for record in records if record["record"] == "step"},
@@ -79,9 +79,9 @@ def read_original(replay_events: str) -> Original:
 
 
 def available_cpus(replay_events: str | None) -> int:
-    """CPUs that the roles share: this machine's, or in a replay as many as the original had.
+    """Return how many CPUs the roles share: as many as this machine has, or the replayed run had.
 
-    The number of threads decides how sums are split, and so their last bits.
+    It sets the number of threads, which decides how sums are split, and so their last bits.
     """
     if replay_events is not None:
         return read_events(run_folder(replay_events))[0]["cpus"]
@@ -89,13 +89,14 @@ def available_cpus(replay_events: str | None) -> int:
 
 
 def stall_limit_s(rollout_s: float) -> float:
-    """How long a replay may stand still, in seconds; below the roles' own time-outs, whose errors
-    would not say what the replay waited for.
+    """Return how long a replay may stand still, in seconds.
+
+    The limit is below the roles' own time-outs, whose errors would not say what was waited for.
     """
     return rollout_s / 2
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that has one per line."""
+    """Read the JSON objects of a file that has one per line."""
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

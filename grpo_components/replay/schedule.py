@@ -1,4 +1,4 @@
-"""An engine's schedule: which commands enter it before which of its steps, recorded or repeated."""
+"""Records or repeats an engine's schedule: which commands enter before which engine step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_components.errors import ReplayError
 from grpo_components.files import cut_torn_line
 
 STOP = "stop"
-"""Name of the command that ends the engine: it is never recorded and never waits."""
+"""Name of the command that ends the engine; it is never recorded and never waits its turn."""
 _MAX_NAMES_SHOWN = 8
 _Command = TypeVar("_Command")
 
@@ -26,14 +26,14 @@ class Schedule(Generic[_Command]):
     So a replay needs only this file and the weights to sample the same tokens again.
 
     Args:
-        path: of the file, which gets one JSON object for each step that commands entered before;
-            None writes no file.
+        path: file to write, with one JSON object for each step that commands entered before; None
+            writes no file.
         recorded: (engine step, name) of each command of the run to replay, in order; None for a
             live run.
         timeout_s: longest wait for a recorded command, in seconds.
-        restart_count: restarts of the generator's process so far.
-        killed: the recorded process was killed: after its last command, this engine goes on until
-            it is killed as well.
+        restart_count: number of restarts of the generator's process so far.
+        killed: whether the recorded process was killed. Then this engine, after the last recorded
+            command, goes on until it is killed.
     """
 
     def __init__(
@@ -58,14 +58,15 @@ class Schedule(Generic[_Command]):
         self._entered: list[str] = []
 
     def put(self, name: str, command: _Command) -> None:
-        """Queue a command; from any thread.
+        """Queue a command; may be called from any thread.
 
         Args:
-            name: identifies it in a replay; commands of one name are taken in the order of arrival.
-            command: for the engine's thread.
+            name: identifies the command in a replay; commands of one name are taken in the order of
+                their arrival.
+            command: command for the engine's thread.
 
         Raises:
-            ReplayError: if the recording has no such command, or no more of them.
+            ReplayError: the recording has no command of this name, or no more of them.
         """
         with self._changed:
             if self._recorded is not None and name != STOP and not self._killed:
@@ -76,18 +77,18 @@ class Schedule(Generic[_Command]):
             self._changed.notify_all()
 
     def take(self, step: int, idle: bool) -> _Command | None:
-        """The next command that enters before a step; called by the engine's thread.
+        """Return the next command that enters before a step; called by the engine's thread.
 
         Args:
             step: number of the engine's next step.
-            idle: the engine has nothing to compute, so wait for a command.
+            idle: whether the engine has nothing to compute, so that it waits for a command.
 
         Returns:
             The command; None if the engine should compute its step.
 
         Raises:
-            ReplayError: if a recorded command does not arrive in time, or the engine has nothing to
-                compute where the recorded one had.
+            ReplayError: a recorded command did not arrive in time, or the engine has nothing to
+                compute where the recorded engine had.
         """
         with self._changed:
             if self._recorded is not None:
@@ -122,7 +123,7 @@ class Schedule(Generic[_Command]):
             self._file.close()
 
     def _find_recorded(self, recorded: deque[tuple[int, str]], step: int, idle: bool) -> int | None:
-        """Wait for the next recorded command, if it enters before this step; returns its index."""
+        """Return the index of the command to take, waiting for one that is due; None if none is."""
         due_step, due_name = recorded[0] if recorded else (step, STOP)
         if recorded and due_step > step:
             if idle and self._index(STOP) is None:
@@ -137,7 +138,7 @@ class Schedule(Generic[_Command]):
         def arrived() -> bool:
             return self._index(due_name) is not None or self._index(STOP) is not None
 
-        # After the last recorded command, how long the run goes on is unknown.
+        # After the last recorded command, wait without limit for the command that ends the engine.
         if not self._changed.wait_for(arrived, self._timeout_s if recorded else None):
             queued = ", ".join(name for name, _ in list(self._arrived)[:_MAX_NAMES_SHOWN])
             raise ReplayError(
@@ -165,11 +166,11 @@ class Schedule(Generic[_Command]):
 
 
 def schedule_file(folder: Path, number: int) -> Path:
-    """Path of a generator's schedule.
+    """Return the path of a generator's schedule.
 
     Args:
-        folder: of the run's logs.
-        number: of the generator.
+        folder: folder of the run's logs.
+        number: number of the generator.
     """
     return folder / f"schedule_generator_{number}.jsonl"
 
@@ -184,11 +185,11 @@ def open_schedule(
     """Open a generator's schedule to write it, and in a replay to repeat the recorded one.
 
     Args:
-        number: of the generator.
-        folder: gets the file; None writes no file.
-        replayed_folder: has the file of the run to replay; None for a live run.
+        number: number of the generator.
+        folder: folder of the file to write; None writes no file.
+        replayed_folder: folder that has the schedule of the run to replay; None for a live run.
         timeout_s: longest wait for a recorded command, in seconds.
-        restart_count: restarts of the generator's process so far.
+        restart_count: number of restarts of the generator's process so far.
     """
     recorded, killed = None, False
     if replayed_folder is not None:
@@ -203,7 +204,7 @@ def open_schedule(
 
 
 def _read(path: Path) -> dict[int, list[tuple[int, str]]]:
-    """(engine step, name) of each command, by the restart count of the process."""
+    """Read (engine step, name) of each command, by the restart count of the process."""
     by_restart: dict[int, list[tuple[int, str]]] = {}
     entered: list[tuple[int, str]] = []
     with path.open(encoding="utf-8") as lines:

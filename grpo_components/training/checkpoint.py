@@ -1,4 +1,7 @@
-"""The trainer's part of a checkpoint: Hugging Face weights, and state that DCP can reshard."""
+"""Saves and restores the trainer: Hugging Face weights, and state that DCP can reshard.
+
+DCP is `torch.distributed.checkpoint`; its state can be loaded by another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grpo_components.state_files import read_state, write_state
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-"""Files of the base model that hold or list its weights."""
+"""Name endings of the base model's files that hold or list its weights."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _METADATA_CLASSES = {
     "pathlib": {"PosixPath", "Path", "PurePosixPath"},
@@ -44,20 +47,20 @@ _METADATA_CLASSES = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Allowlist of the classes in DCP's metadata."""
+"""Allowlist: module -> names of its classes that DCP's metadata file may hold."""
 
 
 class TrainerState:
     """Saves and restores one trainer rank: master weights, optimizer, scheduler, random state.
 
     Args:
-        model: sharded over the ranks.
-        optimizer: of the model's parameters.
-        lr_scheduler: of the optimizer, or None.
+        model: policy, sharded over the ranks.
+        optimizer: optimizer of the model's parameters.
+        lr_scheduler: learning-rate scheduler of the optimizer, or None.
         base_model_path: folder whose config and tokenizer files are copied.
-        rank: of this process.
-        num_ranks: size of the group.
-        device: of the model.
+        rank: rank of this process.
+        num_ranks: number of trainer ranks.
+        device: device of the model.
     """
 
     def __init__(
@@ -73,18 +76,18 @@ class TrainerState:
         self._model, self._optimizer, self._scheduler = model, optimizer, lr_scheduler
         self._base_model_path, self._rank, self._num_ranks = base_model_path, rank, num_ranks
         self._device = device
-        # A group of its own: `write` uses it in another thread while the next step runs.
+        # A separate process group, because `write` may run in another thread during the next step.
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         self._held: tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]] | None = None
 
     def hold(self, policy_version: int, layers: Iterable[dict[str, Tensor]], *, copy: bool) -> None:
-        """Keep the current state for `write`; collective, between two steps.
+        """Keep the current state for `write`; collective, called between two steps.
 
         Args:
-            policy_version: of the weights.
-            layers: gathered weights, layer by layer, by Hugging Face name; rank 0 keeps them.
-            copy: copy to CPU memory, so that later steps may run before `write`; otherwise keep
-                references.
+            policy_version: version of the weights.
+            layers: gathered weights of each layer, by Hugging Face name; only rank 0 keeps them.
+            copy: copy the state to CPU memory, so that training may go on before `write`. False
+                keeps references, so `write` must come before the next step.
         """
         weights: dict[str, Tensor] = {}
         for tensors in layers:
@@ -106,13 +109,14 @@ class TrainerState:
         self._held = tensors, plain, weights
 
     def write(self, folder: Path) -> str | None:
-        """Write the held state; collective, in one thread per rank.
+        """Write the state that `hold` kept; collective, called in one thread per rank.
 
         Args:
-            folder: of the checkpoint; it gets the Hugging Face files, and its `state` the rest.
+            folder: folder of the checkpoint. The Hugging Face files are written into it, all other
+                state into its subfolder `state`.
 
         Returns:
-            Why writing failed, on this or another rank; None if it succeeded.
+            The error message if writing failed on this or another rank; None if it succeeded.
         """
         assert self._held is not None, "nothing is held"
         (tensors, plain, weights), self._held = self._held, None
@@ -129,20 +133,20 @@ class TrainerState:
 
     def _write_tensors(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside DCP
+            warnings.simplefilter("ignore")  # DCP itself calls deprecated functions
             save(tensors, storage_writer=FileSystemWriter(folder), process_group=self._group)
 
     def load(self, folder: Path) -> int:
         """Restore a checkpoint written by any number of ranks; collective.
 
-        The optimizer keeps the settings it was built with. If its learning rate differs from the
-        saved run's, the saved state of the scheduler is scaled to it.
+        The optimizer keeps the settings it was built with. If its configured learning rate differs
+        from the saved run's, the saved rates, also the scheduler's, are scaled by their ratio.
 
         Args:
-            folder: as passed to `write`.
+            folder: folder that was passed to `write`.
 
         Returns:
-            The policy version.
+            The policy version of the checkpoint.
         """
         plain = read_state(folder / "state", "trainer")
         reader = MetadataReader(folder / "state" / "trainer")
@@ -171,7 +175,7 @@ class TrainerState:
     def _restore_learning_rates(self, plain: dict[str, Any]) -> None:
         ratios = []
         for group, saved in zip(self._optimizer.param_groups, plain["learning_rates"], strict=True):
-            before = saved["configured"]  # may be 0 in a schedule by step, which sets it again
+            before = saved["configured"]  # may be 0 if a schedule sets the rate at each step
             ratios.append(_configured(group) / before if before else 1.0)
             lr = saved["lr"] * ratios[-1]
             if isinstance(group["lr"], Tensor):
@@ -184,7 +188,7 @@ class TrainerState:
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = _named("model", get_model_state_dict(self._model))
-        if self._optimizer.state:  # otherwise DCP would make it step
+        if self._optimizer.state:  # DCP would run an optimizer step to fill an empty state
             moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
             tensors |= _named("optimizer", moments)
         return tensors
@@ -197,13 +201,13 @@ class TrainerState:
 
 
 class MetadataReader(FileSystemReader):
-    """Reads DCP metadata with an allowlisted unpickler.
+    """Reads the metadata of a DCP checkpoint with an unpickler that allows listed classes only.
 
-    torch reads the tensors themselves with `weights_only=True`.
+    The tensors need no such guard: torch reads them with `weights_only=True`.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read names, shapes, and the place of each part.
+        """Read the names and shapes of the tensors, and where each part of them is stored.
 
         Raises:
             pickle.UnpicklingError: the file holds a class outside the allowlist.
@@ -224,9 +228,10 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
     """Write a folder that `transformers` and vLLM load: sharded safetensors, config, tokenizer.
 
     Args:
-        state_dict: Hugging Face names to CPU tensors.
-        base_model_path: folder whose other files are copied: config, tokenizer, generation config.
-        folder: created if missing.
+        state_dict: CPU tensors by Hugging Face name.
+        base_model_path: folder of the base model; its config, generation config and tokenizer files
+            are copied.
+        folder: folder to write; created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(state_dict, folder, max_shard_size="5GB")
@@ -236,7 +241,7 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
 
 
 def _why_not_written(error: CheckpointException) -> str:
-    """The file system error behind a DCP error, on any rank.
+    """Return the message of the file system error, on any rank, that caused a DCP error.
 
     Raises:
         RuntimeError: the cause is not the file system.
@@ -249,18 +254,18 @@ def _why_not_written(error: CheckpointException) -> str:
                 return str(cause)
             cause = cause.__cause__ or cause.__context__
     if all(isinstance(failure, RuntimeError) for failure in failures):
-        # torch.save raises this on a full disk; another rank's error arrives without its cause.
+        # torch.save raises RuntimeError on a full disk; from another rank it comes without a cause.
         return f"is the disk full? {str(failures[0]).splitlines()[0]}"
     raise RuntimeError(f"DCP failed: {failures}") from error
 
 
 def _configured(group: dict[str, Any]) -> float:
-    """The configured learning rate; schedulers keep it as `initial_lr`."""
+    """Return a parameter group's configured learning rate; schedulers keep it as `initial_lr`."""
     return float(group.get("initial_lr", group["lr"]))
 
 
 def _scaled(state: Any, ratios: list[float]) -> Any:
-    """A scheduler's state with its learning rates, at any depth, multiplied by the ratios."""
+    """Return a scheduler's state with the learning rates, at any depth, times the ratios."""
     if isinstance(state, list):
         return [_scaled(item, ratios) for item in state]
     if not isinstance(state, dict):
@@ -274,7 +279,7 @@ def _scaled(state: Any, ratios: list[float]) -> Any:
 
 
 def _named(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors among the values, with prefix; the rest is config, which DCP would pickle."""
+    """Return the tensors with prefixed names, without the config values: DCP would pickle those."""
     return {f"{prefix}.{name}": v for name, v in values.items() if isinstance(v, Tensor)}
 
 

@@ -19,11 +19,11 @@ HF_MODEL_TYPES = {
     **dict.fromkeys(("PHI3_MINI", "PHI4"), ("phi3",)),
     "QWEN2": ("qwen2",),
 }
-"""torchtune's family -> `model_type` values of config.json with the same layers."""
-_IN_HALVES = ("PHI3_MINI", "PHI4", "QWEN2")  # RoPE rotates dimension i with i + dim / 2
+"""torchtune's model family -> `model_type` values in config.json of models with the same layers."""
+_IN_HALVES = ("PHI3_MINI", "PHI4", "QWEN2")  # their RoPE pairs dimensions i and i + dim / 2
 _POSITIONS = 1024
-_ROPE_TOLERANCE = 5e-3  # float32 angles of up to 1024 radians
-_BY_LENGTH = ("dynamic", "longrope")  # frequencies that depend on the length of a sequence
+_ROPE_TOLERANCE = 5e-3  # rounding of float32 angles up to 1024 radians
+_BY_LENGTH = ("dynamic", "longrope")  # frequencies depend on the sequence length
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Difference:
     """One value in which the built model differs from the base model."""
 
     argument: str
-    """Its name in torchtune's builders."""
+    """Name of the value in torchtune's builders."""
     found: Any
     key: str
-    """Its name in config.json."""
+    """Name of the value in config.json."""
     expected: Any
     can_match: bool = True
     """Whether torchtune supports the expected value."""
 
 
 def read_hf_config(base: Path) -> Any:
-    """Read the config of a Hugging Face folder; missing keys get the family's defaults.
+    """Read a Hugging Face model's config.json; missing keys get the model family's defaults.
 
     Args:
-        base: folder with config.json.
+        base: folder that holds config.json.
 
     Raises:
-        ValueError: transformers cannot read it.
+        ValueError: transformers cannot read the file.
     """
     from transformers import AutoConfig  # imported here: it takes seconds
 
     try:
         return AutoConfig.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # any error that the values of the file cause
+    except Exception as error:  # bad values in the file cause errors of many types
         cause = " ".join(str(error).split())[:120]
         raise ValueError(
             f"base_model_path: transformers cannot read {base / 'config.json'}: {cause}; allowed: "
@@ -62,10 +62,10 @@ def read_hf_config(base: Path) -> Any:
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Attention window of the base model in tokens; None without one. torchtune has no windows.
+    """Return the base model's attention window in tokens, which torchtune lacks; None without one.
 
     Args:
-        raw: contents of config.json; missing keys get transformers' default of the family.
+        raw: contents of config.json; missing keys get transformers' defaults for the family.
     """
     if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
         return None
@@ -74,17 +74,17 @@ def sliding_window(raw: Mapping[str, Any]) -> int | None:
 
 
 def differences(model: nn.Module, model_type: str, hf_config: Any) -> Iterator[Difference]:
-    """Compare a decoder with a base model's config, beyond the shapes of the weights.
+    """Yield each value in which a decoder differs from a base model's config.
 
-    Values are read from the built modules, whether they come from the config, a named builder or a
-    default. RoPE, norms, activation and embedding also run on random input, which detects a
-    different module of the same shape.
+    Values are read from the built modules, so it does not matter whether they came from the run's
+    config, a torchtune builder or a default. RoPE, norms, activations and embedding also run on
+    test input, which detects a different module with weights of the same shape.
 
     Args:
-        model: on any device, the meta device included. Only torchtune's TransformerDecoder is
-            checked.
-        model_type: torchtune's name of the family.
-        hf_config: what `read_hf_config` returns.
+        model: decoder on any device, the meta device included. For other classes than torchtune's
+            TransformerDecoder, nothing is compared.
+        model_type: torchtune's name of the model family.
+        hf_config: config that `read_hf_config` returned.
     """
     if not isinstance(model, TransformerDecoder):
         return
@@ -157,7 +157,7 @@ def _norms(model: nn.Module, hf_config: Any, model_type: str) -> Iterator[Differ
 
 
 def _is_norm(module: nn.Module, eps: float, offset: float) -> bool:
-    """Whether a module computes RMSNorm(x) * (weight + offset), on input small enough for eps."""
+    """Whether a module computes RMSNorm(x) * (weight + offset); x is so small that eps matters."""
     norm = copy.deepcopy(module).to_empty(device="cpu").float()
     (weight,) = norm.parameters()
     draw = torch.Generator().manual_seed(0)
@@ -202,7 +202,7 @@ _SCALING = {
     "high_freq_factor": "high_freq_factor",
     "old_context_len": "original_max_position_embeddings",
 }
-"""Llama 3.1 RoPE scaling: torchtune's names -> names in config.json."""
+"""Values of Llama 3.1's RoPE scaling: name in torchtune -> name in config.json."""
 
 
 def _scaling(module: nn.Module, rope: Mapping[str, Any]) -> Iterator[Difference]:
@@ -213,7 +213,7 @@ def _scaling(module: nn.Module, rope: Mapping[str, Any]) -> Iterator[Difference]
 
 
 def _rotated(module: nn.Module | None, head_dim: int) -> Tensor | None:
-    """Random vectors [1, T, 1, head_dim] after RoPE; None if the module cannot be run."""
+    """Return fixed random vectors [1, T, 1, head_dim] after RoPE; None if the module cannot run."""
     x = _vectors(head_dim)
     if module is None:
         return x
@@ -227,7 +227,7 @@ def _rotated(module: nn.Module | None, head_dim: int) -> Tensor | None:
 
 
 def _expected_rotated(hf_config: Any, kind: str, head_dim: int, halves: bool) -> Tensor:
-    """The same vectors after the base model's RoPE, in torchtune's order of dimensions."""
+    """Return `_rotated`'s vectors after the base model's RoPE, in torchtune's dimension order."""
     factor = 1.0
     if kind == "default":
         share = hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
@@ -259,7 +259,7 @@ def _activations(
     from transformers.activations import ACT2FN
 
     key, name = "hidden_act", hf_config.hidden_act
-    if model_type == "GEMMA":  # as vLLM does: `hidden_act` was wrong in the first files
+    if model_type == "GEMMA":  # as in vLLM: the first config files had a wrong `hidden_act`
         key = "hidden_activation"
         name = getattr(hf_config, key, None) or "gelu_pytorch_tanh"
     x = torch.linspace(-4, 4, 161)
@@ -274,7 +274,7 @@ def _activations(
 
 
 def _embedding_factor(embedding: nn.Module) -> float | None:
-    """Factor by which an embedding scales its weights; None if it cannot be run."""
+    """Return the factor by which an embedding scales its weights; None if it is no nn.Embedding."""
     if not isinstance(embedding, nn.Embedding):
         return None
     row = copy.copy(embedding)

@@ -1,4 +1,4 @@
-"""Sets learning rates in optimizers of any package."""
+"""Sets the learning rate of an optimizer of torch or torchao."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from torch.optim import Optimizer
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameters.
+    """Set the learning rate of all parameter groups.
 
     Args:
-        optimizer: of torch or torchao; torchao's keep the rate in a tensor and reject a float.
-        rate: for the next step.
+        optimizer: optimizer of torch or torchao; torchao's keeps the rate in a tensor and rejects a
+            float.
+        rate: learning rate of the next step.
     """
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):

@@ -1,4 +1,4 @@
-"""The loss of the policy as the trainer uses it: corrected, with penalties, outputs checked."""
+"""Computes the policy's loss: corrected for off-policy data, with penalties, outputs checked."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from grpo_components.objective.penalties import Penalties
 
 
 class PolicyLoss:
-    """Any policy loss, weighted by an off-policy correction, plus the penalties.
+    """Computes token losses: policy loss times off-policy weight, plus penalties.
 
-    Shapes and dtypes are checked at every call, which costs nothing; weights, for which one waits
-    for the device, at the first one only.
+    Every call checks the shapes and dtypes of what the parts return, which costs nothing. Only the
+    first call checks the values of the weights, because that waits for the device.
 
     Args:
-        loss: the policy loss, per token.
-        penalties: added to it.
-        off_policy: log ratios [N] of trainer to generator, response of each token [N] -> weights.
-        compile_loss: with torch.compile.
+        loss: policy loss of each token.
+        penalties: KL and entropy terms, added to the weighted loss.
+        off_policy: function of the log ratios [N] of trainer to generator, and of the response of
+            each token [N]; returns the tokens' weights [N].
+        compile_loss: compile the loss with torch.compile.
     """
 
     def __init__(
@@ -45,20 +46,20 @@ class PolicyLoss:
             getattr(loss, "needs_proximal", False)
             or getattr(off_policy, "anchors_at_proximal", False)
         )
-        """Whether its ratio is to the policy at the start of the step, not to the generator."""
+        """Whether the ratio's denominator is the policy at the step's start, not the generator."""
 
     def __call__(
         self, inputs: LossInputs, start: Tensor
     ) -> tuple[Tensor, TokenMetrics, Tensor | None]:
-        """Losses of one micro-batch.
+        """Compute the losses of one micro-batch.
 
         Args:
-            inputs: its N tokens.
-            start: [N] logprobs of the policy at the start of the step, without gradient.
+            inputs: values of the micro-batch's N trained tokens.
+            start: [N] logprobs by the policy at the start of the step, without gradient.
 
         Returns:
-            Corrected losses [N], metrics [N] by name, and the weights [N] that were applied; None
-            without a correction.
+            Weighted losses with penalties [N], metrics [N] by name, and the off-policy weights [N]
+            (None without a correction).
 
         Raises:
             ComponentError: the loss or the correction breaks its contract.

@@ -10,8 +10,8 @@ class StepProfiler:
     """Drives a profiler as torchtune's recipes do.
 
     Args:
-        build: returns the profiler (start, step, stop) and its settings, as
-            `torchtune.training.setup_torch_profiler` does; None profiles nothing.
+        build: function that returns a profiler (with methods start, step and stop) and its
+            settings, as `torchtune.training.setup_torch_profiler` does; None disables profiling.
     """
 
     def __init__(self, build: Callable[[], tuple[Any, Any]] | None) -> None:
@@ -20,11 +20,11 @@ class StepProfiler:
             self._profiler.start()
 
     def step(self) -> None:
-        """End one training step; the last step of a cycle writes the traces; collective."""
+        """End one training step; the last one of a profiler cycle writes the traces; collective."""
         if self._profiler is not None:
             self._profiler.step()
 
     def close(self) -> None:
-        """Stop; an unfinished cycle writes the traces it has."""
+        """Stop the profiler; it writes the traces of an unfinished cycle."""
         if self._profiler is not None:
             self._profiler.stop()

@@ -1,4 +1,4 @@
-"""The frozen reference policy: adds its logprobs to groups on their way to the buffer."""
+"""The frozen reference policy: adds its logprobs to groups before they enter the buffer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from grpo_components.trajectory import PackedTrajectories, split, token_sequence
 
 
 class Reference:
-    """Computes logprobs of the base model, with the trainer's own code.
+    """Computes the base model's logprobs of sampled tokens, with the trainer's own code.
 
     Args:
         build_model: builds the torchtune decoder.
         build_checkpointer: builds the torchtune checkpointer of the base model.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
-        kl_estimator: estimator of the reported divergence: k1, k2 or k3.
-        tokens_per_micro_batch: padded tokens in one forward pass.
-        logprob_chunk_tokens: positions projected at a time.
+        kl_estimator: estimator of the KL divergence that is reported: k1, k2 or k3.
+        tokens_per_micro_batch: tokens in one forward pass, padding included.
+        logprob_chunk_tokens: positions projected to the vocabulary at a time.
         packing: put the sequences of a micro-batch into one row, for flex attention.
     """
 
@@ -55,7 +55,7 @@ class Reference:
         """Fill `reference_logprobs` of every trajectory.
 
         Args:
-            group: packed trajectories.
+            group: packed trajectories of one prompt.
 
         Returns:
             The packed group with [R] float32 reference logprobs, and for each trajectory the

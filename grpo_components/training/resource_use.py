@@ -1,4 +1,4 @@
-"""How well a training step used its device: memory, and operations per second."""
+"""Measures how well training steps use their devices: memory, and operations per second."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from grpo_components.models.flops import ModelFlops, peak_flops
 
 
 class ResourceUse:
-    """Measures training steps of one trainer rank.
+    """Computes how well training steps use the devices, on one trainer rank.
 
     Args:
         model: a torchtune decoder, sharded or not.
-        device: of this rank.
+        device: device of this rank.
         dtype: compute dtype, fp32 or bf16.
-        num_ranks: trainer ranks, each with the same kind of device.
-        log_peak_memory_stats: measure this process's largest memory so far.
+        num_ranks: number of trainer ranks, each with the same kind of device.
+        log_peak_memory_stats: report this process's peak memory so far.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class ResourceUse:
     def metrics(
         self, sequences: Sequence[tuple[int, int]], passes: int, start_known: bool, seconds: float
     ) -> dict[str, float]:
-        """Metrics of one step.
+        """Return the metrics of one step.
 
         Args:
-            sequences: number of tokens and of trained tokens of each sequence, over all ranks.
-            passes: forward and backward passes over each.
-            start_known: one more forward pass came first.
+            sequences: numbers of tokens and of trained tokens, for each sequence of all ranks.
+            passes: number of forward and backward passes over each sequence.
+            start_known: whether one more forward pass came first.
             seconds: duration of the step.
 
         Returns:
-            `throughput/mfu` (model FLOPs utilization, a share of the GPUs' peak) for GPUs whose
-            peak is known; `memory/trainer_peak_gib` if enabled.
+            `throughput/mfu` (model FLOPs utilization: share of the GPUs' peak rate), if that peak
+            is known, and `memory/trainer_peak_gib`, if enabled.
         """
         metrics: dict[str, float] = {}
         if self._peak_flops:
@@ -62,7 +62,7 @@ class ResourceUse:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Largest memory of this process so far, in GiB: its tensors on a GPU, all of it on a CPU."""
+    """Return this process's peak memory in GiB: of its tensors on a GPU, of everything on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,4 +1,4 @@
-"""The learned reward: a sequence classifier that scores groups on their way from the generator."""
+"""The learned reward: a sequence classifier that scores groups before they enter the buffer."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, summarize
 
 REWARD_TERM = "reward_model"
-"""Name of the score among the reward terms."""
+"""Name of the classifier's score among a response's reward terms."""
 
 _CHANGED_LISTS, _CHANGED_ARRAYS = ("finish_reason", "reward_terms", "error"), ("reward", "success")
-"""Fields that a score may change, by how they are packed."""
+"""Fields that a score may change: those packed as lists, and those packed as arrays."""
 MAX_ERROR_CHARS = 200
 
 
 class RewardModel:
-    """Adds weight * score to the reward: the score is the one logit of a Hugging Face classifier.
+    """Adds weight * score to rewards; the score is the single logit of a Hugging Face classifier.
 
-    The classifier reads the text of prompt and response with its own tokenizer. A sample that
-    already failed is not scored. A sample that cannot be scored fails.
+    The classifier reads the text of prompt and response with its own tokenizer. A response that
+    already failed is not scored. A response that cannot be scored is marked as failed.
 
     Args:
-        path: folder or hub name of the model.
+        path: folder or Hugging Face Hub name of the classifier.
         weight: factor of the score in the reward.
-        chat_template: format prompt and response as a user's and an assistant's message, with the
+        chat_template: format prompt and response as messages of a user and an assistant, with the
             chat template of the classifier's tokenizer. False joins the two texts.
-        tokens_per_micro_batch: padded tokens in one forward pass.
+        tokens_per_micro_batch: tokens in one forward pass, padding included.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
 
     Raises:
-        ValueError: the model does not have exactly one output, lacks weights, or has no chat
+        ValueError: the classifier does not have exactly one output, lacks weights, or has no chat
             template although `chat_template` is set.
     """
 
@@ -65,7 +65,7 @@ class RewardModel:
             labels = f"{path} has {config.num_labels} outputs"
             raise ValueError(f"reward_model.path: {labels}; allowed: a classifier with one")
         missing = sorted(loading["missing_keys"])
-        if missing:  # a language model has no score head: it would be random
+        if missing:  # e.g. a language model: its score head would be random
             problem = f"{path} has no weights for {', '.join(missing)[:MAX_ERROR_CHARS]}"
             raise ValueError(f"reward_model.path: {problem}; allowed: a trained classifier")
         if chat_template and not self._tokenizer.chat_template:
@@ -82,7 +82,7 @@ class RewardModel:
         """Score a group and add the scores to its rewards.
 
         Args:
-            group: packed trajectories.
+            group: packed trajectories of one prompt.
             text: the same group in readable form, for the rollout log.
 
         Returns:
@@ -109,7 +109,7 @@ class RewardModel:
     def _outcome(
         self, reward: float, terms: dict[str, float], score: float | str
     ) -> dict[str, Any]:
-        """Fields that a score changes; a `score` of type str says why there is none."""
+        """Return the fields that a score changes; a `score` of type str says why there is none."""
         total = math.nan if isinstance(score, str) else reward + self._weight * score
         if math.isfinite(total):
             return {"reward": total, "reward_terms": {**terms, REWARD_TERM: score}}
@@ -124,7 +124,7 @@ class RewardModel:
 
     @torch.no_grad()
     def _scores(self, prompt: str, responses: list[str]) -> list[float | str]:
-        """The classifier's logit for each response, or a message why it has none."""
+        """Return the classifier's logit for each response, or a message why it has none."""
         token_ids = [self._tokens(prompt, response) for response in responses]
         lengths = [len(ids) for ids in token_ids]
         scores: list[float | str] = [
@@ -143,8 +143,8 @@ class RewardModel:
     def _logits(self, texts: list[Tensor]) -> Tensor:
         pad_id = self._pad_id
         if pad_id is None:
-            # A decoder scores at the last token that is not padding. So the padding token must not
-            # occur in any text, or a text that ends in it would be scored at an earlier token.
+            # A decoder gives the score at the last token that is not padding. So the padding token
+            # must occur in no text: one that ends in it would be scored at an earlier token.
             used = set(torch.cat(texts).tolist())
             pad_id = next(number for number in itertools.count() if number not in used)
             self._model.config.pad_token_id = pad_id
@@ -160,14 +160,14 @@ class RewardModel:
             {"role": "user", "content": prompt},
             {"role": "assistant", "content": response},
         ]
-        # As text first: the return type for token ids differs between versions of transformers.
+        # First as text: for token ids, the return type depends on the version of transformers.
         whole = self._tokenizer.apply_chat_template(messages, tokenize=False)
         return self._tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
 def _num_positions(model: Any) -> int | None:
-    """Number of token positions that a model supports; None without a limit."""
+    """Return the number of token positions that a model supports; None without a limit."""
     known = getattr(model.config, "max_position_embeddings", None)
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
-    first = getattr(table, "padding_idx", None)  # RoBERTa counts positions from there
+    first = getattr(table, "padding_idx", None)  # RoBERTa numbers positions from padding_idx + 1
     return known if known is None or first is None else known - first - 1

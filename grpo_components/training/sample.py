@@ -1,4 +1,4 @@
-"""A trajectory to train on: which of its tokens are trained, and with what weight."""
+"""A response in a training step: which of its tokens are trained, and with what weight."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class TrainSample:
     number: int = 0
     """Number of the response in its group, from 0."""
     logged: bool = False
-    """Whether its logprobs are written to the rollout log."""
+    """Whether the rollout log gets the logprobs of its tokens."""
     loss_weight: float = 0.0
     """Weight of each token's loss in the current update."""
     proximal_logprobs: NDArray[np.float32] | None = None
     """[N] logprobs of the N trained tokens, by the policy that the step started from."""
     start_logprobs: NDArray[np.float32] | None = None
-    """[N] the same, for a logged response that this rank computed."""
+    """[N] the same logprobs, for the log; set for a logged response that this rank computed."""
     advantages: NDArray[np.float32] | None = None
-    """[N] of the N trained tokens."""
+    """[N] advantages of the N trained tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +42,7 @@ class TrainSample:
 
     @property
     def num_all_tokens(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens of prompt and response."""
         return len(self.trajectory.prompt_ids) + len(self.trajectory.response_ids)
 
 
@@ -55,10 +55,10 @@ def make_samples(
     """Build the samples of a batch.
 
     Args:
-        trajectories: S of them, group by group.
-        advantages: [S], one per trajectory.
-        trained_tokens: trajectory -> [R] which of its tokens are trained.
-        num_logged: log the first samples, up to this number.
+        trajectories: S trajectories of the batch, group by group.
+        advantages: [S] numbers, one per trajectory.
+        trained_tokens: function of a trajectory; returns [R] bool, which of its tokens are trained.
+        num_logged: number of first samples whose token logprobs are logged.
 
     Raises:
         ComponentError: the shape of `advantages` is not [S].
@@ -82,9 +82,10 @@ def spread_advantages(
     """Set the advantage of each trained token.
 
     Args:
-        samples: of the global batch, the same on every rank.
-        token_advantages: computes them; None gives each token its response's advantage.
-        step: training steps done before this one.
+        samples: samples of the global batch, the same on every rank.
+        token_advantages: function that computes the tokens' advantages; None gives each token its
+            response's advantage.
+        step: number of training steps done before this one.
 
     Raises:
         ComponentError: the number of advantages is not the number of trained tokens.

@@ -1,4 +1,4 @@
-"""Explains why an update was skipped: names the first token or parameter that is not finite."""
+"""Explains why an update was skipped: names the first token or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.
 
 
 class UpdateWatch:
-    """Keeps the inputs of one optimizer update on one rank, to explain a failure.
+    """Keeps the inputs of one optimizer update on one rank, to explain why it was skipped.
 
-    Reading the numbers synchronises with the device, so they are read only after a failure.
+    Reading the numbers waits for the device, so they are read only after an update was skipped.
     """
 
     def __init__(self) -> None:
@@ -43,24 +43,24 @@ class UpdateWatch:
         """Keep one micro-batch, without its autograd graph.
 
         Args:
-            members: its responses.
-            inputs: of the loss, for the N tokens.
-            weights: [N] of the off-policy correction; None without a correction.
-            losses: [N] after the correction.
+            members: responses of the micro-batch.
+            inputs: inputs of the loss for the N trained tokens.
+            weights: [N] weights of the off-policy correction; None without a correction.
+            losses: [N] losses after the correction.
         """
         inputs = replace(inputs, trainer_logprobs=inputs.trainer_logprobs.detach(), entropy=None)
         self._seen.append((members, inputs, weights, losses.detach()))
 
     def reason(self, model: nn.Module, metrics: Mapping[str, float], first_of: str = "") -> str:
-        """What was not finite in a skipped update; collective.
+        """Return what was not finite in a skipped update; collective.
 
         Args:
-            model: with the update's unscaled gradients.
-            metrics: of the update.
+            model: policy that holds the update's gradients, not scaled by clipping.
+            metrics: metrics of the update.
             first_of: name of the loss if this is its first update, else empty.
 
         Raises:
-            ComponentError: in its first update the loss returned no finite number.
+            ComponentError: in its first update, the loss returned no finite number.
         """
         if first_of:
             self._check_first(first_of)
@@ -77,7 +77,7 @@ class UpdateWatch:
         return "the norm of the gradient overflows, although each of its numbers is finite"
 
     def _check_first(self, name: str) -> None:
-        """Bad inputs can spoil the losses of single tokens; if all are bad, the loss is wrong."""
+        """Raise a ComponentError if no token with finite inputs has a finite loss; collective."""
         given = good = 0
         for _, inputs, weights, losses in self._seen:
             fields = [getattr(inputs, field) for field in _INPUTS.values()]
@@ -117,7 +117,7 @@ def _describe(
     values = {name: getattr(inputs, field) for name, field in _INPUTS.items()}
     values["off-policy weight"] = weights
     known = {name: value[token].item() for name, value in values.items() if value is not None}
-    # The first value that is not finite is the cause; if all are finite, the loss itself is.
+    # The first value that is not finite is the cause; if all are finite, the loss is at fault.
     causes = [f"{name} {value}" for name, value in known.items() if not math.isfinite(value)]
     shown = causes[:1] or [f"{name} {value:.4g}" for name, value in known.items()]
     group, response, position = place
@@ -142,17 +142,17 @@ def _first_bad_gradient(model: nn.Module) -> _Found | None:
 
 
 def _first(found: _Found | None) -> str:
-    """The description of the first place on any rank, or an empty string; collective."""
+    """Return the description of the first place over all ranks, or an empty string; collective."""
     gathered: list[_Found | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     return min((each for each in gathered if each is not None), default=((), ""))[1]
 
 
 def nothing_to_train(trajectories: Sequence[Trajectory]) -> str:
-    """Why no token of a batch is trained.
+    """Return the reason why no token of a batch is trained.
 
     Args:
-        trajectories: of the batch.
+        trajectories: all trajectories of the batch.
     """
     failed = sum(trajectory.failed for trajectory in trajectories)
     cut_off = sum(trajectory.finish_reason == "length" for trajectory in trajectories)

@@ -1,4 +1,4 @@
-"""Skipped steps: keeps their batches for inspection, and ends the run after too many."""
+"""Handles skipped steps: keeps their batches for inspection, and ends the run after too many."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class SkippedSteps:
     """Reports skipped steps, and ends the run when too many follow each other.
 
     Args:
-        max_skipped_steps: skipped steps in a row that end the run.
-        output_dir: of the run; the trainer keeps the batches in its folder `skipped`.
-        note: prints a line to the user.
+        max_skipped_steps: number of skipped steps in a row that ends the run.
+        output_dir: folder of the run; the trainer keeps the batches in its subfolder `skipped`.
+        note: function that shows a line to the user.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class SkippedSteps:
         self._folder = skipped_folder(output_dir)
         self._in_a_row = 0
         self._skipped: dict[int, str] = {}
-        """Step -> reason, empty if it trained; a repeated step counts once."""
+        """Step -> why it was skipped, empty if it trained; a repeated step counts once."""
 
     def record(self, step: int, trained: bool, why: str) -> None:
         """Count a step; call it after every step.
 
         Args:
-            step: from 1.
+            step: number of the step, from 1.
             trained: whether the step made a new policy version.
-            why: it was skipped.
+            why: reason why the step was skipped.
 
         Raises:
             SkippedStepsError: max_skipped_steps in a row were skipped.
@@ -66,14 +66,14 @@ class SkippedSteps:
             )
 
     def summary(self) -> str:
-        """How many steps were skipped; empty if none was."""
+        """Return how many steps were skipped and which was the first; empty if none was."""
         skipped = [step for step, why in self._skipped.items() if why]
         if not skipped:
             return ""
         return f"{len(skipped)} of {len(self._skipped)}, the first was step {skipped[0]}"
 
     def check_trained(self) -> None:
-        """Check that the run trained something; call it at the end of the run.
+        """Check that at least one step trained; call it at the end of the run.
 
         Raises:
             SkippedStepsError: every step was skipped.
@@ -87,16 +87,16 @@ class SkippedSteps:
 
 
 def skipped_folder(output_dir: str) -> Path:
-    """Folder in which a run keeps the batches of its skipped steps."""
+    """Return the folder in which a run keeps the batches of its skipped steps."""
     return Path(output_dir) / "skipped"
 
 
 def batch_folder(folder: Path, step: int) -> Path:
-    """Folder of one skipped step.
+    """Return the folder of one skipped step.
 
     Args:
-        folder: of all skipped steps.
-        step: from 1.
+        folder: folder of all skipped steps.
+        step: number of the step, from 1.
     """
     return folder / f"step_{step}"
 
@@ -108,14 +108,14 @@ def dump_batch(
     advantages: NDArray[np.float32],
     metrics: Mapping[str, Any],
 ) -> None:
-    """Write the batch and the metrics of a skipped step, readable without pickle.
+    """Write the batch and the metrics of a skipped step to files that are read without pickle.
 
     Args:
-        folder: of all skipped steps.
-        step: from 1.
-        batch: S trajectories.
-        advantages: [S] float32.
-        metrics: of the step; `skipped_because` says why.
+        folder: folder of all skipped steps.
+        step: number of the step, from 1.
+        batch: S packed trajectories.
+        advantages: [S] float32, one per trajectory.
+        metrics: metrics of the step; `skipped_because` is the reason why it was skipped.
     """
     target = batch_folder(folder, step)
     target.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def dump_batch(
         else:
             others[name] = value
     np.savez(target / "trajectories.npz", allow_pickle=False, **arrays)
-    # Python's JSON can hold NaN and Infinity, which matter here.
+    # Python's JSON keeps NaN and Infinity, which are often the cause of a skip.
     (target / "trajectories.json").write_text(json.dumps(others, default=float))
     (target / "metrics.json").write_text(json.dumps(dict(metrics), indent=1, default=float))
     why = metrics["skipped_because"]
@@ -142,7 +142,7 @@ def load_batch(
     """Read what `dump_batch` wrote.
 
     Args:
-        folder: `skipped/step_N` of the run.
+        folder: subfolder `skipped/step_N` of the run.
 
     Returns:
         The packed trajectories, their advantages [S] float32, and the step's metrics.

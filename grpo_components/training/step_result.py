@@ -12,13 +12,13 @@ class StepResult:
     """The outcome of one training step, the same on every rank."""
 
     policy_version: int
-    """After the step; a skipped step leaves it unchanged."""
+    """Policy version after the step; a skipped step leaves it unchanged."""
     token_versions: Mapping[int, int]
-    """Policy version -> number of trained tokens that it sampled; each token counts once."""
+    """Policy version -> number of trained tokens that it sampled, each token counted once."""
     token_logprobs: Mapping[int, Sequence[Mapping[str, Any]]]
     """Group id -> logprobs of each logged response (see `gather_logprobs`)."""
     trained_tokens: int
     skipped_because: str
     """Why the step trained nothing; empty if it trained."""
     metrics: dict[str, float]
-    """Named as in `logs/metrics.jsonl`."""
+    """Metrics by their names in `logs/metrics.jsonl`."""

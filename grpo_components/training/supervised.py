@@ -15,13 +15,13 @@ from grpo_components.trajectory import Trajectory
 class SupervisedExamples:
     """Prompts with desired responses; each optimizer update trains on a few of them.
 
-    Which ones depends only on the number of the update, so a resumed run continues the order.
+    The choice depends only on the number of the update, so a resumed run continues the order.
 
     Args:
-        examples: pairs of token ids, prompt and response.
+        examples: token ids of prompt and response, one pair per example.
         coeff: weight of the supervised loss; 0 turns it off.
-        examples_per_update: examples in one optimizer update, over all ranks.
-        seed: of the order, which changes every epoch.
+        examples_per_update: number of examples in one optimizer update, over all ranks.
+        seed: random seed of the order of examples, which changes every epoch.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class SupervisedExamples:
         self._examples = examples
 
     def batch(self, update: int) -> list[TrainSample]:
-        """The examples of one optimizer update.
+        """Return the examples of one optimizer update.
 
         Args:
-            update: its number since the start of the run, from 0.
+            update: number of the update since the start of the run, from 0.
         """
         first = update * self._per_update
         return [self._sample(place) for place in range(first, first + self._per_update)]
@@ -53,7 +53,7 @@ class SupervisedExamples:
             prompt_ids=np.array(prompt_ids, np.int64),
             response_ids=np.array(response_ids, np.int64),
             response_mask=np.ones(size, np.bool_),
-            generator_logprobs=np.zeros(size, np.float32),  # not sampled
+            generator_logprobs=np.zeros(size, np.float32),  # unused: not sampled
             token_versions=np.zeros(size, np.int32),
             prompt_index=int(order[place]),
             epoch=epoch,
@@ -65,15 +65,17 @@ class SupervisedExamples:
 
 
 class SupervisedLoss:
-    """Computes coeff x mean negative log-likelihood of the examples' tokens, over all ranks.
+    """Minimizes coeff x mean negative log-likelihood of the examples' tokens, over all ranks.
 
-    The pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`).
+    This is the pretraining mix of InstructGPT, arXiv 2203.02155, eq. 2 (gamma is `coeff`).
 
     Args:
-        examples: to train on.
-        forward: samples -> logprobs [N] and entropies [N] of their tokens, with gradients.
-        plan: samples of a global batch -> indices of each of this rank's micro-batches.
-        num_data_ranks: ranks over which FSDP averages gradients.
+        examples: examples to train on.
+        forward: function of samples; returns logprobs [N] and entropies [N] of their N trained
+            tokens, with gradients.
+        plan: function of the samples of a global batch; returns the indices of the samples in each
+            of this rank's micro-batches.
+        num_data_ranks: number of ranks over which FSDP averages gradients.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class SupervisedLoss:
 
         Args:
             update: number of the optimizer update since the start of the run, from 0.
-            measured: gets `loss/ptx`, and its share of `loss/total`.
-            policy_tokens: trained policy tokens, by which `measured` divides its sums.
+            measured: metrics of the update; gets `loss/ptx`, and this loss's part of `loss/total`.
+            policy_tokens: number of trained policy tokens, by which `measured` divides its sums.
         """
         coeff = self._examples.coeff
         if coeff == 0:
@@ -101,7 +103,7 @@ class SupervisedLoss:
         total = sum(sample.num_tokens for sample in samples)
         for indices in self._plan(samples):
             members = [samples[i] for i in indices]
-            logprobs = self._forward(members or samples[:1])[0]  # join the collectives
+            logprobs = self._forward(members or samples[:1])[0]  # idle ranks join collectives
             losses = -logprobs / total * (1.0 if members else 0.0)
             (losses.sum() * (coeff * self._num_data_ranks)).backward()
             shares = losses.detach() * policy_tokens

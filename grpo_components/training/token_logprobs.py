@@ -1,4 +1,4 @@
-"""Logprobs of a step's first responses, token by token, for the rollout log."""
+"""Collects the token logprobs of a step's first responses, for the rollout log."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grpo_components.trajectory import Trajectory
 
 _DIGITS = 6
 Logprobs = list[float | None]
-"""[R] of one response, in nats; None where a token was not sampled or not measured."""
+"""[R] logprobs of one response, in nats; None where a token was not sampled or not measured."""
 
 
 def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
-    """Keep the logprobs of logged responses, from the first pass of the step.
+    """Store the logprobs of logged responses in their samples.
 
     Args:
-        members: of a micro-batch.
-        logprobs: [N] of their trained tokens, by the policy that the step starts from.
+        members: samples of a micro-batch.
+        logprobs: [N] logprobs of their trained tokens, by the policy that the step starts from.
     """
     if any(sample.logged for sample in members):
         parts = logprobs.detach().cpu().split([sample.num_tokens for sample in members])
@@ -31,10 +31,10 @@ def keep_logprobs(members: Sequence[TrainSample], logprobs: Tensor) -> None:
 
 
 def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, Logprobs | None]]]:
-    """Gather the kept logprobs of all ranks; collective.
+    """Gather the logprobs that all ranks kept for the log; collective.
 
     Args:
-        samples: of the whole batch, the same on every rank.
+        samples: samples of the whole batch, the same on every rank.
 
     Returns:
         Group id -> for each logged response: `generator_logprobs`, `trainer_logprobs` (None for
@@ -56,14 +56,14 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
 
 
 def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
-    """Logprobs that a response's record holds.
+    """Return the logprobs that a trajectory itself holds.
 
     Args:
-        trajectory: of the response.
+        trajectory: trajectory of a response.
 
     Returns:
-        `generator_logprobs`, `trainer_logprobs` (None) and `reference_logprobs` (None without a
-        reference).
+        `generator_logprobs`, `trainer_logprobs` (always None) and `reference_logprobs` (None
+        without a reference).
     """
     sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
     return {
@@ -74,6 +74,6 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
 
 
 def _at(mask: NDArray[Any], values: NDArray[Any]) -> Logprobs:
-    """[R] the values where the mask is True, None elsewhere."""
+    """Return [R] entries: the values in order where the mask is True, None elsewhere."""
     remaining = iter(values.tolist())
     return [round(next(remaining), _DIGITS) if here else None for here in mask.tolist()]

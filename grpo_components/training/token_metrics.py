@@ -1,4 +1,4 @@
-"""Token metrics of one optimizer update, summed over micro-batches and ranks."""
+"""Combines token metrics over the micro-batches and ranks of an update, and over updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_components.objective.off_policy import mismatch_summary
 
-# A metric that is not measured (no reference, no clipping, no trained token) is NaN.
+# Each step logs all of these; one not measured (no reference, clipping, trained token) is NaN.
 ALWAYS_LOGGED = (
     "loss/total",
     "loss/policy",
@@ -36,17 +36,17 @@ ALWAYS_LOGGED = (
 
 
 class TokenMetrics:
-    """Token metrics of one update on one rank."""
+    """Collects the token metrics of one optimizer update on one rank."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # stay on the device: no synchronisation per micro-batch
+        self._sums: dict[str, Tensor] = {}  # on the device: micro-batches need not wait for it
         self._maxima: dict[str, Tensor] = {}
         self._log_ratios: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
         self._fresh: list[np.ndarray] = []
 
     def add(self, token_metrics: Mapping[str, Tensor]) -> None:
-        """Add per-token values [N]: keys that end in `max` keep the largest, others the sum."""
+        """Add values [N] per token: a key that ends in `max` keeps the largest, another the sum."""
         for key, values in token_metrics.items():
             values = values.detach().double()
             if key.endswith("max"):
@@ -59,9 +59,9 @@ class TokenMetrics:
         """Keep a micro-batch's mismatch between trainer and generator.
 
         Args:
-            log_ratios: [N] of trainer to generator, in nats.
-            weights: [N] of the off-policy correction; None is 1.
-            fresh: [N] bool, tokens of responses sampled entirely by the trainer's current version.
+            log_ratios: [N] log ratios of trainer to generator, in nats.
+            weights: [N] weights of the off-policy correction; None means 1 for each token.
+            fresh: [N] bool, whether the trainer's current version sampled the whole response.
         """
         self._log_ratios.append(log_ratios.detach().cpu().numpy())
         self._fresh.append(fresh.cpu().numpy())
@@ -69,11 +69,12 @@ class TokenMetrics:
         self._weights.append(ones.cpu().numpy())
 
     def over_ranks(self, total_tokens: int, ranks_per_sample: int) -> dict[str, float]:
-        """Token means, maxima and mismatch over all ranks, the same on every rank; collective.
+        """Return token means, maxima and mismatch over all ranks, the same on each; collective.
 
         Args:
-            total_tokens: trained tokens of all ranks.
-            ranks_per_sample: neighbouring ranks that computed the same tokens; the first counts.
+            total_tokens: number of trained tokens of all ranks.
+            ranks_per_sample: number of neighbouring ranks that computed the same tokens; only the
+                first of them counts.
         """
         gathered: list[Any] = [None] * dist.get_world_size()
         # A rank without data contributes empty arrays.
@@ -98,7 +99,7 @@ class TokenMetrics:
 
 
 def _fresh_mismatch(log_ratios: np.ndarray) -> dict[str, float]:
-    """Mismatch on fresh tokens [M], which training cannot explain."""
+    """Return the mismatch on fresh tokens [M], whose cause cannot be training after sampling."""
     if not len(log_ratios):
         return {}
     summary = mismatch_summary(log_ratios, np.ones_like(log_ratios))
@@ -117,7 +118,7 @@ def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
         metrics[key] = max(values) if key.endswith("max") else sum(values) / len(values)
     found = [update for update in measured if "mismatch/fresh_kl" in update]
     pairs = [(update["mismatch/fresh_kl"], update["mismatch/fresh_tokens"]) for update in found]
-    if pairs:  # a mean over tokens, not over updates
+    if pairs:  # the mean is over tokens, not over updates
         tokens = sum(count for _, count in pairs)
         metrics["mismatch/fresh_kl"] = sum(kl * count for kl, count in pairs) / tokens
         metrics["mismatch/fresh_tokens"] = tokens
@@ -125,5 +126,5 @@ def over_updates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def is_usable(update: Mapping[str, float]) -> bool:
-    """Whether an update has a finite loss and gradient; False for one without tokens."""
+    """Whether the loss and the gradient of an update are finite; False if it had no tokens."""
     return all(math.isfinite(update.get(key, math.nan)) for key in ("loss/total", "grad_norm"))

@@ -66,17 +66,17 @@ def _load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> Tra
 
 
 class Trainer:
-    """One rank of the trainer group; every rank gets the same calls in the same order.
+    """Trains the policy as one rank of a group; all ranks get the same calls in the same order.
 
-    Only the trainer counts `policy_version`: the number of batches trained.
+    The trainer alone counts `policy_version`, the number of batches trained.
 
     Args:
-        rank: of this process in the group.
+        rank: rank of this process in the group.
         device: cpu or cuda.
-        seed: the same on every rank.
+        seed: random seed, the same on every rank.
         ranks: how the ranks find each other and share the model.
         model: the policy, and how it is computed.
-        batch: what is trained of each batch, and in how many updates.
+        batch: which tokens of each batch are trained, and in how many updates.
         optimizer: optimizer and learning rate.
         objective: what is optimized.
         diagnostics: what is measured and written during training.
@@ -148,13 +148,13 @@ class Trainer:
         """Train on one global batch; each rank computes its part.
 
         Args:
-            batch: the S = B * G trajectories of the step, in the order of group ids.
+            batch: S = B * G packed trajectories (B groups of G), in the order of group ids.
             advantages: [S] float32, one per trajectory.
-            step: training steps done before this one, for the schedules.
+            step: number of training steps done before this one, for the schedules.
 
         Returns:
             The outcome over the global batch, the same on every rank. If no update had a finite
-            loss and gradient, the step is skipped: the policy version stays, and
+            loss and gradient, the step is skipped: the version does not change, and
             `skipped_because` says why.
         """
         started = time.perf_counter()
@@ -176,7 +176,7 @@ class Trainer:
             **over_updates(updates),
             **self._use.metrics(sequences, self._batch.ppo_epochs, start_known, seconds),
             "policy_version": self.policy_version,
-            "skipped_steps": step + 1 - self.policy_version,  # every other step made one version
+            "skipped_steps": step + 1 - self.policy_version,  # each trained step made a version
             "time/train": seconds,
         }
         why = "" if trained else self._skipped_because or nothing_to_train(trajectories)
@@ -197,10 +197,10 @@ class Trainer:
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
-        """Make all updates of one step.
+        """Make all optimizer updates of one step.
 
         Returns:
-            Metrics of each update, and whether one more forward pass computed the logprobs of the
+            Metrics of each update, and whether an extra forward pass computed the logprobs by the
             policy that the step starts from.
         """
         epochs = self._batch.ppo_epochs
@@ -220,7 +220,7 @@ class Trainer:
         return updates, start_known
 
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """[R] which response tokens are trained: sampled by the policy and not masked."""
+        """Return [R] bool, which response tokens are trained: sampled by the policy, not masked."""
         cut_off = self._batch.mask_overlong and trajectory.finish_reason == "length"
         oldest = self._batch.contract.oldest_trainable(self.policy_version)
         fresh = trajectory.token_versions >= oldest
@@ -247,9 +247,9 @@ class Trainer:
 
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:
-        """Compute logprobs of the policy that the step starts from, for the later updates."""
+        """Set the samples' logprobs by the policy that the step starts from, for its updates."""
         for indices in self._plan(samples) if samples else []:
-            # Without a micro-batch of its own, a rank still joins the others' collectives.
+            # A rank without a micro-batch of its own still has to join the others' collectives.
             members = [samples[i] for i in indices] or samples[:1]
             logprobs = self._forward(members)[0].cpu().split([s.num_tokens for s in members])
             for sample, values in zip(members, logprobs, strict=True):
@@ -259,8 +259,8 @@ class Trainer:
         """Make one optimizer update from the aggregated loss of a part of the global batch.
 
         Args:
-            part: the same on every rank.
-            index: number of the update since the run's start.
+            part: samples to train on, the same on every rank.
+            index: number of the update since the run's start, from 0.
             with_mismatch: measure the mismatch between trainer and generator.
         """
         samples = [sample for sample in part if sample.num_tokens]
@@ -281,7 +281,7 @@ class Trainer:
             members = [samples[i] for i in indices]
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
             measured.add({"loss/total": losses * total_tokens})
-            # FSDP averages gradients over ranks, but the weights already count all ranks' tokens.
+            # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
             (losses.sum() * self._num_data_ranks).backward()
         if self._supervised is not None:
             self._supervised.backward(index, measured, total_tokens)
@@ -299,7 +299,7 @@ class Trainer:
     def _weighted_losses(
         self, members: list[TrainSample], measured: TokenMetrics, watch: UpdateWatch, first: bool
     ) -> Tensor:
-        """Token losses [N] of one micro-batch, each multiplied by its response's weight."""
+        """Return a micro-batch's token losses [N], each multiplied by its response's weight."""
         trainer_logprobs, entropy = self._forward(members)
         counts = torch.tensor([sample.num_tokens for sample in members])
 
@@ -311,7 +311,7 @@ class Trainer:
 
         generator_logprobs = recorded("generator_logprobs")
         sequence_ids = torch.arange(len(members)).repeat_interleave(counts).to(self._device)
-        start = trainer_logprobs.detach()  # the step's start, if this is its only update
+        start = trainer_logprobs.detach()  # right if the step has no other update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
         has_reference = members[0].trajectory.reference_logprobs is not None
@@ -332,7 +332,7 @@ class Trainer:
         watch.record(members, inputs, correction, losses)
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
-        if first:  # update of the step, or first update with these members
+        if first:  # update of the step, or first update in which these samples are trained
             new = [sample.trajectory.oldest_version == self.policy_version for sample in members]
             fresh = torch.tensor(new).repeat_interleave(counts).to(self._device)
             measured.add_mismatch(start - generator_logprobs, correction, fresh)
@@ -356,13 +356,13 @@ class Trainer:
         return self.policy_version
 
     def export_weights(self, version: int) -> tuple[tuple[Manifest, NDArray[np.uint8]], Manifest]:
-        """Convert and pack what `gather_weights` kept; may run during the next training step.
+        """Pack the weights that `gather_weights` kept; may run during the next training step.
 
         Args:
-            version: what `gather_weights` returned.
+            version: policy version that `gather_weights` returned.
 
         Returns:
-            This rank's bucket (manifest and bytes), and its manifest alone.
+            Two values: this rank's bucket (manifest and bytes), and the manifest alone.
         """
         bucket = pack_bucket(self._gathered.pop(version))
         return bucket, bucket[0]
@@ -374,7 +374,7 @@ class Trainer:
             for name in names:
                 value = state_dict[name]
                 assert isinstance(value, DTensor)
-                value = value.to(self._device, self._weights_dtype)  # it may be offloaded
+                value = value.to(self._device, self._weights_dtype)  # may be on the CPU
                 full[name] = cast(DTensor, value).full_tensor()
             yield self._to_hf(full)
 
@@ -383,7 +383,7 @@ class Trainer:
         self._state.hold(self.policy_version, self._gather_layers(), copy=copy)
 
     def write_state(self, folder: str) -> str | None:
-        """Write the held state; may run during the next steps; see `TrainerState.write`."""
+        """Write the state that `hold_state` kept, even during a step; see `TrainerState.write`."""
         return self._state.write(Path(folder))
 
     def load_state(self, folder: str) -> None:

@@ -32,7 +32,7 @@ class RankOptions:
     sharding: Sharding
     """Layout of the ranks, and where shards and activations are kept."""
     collective_timeout_s: float
-    """A collective that waits longer raises."""
+    """Longest wait of a collective operation, in seconds; one that waits longer raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class ModelOptions:
     dtype: str
     """Compute dtype, fp32 or bf16; master weights are fp32."""
     enable_activation_checkpointing: bool
-    """Recompute layers in the backward pass."""
+    """Recompute each layer in the backward pass, to save memory."""
     compile_model: bool
     """Compile layers, softmax and loss with torch.compile."""
     logprob_chunk_tokens: int
@@ -62,17 +62,17 @@ class BatchOptions:
     """Which tokens of a batch are trained, and in how many updates and micro-batches."""
 
     ppo_epochs: int
-    """Passes over each batch."""
+    """Number of passes over each batch."""
     updates_per_batch: int
-    """Optimizer updates in one pass."""
+    """Number of optimizer updates in one pass."""
     tokens_per_micro_batch: int
     """Tokens in one forward pass, padding included."""
     packing: bool
     """Put the sequences of a micro-batch into one row, for flex attention."""
     contract: StalenessContract
-    """Tokens older than it allows are masked."""
+    """Staleness contract; tokens older than it allows are not trained."""
     mask_overlong: bool
-    """Mask responses that were cut off at the length limit."""
+    """Do not train responses that were cut off at the length limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,29 +82,31 @@ class OptimizerOptions:
     build_optimizer: Callable[[Any], Optimizer]
     """Builds the optimizer from the parameters."""
     build_lr_scheduler: Callable[[Optimizer], LRScheduler] | None
-    """Builds the scheduler from the optimizer; None keeps the rate constant."""
+    """Builds the learning-rate scheduler from the optimizer; None uses no scheduler."""
     learning_rate: Schedule | None
-    """By training step; None leaves it to the optimizer and the scheduler."""
+    """Learning rate by training step; None leaves it to the optimizer and the scheduler."""
     clip_grad_norm: float | None
-    """Largest norm of the gradient; None does not clip."""
+    """Largest allowed norm of the gradient; None disables clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions:
-    """What is optimized."""
+    """What is optimized: the loss, and how tokens are weighted in it."""
 
     loss: Loss
-    """The policy loss, per token."""
+    """Policy loss of each token."""
     penalties: Penalties
-    """KL to the reference and entropy bonus, added to the loss."""
+    """KL to the reference and entropy bonus, which are added to the loss."""
     aggregation: Callable[[NDArray[np.int64]], NDArray[np.float64]]
-    """Trained tokens of each response [S] -> weight of each token's loss [S]."""
+    """Function of each response's number of trained tokens [S]; returns the weight in the loss that
+    each token of the response gets [S]."""
     off_policy: Callable[..., Tensor]
-    """Log ratios [N] of trainer to generator, response of each token [N] -> weights [N]."""
+    """Function of the log ratios [N] of trainer to generator, and of each token's response [N];
+    returns the off-policy weights [N]."""
     token_advantages: TokenAdvantages | None = None
-    """Advantages of responses -> advantages of tokens; None gives each token its response's."""
+    """Computes the tokens' advantages; None gives each token the advantage of its response."""
     ptx: SupervisedExamples | None = None
-    """Examples of a supervised loss added to the policy's; None adds none."""
+    """Examples of a supervised loss that is added to the policy's; None disables that loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +114,10 @@ class DiagnosticsOptions:
     """What a rank measures and writes during training."""
 
     log_peak_memory_stats: bool
-    """Measure the largest memory of this process so far, in GiB."""
+    """Report this process's peak memory so far, in GiB."""
     build_profiler: Callable[[], tuple[Any, Any]] | None
-    """Builds torchtune's profiler and its settings; None profiles nothing."""
+    """Builds torchtune's profiler and its settings; None disables profiling."""
     skipped_folder: str
-    """Receives the batches of skipped steps."""
+    """Folder that receives the batches of skipped steps."""
     logged_responses: int = 0
-    """Return token logprobs for this many of each batch's first responses."""
+    """Number of each batch's first responses for which a step returns token logprobs."""
