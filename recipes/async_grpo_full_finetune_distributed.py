@@ -8,13 +8,13 @@ The whole algorithm is in this file. Its loops run side by side and meet in the 
 
     rollout_loop, one per rollout in flight        training_loop
       admit      when the staleness contract allows  take        a batch of whole, fresh groups
-      pull       every m rollouts, or when needed    shape       rewards less penalties  [B, G]
+      pull       weights every m rollouts or sooner  shape       rewards minus penalties [B, G]
       generate   a group, rewards included           advantages                          [B, G]
-      filter     failed, or all rewards equal        train_step  on every rank; version + 1
-      reference  logprobs, where a KL needs them     push        every n steps
-      buffer     waits while it is full              finish_step receipt, evaluate, log, save
+      filter     drop if failed or rewards all equal train_step  on every rank; version + 1
+      reference  logprobs, where a KL needs them     push        weights every n steps
+      buffer     the group; wait while it is full    finish_step record, evaluate, log, save
 
-The default loss is `grpo_loss`, below. EDIT ME marks what forks change.
+The default loss is `grpo_loss`, below. EDIT ME marks the places that a fork usually edits.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.losses import LossInputs
 
 
-# EDIT ME: the policy loss of each trained token [N]. The config adds its KL and entropy terms to
-# any loss (`loss.kl_coeff`, `loss.entropy_coeff`), and may name another one (`loss._component_`).
+# EDIT ME: the policy loss of each trained token [N]; the config's `loss._component_` replaces it.
+# To any loss, the config adds KL and entropy terms (`loss.kl_coeff`, `loss.entropy_coeff`).
 def grpo_loss(
     tokens: LossInputs, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): arXiv 2402.03300, eq. 3."""
-    log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs  # trainer to generator
-    ratio = log_ratio.clamp(max=80).exp()  # an overflow would be NaN: 0 * inf
+    """Return -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): arXiv 2402.03300, eq. 3."""
+    log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs  # log rho
+    ratio = log_ratio.clamp(max=80).exp()  # no overflow, as 0 * inf is NaN
     low, high, advantages = 1 - clip_low, 1 + clip_high, tokens.advantages
     losses = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
@@ -65,12 +65,12 @@ def grpo_loss(
 
 
 class AsyncGRPOFullFinetuneRecipeDistributed:
-    """Asynchronous GRPO with Ray, torchrl, vLLM and torchtune.
+    """Trains a policy by asynchronous GRPO, with Ray, torchrl, vLLM and torchtune.
 
     Features:
         - Generators (vLLM in torchrl collectors) and trainer ranks (FSDP2) on separate hardware.
         - A staleness contract: no token older than `max_staleness` policy versions is trained.
-        - Weights by push (trainer, every n steps) and pull (generators, every m rollouts).
+        - Trainers push their weights every n steps; generators pull them every m rollouts.
         - `max_staleness: 0` with n = m = 1 is the synchronous algorithm.
     """
 
@@ -82,7 +82,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 temperature = self.temperature(entry.target_step)
                 group = await generator.generate_group(entry, temperature)
             except RoleLostError:
-                return self.ledger.give_back(entry)  # another generator takes it
+                return self.ledger.give_back(entry)  # another generator takes over
             if self.roles.reward_model:
                 group = await self.roles.reward_model.add_scores(group)
             if reason := self.rejects(group):
@@ -105,7 +105,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         await self.run.finish()
 
     def rejects(self, group: Group) -> str | None:
-        """Return why a group is not trained, or None."""
+        """Return why a group is not trained; None if it is."""
         if not self.run.has_trainable(group):
             return "failed"
         sampling, summary = self.dynamic_sampling, group.summary
@@ -120,14 +120,14 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             given: the config, whose keys are explained in `recipes/configs/tiny_async_grpo.yaml`.
 
         Raises:
-            ValueError: for a config that cannot run, before Ray starts.
+            ValueError: the config cannot run; raised before Ray starts.
         """
         cfg = read_config(given)
         tokenizer, dataset, held_out = build_data(cfg)
-        # EDIT ME: the loss. A coefficient of your own stands under `user:` in the config:
+        # EDIT ME: the loss. Put a coefficient of your own under `user:` in the config, and pass
         # partial(grpo_loss, my_coeff=cfg.user.my_coeff). The trainers get the loss by value.
         objective = build_objective(cfg, grpo_loss, tokenizer, dataset)
-        # EDIT ME: rewards [B, G] -> advantages [B, G]; here those that the config names.
+        # EDIT ME: function from rewards [B, G] to advantages [B, G]; here the one in the config.
         self.advantages = objective.advantages_of
         self.reward_shaping = objective.reward_shaping
         self.dynamic_sampling = objective.dynamic_sampling
@@ -162,7 +162,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.run.summary()
 
     async def loops(self) -> None:
-        """All loops side by side, from the start of an attempt to the end of the run."""
+        """Run all loops side by side, from the start of an attempt to the end of the run."""
         await self.run.restore()
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.training_loop(loops))

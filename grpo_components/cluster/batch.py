@@ -1,4 +1,4 @@
-"""What the loops hand on: one generated group, and the batch of one training step."""
+"""Data passed between the loops: one generated group, and the batch of one training step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Group:
 
     entry: LedgerEntry
     packed: Part
-    """Reference to the packed trajectories."""
+    """Reference to the packed trajectories of the group."""
     packed_summary: Part
-    """Reference to the summary."""
+    """Reference to the group's summary."""
     summary: GroupSummary
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole groups of one training step, by group id."""
+    """The whole groups of one training step, ordered by group id."""
 
     packed: Part
     """Reference to the packed trajectories, S = B * G."""
@@ -40,18 +40,18 @@ class Batch:
     dropped_stale: int
     """Groups dropped as stale while this batch was taken."""
     waited_s: float
-    """How long the trainers waited for it, in seconds."""
+    """How long the trainers waited for this batch, in seconds."""
     began: float = field(default_factory=time.perf_counter)
     """When the trainers began to wait, by `time.perf_counter`."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """[B, G]; NaN where a sample failed."""
+        """[B, G] rewards; NaN where a sample failed."""
         return np.array([group.rewards for group in self.groups])
 
     @property
     def response_lengths(self) -> NDArray[np.int64]:
-        """[B, G] tokens of each response, those of the environment included."""
+        """[B, G] number of tokens of each response, including those of the environment."""
         return np.array([group.response_lengths for group in self.groups])
 
     @property

@@ -13,11 +13,11 @@ class Call:
     Args:
         role: name of the role.
         method: name of the method.
-        args: arguments. A `Part` at top level arrives as its value, one in a list as a Ray
+        args: arguments. A `Part` among them arrives as its value, a `Part` inside a list as a Ray
             reference.
         num_returns: length of the returned tuple; 1 for a single value.
-        lane: thread that runs a blocking method.
-        once: never repeat the call.
+        lane: name of the thread that runs a blocking method.
+        once: whether the call is never repeated.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Call:
         self.role, self.once = role, once
         self.method, self._args, self._num_returns, self._lane = method, args, num_returns, lane
         self.incarnation = -1
-        """Process of the role that got the call last; -1 before the first."""
+        """Number of the role's process that got the call last; -1 until it is sent."""
         self.last_error = ""
-        """Failure of the call in an earlier process; empty if there was none."""
+        """What went wrong with the call in an earlier process; empty if nothing did."""
         self._references: list[Any] = []
 
     def make(self, host: Any, incarnation: int) -> None:
@@ -42,7 +42,7 @@ class Call:
 
         Args:
             host: the Ray actor that holds the role.
-            incarnation: number of its process.
+            incarnation: number of the role's process, from 0.
         """
         if self.incarnation == incarnation:
             return
@@ -52,14 +52,14 @@ class Call:
         self._references = [made] if self._num_returns == 1 else made
 
     def reference(self, number: int) -> Any:
-        """Ray's reference of one part of the result."""
+        """Return Ray's reference to one part of the result."""
         assert self._references, f"{self.method} was not sent yet: its role is being restarted"
         return self._references[number]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a call's result; stays valid when the role is restarted."""
+    """Stands for one part of a call's result; stays valid when the role is restarted."""
 
     call: Call
     number: int

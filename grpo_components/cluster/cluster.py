@@ -1,4 +1,4 @@
-"""All processes of a run: starts Ray and one process per role, supervises and stops them."""
+"""Starts the processes of a run (Ray, and one per role), supervises and stops them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOOPBACK_ONLY = {
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-"""Defaults for the libraries in the roles; the user's environment overrides them."""
+"""Environment variables that keep the roles' libraries on loopback, unless the user sets them."""
 _SHUTDOWN_KILL_S = 5.0
 """Seconds a stopped process may take to end before it is killed."""
 _HEARTBEAT_EVERY_S = 5.0
@@ -45,7 +45,7 @@ _LOG = logging.getLogger("cluster")
 
 
 def _objects_in_scope() -> int:
-    """Number of Ray objects that this process still refers to."""
+    """Return the number of Ray objects that this process still refers to."""
     core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
     return len(core.get_all_reference_counts())
 
@@ -55,18 +55,18 @@ def _log_only(message: dict[str, Any], *_: Any, **__: Any) -> None:
 
 
 class Cluster:
-    """All processes of one run.
+    """Starts, supervises and stops all processes of one run.
 
     Args:
-        output_dir: folder of the run; logs go to its folder `logs`.
+        output_dir: folder of the run; logs go to its subfolder `logs`.
         log_level: logging level of Ray and of the roles.
-        attempt: number of the run's attempt, from 0.
+        attempt: number of the run's attempt, from 0; each return to a checkpoint begins a new one.
         budget: restarts allowed; None allows none.
         heartbeat_s: seconds a role's heartbeat may be late before the role is restarted.
-        note: shows a line to the user.
-        events: records restarts; in a replay they say when to restart which role.
+        note: function that shows a line to the user.
+        events: event log; records restarts, and in a replay says when to restart which role.
         object_store_memory: bytes of shared memory for Ray's objects; more is spilled to disk.
-            None leaves the choice to Ray.
+            None lets Ray choose.
     """
 
     def __init__(
@@ -90,12 +90,13 @@ class Cluster:
         self._starting: list[Role] = []
         self._last_failure = ""
         """Why the trainers were restarted last."""
-        self._not_ours = set(psutil.Process().children(recursive=True))  # e.g. a logger's service
+        # Processes that `stop` must leave alone, e.g. a logger's service.
+        self._not_ours = set(psutil.Process().children(recursive=True))
         self.roles: list[Role] = []
         # Ray's folder needs a short name: a Unix socket's path has at most 107 bytes.
         self.temp_dir = Path(tempfile.mkdtemp(prefix=f"grpo-{os.getpid()}-", dir="/tmp"))
         self.rendezvous = self.temp_dir / "trainers"
-        """File that the trainer ranks use to find each other."""
+        """File through which the trainer ranks find each other."""
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
@@ -104,7 +105,7 @@ class Cluster:
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         # A secret for this run; otherwise Ray writes one into the user's home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # Ray prints a paragraph about every dead process; our own line is enough.
+        # Ray prints a paragraph about every dead process, but the line of `note` is enough.
         ray_worker.print_to_stdstream = _log_only
         # The only switch that makes all of Ray's processes listen on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
@@ -119,7 +120,7 @@ class Cluster:
             object_store_memory=self._object_store_memory,
             _temp_dir=str(self.temp_dir),
         )
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaced it by one that exits
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray set a handler that exits
 
     def spawn(
         self,
@@ -138,16 +139,17 @@ class Cluster:
         """Start the process of one role, without waiting for it; `ready` waits.
 
         Args:
-            name: name of the role, e.g. generator_0; roles that differ in the number are a family.
-            role_class: dotted path of its class, imported in the new process only.
+            name: name of the role, e.g. generator_0; roles that differ in the number only are a
+                family.
+            role_class: dotted path of the role's class, imported in the new process only.
             cpu_threads: threads that torch may use in the process.
-            num_gpus: GPUs, or the share of one.
-            env: environment variables of the process.
+            num_gpus: number of GPUs, or the share of one.
+            env: further environment variables of the process.
             min_living: give the role up if it cannot be restarted and at least this many others of
                 its family are left; None never gives it up.
-            restarts_alone: whether the other roles can go on while it is restarted.
-            remembers: method whose last call is repeated after a restart.
-            counts_restarts: whether the class gets the number of its restarts, `restart_count`.
+            restarts_alone: whether the other roles can go on while this one is restarted.
+            remembers: method whose last successful call is repeated after a restart.
+            counts_restarts: whether the class takes `restart_count`, the role's number of restarts.
             kwargs: arguments of the class.
         """
         log_file = str(self._logs / f"{name}.log")
@@ -181,9 +183,9 @@ class Cluster:
         return role
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until every spawned role is built; records each in logs/roles.jsonl.
+        """Wait until every spawned role is built, and record each in logs/roles.jsonl.
 
-        A role whose process ends before is restarted.
+        A role whose process ends before that is restarted.
 
         Args:
             timeout_s: longest wait for each role, in seconds.
@@ -215,13 +217,13 @@ class Cluster:
     ) -> None:
         """Run the loops to their end, and restart roles that fail.
 
-        A role that restarts alone does so while the loops go on. If one of the others fails, all of
-        those are restarted together, and the loops with them.
+        A role with `restarts_alone` is restarted while the loops go on. If one without it fails,
+        all roles without it are restarted together, and the loops start again.
 
         Args:
-            loops: runs all loops of the recipe.
-            begin_again: called after the common restart; restores everything else to a point from
-                which the loops can start again.
+            loops: function that runs all loops of the recipe.
+            begin_again: function called after the common restart; it brings everything else to a
+                state from which the loops can start again.
 
         Raises:
             RoleFailedError: a role could not be restarted.
@@ -264,7 +266,7 @@ class Cluster:
 
     async def _restart_together(self, failure: RoleFailedError, attempt: int) -> None:
         roles = self._restarted_together()
-        # Ranks that waited for a dead rank fail too, maybe before its death is noticed.
+        # Ranks that wait for a dead rank also fail, maybe before its death is noticed: look for it.
         checks = [role.process_failure(_HEARTBEAT_EVERY_S) for role in roles]
         found = [problem for problem in await asyncio.gather(*checks) if problem]
         failure = min(found, key=lambda problem: problem.kind != "died", default=failure)
@@ -309,7 +311,7 @@ class Cluster:
             file.write(json.dumps(record) + "\n")
 
     async def close_roles(self, timeout_s: float) -> None:
-        """Let every role stop its child processes; the normal end of a run.
+        """Let every role stop its child processes, at the normal end of a run.
 
         Args:
             timeout_s: longest wait for each role, in seconds.
@@ -319,7 +321,7 @@ class Cluster:
                 tasks.create_task(role.close(timeout_s))
 
     def stop(self) -> None:
-        """Kill every process of the run and remove Ray's folder, whatever their state."""
+        """Kill every process of the run, whatever its state, and remove Ray's folder."""
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
         for role in self.roles:
             role.kill()
@@ -339,7 +341,7 @@ class Cluster:
 def _environment(cpu_threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Threads that spin while they wait slow down other roles on the same cores.
+        # Otherwise waiting threads spin, which slows down other roles on the same cores.
         "OMP_WAIT_POLICY": "PASSIVE",
         **{name: os.environ.get(name, value) for name, value in _LOOPBACK_ONLY.items()},
     }
@@ -350,8 +352,8 @@ def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) ->
 
     Args:
         cfg: config, checked by preflight.
-        ledger: ledger of the run; its event log records restarts.
-        note: shows a line to the user.
+        ledger: ledger (account of all groups) of the run; its event log records restarts.
+        note: function that shows a line to the user.
     """
     return Cluster(
         Path(cfg.output_dir),
@@ -366,7 +368,7 @@ def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) ->
 
 
 def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[str, str]:
-    """Environment variables that vLLM reads at import.
+    """Return the environment variables that vLLM reads when it is imported.
 
     Args:
         device: cpu or cuda.
@@ -380,6 +382,6 @@ def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[s
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
-        # Without dynamo the sampler is not compiled, which would take seconds at first use.
+        # Dynamo would compile the sampler, which takes seconds at its first use.
         variables |= {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "TORCHDYNAMO_DISABLE": "1"}
     return variables

@@ -1,4 +1,4 @@
-"""Typed handles of the roles: what the loops may call, and how long they wait for it."""
+"""Typed handles through which the loops call the roles, with a time limit for each call."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.training.step_result import StepResult
 
 _CHECKPOINT_LANE = "checkpoint"
-"""Thread in which a role writes checkpoints, beside its main one."""
+"""Name of the thread in which a role writes checkpoints while its main thread works."""
 GRACE_S = 30.0
-"""Added to a role's own time-out in seconds, so that its error, which says more, comes first."""
+"""Seconds added to a role's own time-out, so that the role's error, the clearer one, is first."""
 
 
 class GeneratorHandle:
-    """One generator: samples groups and evaluations, loads weights.
+    """Calls one generator, which samples groups, answers held-out prompts and loads weights.
 
     Args:
-        role: the generator.
-        ledger: of the run.
+        role: role of the generator.
+        ledger: ledger (account of all groups) of the run.
         timeout_s: longest wait for a group, in seconds.
-        weights_s: longest wait for it to load weights, in seconds.
+        weights_s: longest wait for the generator to load weights, in seconds.
     """
 
     def __init__(self, role: Role, ledger: Ledger, timeout_s: float, weights_s: float) -> None:
         self.role, self.name = role, role.name
         self.version = 0
-        """Policy version of its weights."""
+        """Policy version of the generator's weights."""
         self.rollouts_since_pull = 0
         self.swapping = ledger.events.lock()
-        """Held while its weights are swapped, or must not be swapped."""
+        """Lock held while the generator's weights are swapped, or must stay as they are."""
         self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s
 
     @property
     def lost(self) -> bool:
-        """Whether it failed for good, and the run goes on without it."""
+        """Whether the generator failed for good, so that the run goes on without it."""
         return self.role.lost
 
     async def generate_group(self, entry: LedgerEntry, temperature: float) -> Group:
         """Sample and score the responses to one prompt.
 
         Args:
-            entry: the admitted group.
-            temperature: of sampling.
+            entry: ledger entry of the admitted group.
+            temperature: sampling temperature.
 
         Raises:
-            RoleLostError: if the generator is lost.
+            RoleLostError: the generator is lost.
         """
         identity = (entry.prompt, entry.epoch, entry.group_id, self._ledger.attempt)
         packed, packed_summary, entry.text = self.role.submit(
@@ -71,18 +71,18 @@ class GeneratorHandle:
         """Load one published snapshot between two engine steps.
 
         Args:
-            version: of the weights.
-            buckets: references to each trainer rank's part.
+            version: version of the weights.
+            buckets: references to each trainer rank's part of the weights.
 
         Returns:
             Version and checksum of the loaded weights; None if the generator was restarted
-            meanwhile, which loads the newest weights by itself.
+            meanwhile, because a restart already loads the newest weights.
         """
         loading = self.role.submit("load_weights", version, *buckets, once=True)
         return await self.role.result(loading, "load_weights", self._weights_s)
 
     async def begin_attempt(self) -> None:
-        """Let it load an older version than its own: a new attempt starts at a checkpoint."""
+        """Allow the generator to load older weights: a new attempt starts at a checkpoint."""
         await self.role.call("begin_attempt", timeout_s=self._weights_s)
 
     async def evaluate(
@@ -105,10 +105,10 @@ class GeneratorHandle:
 
 
 class RewardModelHandle:
-    """The learned reward.
+    """Calls the reward model, which gives each response a learned reward.
 
     Args:
-        role: the reward model.
+        role: role of the reward model.
         timeout_s: longest wait for the scores of a group, in seconds.
     """
 
@@ -116,7 +116,7 @@ class RewardModelHandle:
         self._role, self._timeout_s = role, timeout_s
 
     async def add_scores(self, group: Group) -> Group:
-        """The group with the learned reward added to its rewards."""
+        """Return the group with the learned reward added to its rewards."""
         entry = group.entry
         packed, packed_summary, entry.text = self._role.submit(
             "add_scores", group.packed, entry.text, num_returns=3
@@ -126,10 +126,10 @@ class RewardModelHandle:
 
 
 class ReferencesHandle:
-    """The frozen references; each group goes to one of them.
+    """Calls the frozen reference models; each group goes to one of them.
 
     Args:
-        roles: all references.
+        roles: roles of all references.
         timeout_s: longest wait for the logprobs of a group, in seconds.
     """
 
@@ -137,7 +137,7 @@ class ReferencesHandle:
         self._roles, self._timeout_s = roles, timeout_s
 
     async def add_logprobs(self, group: Group) -> Group:
-        """The group with reference logprobs; sets `entry.reference_kl`."""
+        """Return the group with reference logprobs; set its `entry.reference_kl`."""
         role = self._roles[group.entry.group_id % len(self._roles)]
         packed, kl = role.submit("add_logprobs", group.packed, num_returns=2)
         group.entry.reference_kl = await role.result(kl, "add_logprobs", self._timeout_s)
@@ -145,14 +145,14 @@ class ReferencesHandle:
 
 
 class ReplayBufferHandle:
-    """The replay buffer; what enters and leaves it is recorded in the ledger.
+    """Calls the replay buffer, and records in the ledger which groups enter and leave it.
 
     Args:
-        role: the replay buffer.
-        ledger: of the run.
+        role: role of the replay buffer.
+        ledger: ledger of the run.
         timeout_s: longest wait for room, or for a batch, in seconds.
-        weights_s: longest wait to fill it again after a restart, in seconds.
-        wait_for_stale: before a step, wait for groups in flight that it would make stale.
+        weights_s: longest wait until a restarted buffer is filled again, in seconds.
+        wait_for_stale: whether a step waits for the groups in flight that it would make stale.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ReplayBufferHandle:
         role.recover = partial(self._refill, weights_s)
 
     async def add(self, group: Group) -> None:
-        """Add a group; waits while the buffer is full."""
+        """Add a group; wait while the buffer is full."""
         group.entry.parts = (group.packed, group.packed_summary)
         await self.role.call("add", *group.entry.parts, timeout_s=self._timeout_s + GRACE_S)
         await self._ledger.enter_buffer(group.entry.group_id)
@@ -178,10 +178,10 @@ class ReplayBufferHandle:
         """Wait for a batch of whole, fresh groups; drop stale groups and issue their prompts again.
 
         Args:
-            num_groups: B, groups of a training step.
+            num_groups: B, number of groups of a training step.
 
         Raises:
-            TimeoutError: naming who waited for whom.
+            TimeoutError: the wait took too long; the message names who waited for whom.
         """
         began, ledger, dropped = time.perf_counter(), self._ledger, 0
         while True:
@@ -194,37 +194,37 @@ class ReplayBufferHandle:
             stale = [group.group_id for group in taken.dropped]
             entries = await ledger.take([group.group_id for group in taken.groups], stale)
             dropped += len(stale)
-            if taken.groups:  # else it found stale groups only
+            if taken.groups:  # none if all that was found is stale
                 waited_s, digest = time.perf_counter() - began, taken.batch_hash
                 return Batch(
                     packed, taken.groups, entries, digest, taken.buffered, dropped, waited_s, began
                 )
 
     async def texts(self, entries: Sequence[LedgerEntry]) -> list[dict[str, Any] | None]:
-        """Each group as text, for the rollout log; None if restored from a checkpoint."""
+        """Return each group as text, for the rollout log; None if restored from a checkpoint."""
         return [
             entry.text and await self.role.answer(entry.text, "a group's text", 60)
             for entry in entries
         ]
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
-        """Write buffered groups to a checkpoint, beside other calls.
+        """Write buffered groups to a checkpoint, while other calls go on.
 
         Args:
-            folder: of the checkpoint's state.
+            folder: folder of the checkpoint's state.
             parts: references to each group and its summary.
 
         Returns:
-            Why it failed; None if it did not.
+            Why writing failed; None if it did not.
         """
         call = {"lane": _CHECKPOINT_LANE, "timeout_s": self._timeout_s}
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
-        """Fill the buffer with those groups of a checkpoint that the ledger has as buffered.
+        """Fill the buffer with those groups of a checkpoint that the ledger lists as buffered.
 
         Args:
-            folder: of the checkpoint's state.
+            folder: folder of the checkpoint's state.
         """
         buffered = self._ledger.in_state("buffered")
         group_ids = [entry.group_id for entry in buffered]
@@ -237,22 +237,22 @@ class ReplayBufferHandle:
         await self.role.call("refill", *parts, timeout_s=self._timeout_s)
 
     async def begin_again(self) -> None:
-        """Restart it, empty, for the next attempt."""
+        """Restart the buffer, empty, for the next attempt."""
         await self.role.begin_again()
 
     async def _refill(self, timeout_s: float) -> None:
-        """Fill a restarted buffer with the groups that the ledger has as buffered."""
+        """Fill a restarted buffer with the groups that the ledger lists as buffered."""
         parts = [part for entry in self._ledger.in_state("buffered") for part in entry.parts]
         await self.role.call("refill", *parts, timeout_s=timeout_s)
 
 
 class TrainersHandle:
-    """All trainer ranks; each gets the same calls in the same order.
+    """Calls all trainer ranks; each rank gets the same calls in the same order.
 
     Args:
-        roles: the ranks.
-        ledger: of the run.
-        train_step_s: longest wait for a step, in seconds.
+        roles: roles of the ranks.
+        ledger: ledger of the run.
+        train_step_s: longest wait for a call other than for exported weights, in seconds.
         weights_s: longest wait for exported weights, in seconds.
     """
 
@@ -267,20 +267,20 @@ class TrainersHandle:
 
         Args:
             batch: B groups of G responses.
-            advantages: [B, G].
+            advantages: [B, G] advantages of the responses.
         """
         steps_done = self._ledger.steps_done
         return (await self._on_all("train_step", batch.packed, advantages.ravel(), steps_done))[0]
 
     async def gather_weights(self) -> int:
-        """Gather the sharded weights; return their policy version."""
+        """Gather the sharded weights and return their policy version."""
         return (await self._on_all("gather_weights"))[0]
 
     def export_weights(self, version: int) -> tuple[list[Part], list[Part]]:
-        """Start to pack the gathered weights, beside the next step.
+        """Start to pack the gathered weights, while the next step may run.
 
         Returns:
-            References to each rank's bucket, and to each rank's manifest.
+            References to each rank's bucket (weights) and to each rank's manifest (what is in it).
         """
         exports = [
             role.submit("export_weights", version, num_returns=2, lane="export")
@@ -290,10 +290,10 @@ class TrainersHandle:
         return list(buckets), list(manifests)
 
     async def manifests(self, references: Sequence[Any]) -> list[Any]:
-        """The ranks' manifests.
+        """Wait for the ranks' manifests and return them.
 
         Args:
-            references: second result of `export_weights`.
+            references: the second result of `export_weights`.
         """
         exports = zip(self._roles, references, strict=True)
         return [
@@ -301,15 +301,15 @@ class TrainersHandle:
         ]
 
     async def hold_state(self, *, in_background: bool) -> None:
-        """Keep the present state for `write_state`; as a copy if it is written in background."""
+        """Keep the present state for `write_state`; as a copy if that runs in the background."""
         await self._on_all("hold_state", in_background)
 
     async def write_state(self, folder: Path) -> list[str | None]:
-        """Write the held state to a checkpoint; for each rank, why it failed or None."""
+        """Write the held state to a checkpoint; return why it failed, or None, for each rank."""
         return await self._on_all("write_state", str(folder), lane=_CHECKPOINT_LANE)
 
     async def load_state(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint."""
+        """Load the state of a checkpoint on every rank."""
         await self._on_all("load_state", str(checkpoint))
 
     async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
@@ -320,11 +320,11 @@ class TrainersHandle:
 
 
 class ParameterServerHandle:
-    """The parameter server.
+    """Calls the parameter server, which holds the newest published weights.
 
     Args:
-        role: the server.
-        timeout_s: longest wait, in seconds.
+        role: role of the server.
+        timeout_s: longest wait for a call, in seconds.
     """
 
     def __init__(self, role: Role, timeout_s: float) -> None:
@@ -335,7 +335,7 @@ class ParameterServerHandle:
         await self._role.call("push", version, buckets, manifests, timeout_s=self._timeout_s)
 
     async def newest(self) -> tuple[int, list[Any], list[Any]]:
-        """Version, buckets and manifests (references) of the newest snapshot."""
+        """Return the newest snapshot: version, references to buckets, references to manifests."""
         return await self._role.call("newest", timeout_s=self._timeout_s)
 
     async def acknowledge(self, generator: str, version: int) -> None:
@@ -343,13 +343,13 @@ class ParameterServerHandle:
         await self._role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
 
     async def begin_again(self) -> None:
-        """Restart it, without a snapshot, for the next attempt."""
+        """Restart the server, without a snapshot, for the next attempt."""
         await self._role.begin_again()
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The handles of all roles of a run."""
+    """The handles of all roles of a run; None for one that the run does not use."""
 
     generators: Sequence[GeneratorHandle]
     buffer: ReplayBufferHandle
@@ -359,5 +359,5 @@ class Roles:
     reward_model: RewardModelHandle | None
 
     def living_generators(self) -> Iterator[GeneratorHandle]:
-        """The generators that are not lost."""
+        """Return the generators that are not lost."""
         return (generator for generator in self.generators if not generator.lost)

@@ -27,12 +27,12 @@ class RestartBudget:
         self._restarts: deque[tuple[float, str]] = deque()
 
     def spend(self, failure: RoleFailedError, *, repeated: bool) -> float:
-        """Count one restart of the failed role.
+        """Count one restart of the failed role, or refuse it.
 
         Args:
-            failure: why the role needs a restart.
-            repeated: the same call, or another call of its method, failed the same way before, and
-                no call of that method succeeded since.
+            failure: failure that makes the restart necessary.
+            repeated: whether the call failed with the same message before, or another call of its
+                method did and none has succeeded since.
 
         Returns:
             Seconds to wait before the restart: 1, 2, 4, ... up to 30, doubled for each earlier
@@ -40,7 +40,7 @@ class RestartBudget:
 
         Raises:
             RoleFailedError: a restart cannot help (the role waited for others in vain, or refused
-                a component), its code raised the same error again, or the budget is used up.
+                a component), the role's code raised the same error again, or the budget is used up.
         """
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
@@ -61,5 +61,5 @@ class RestartBudget:
         return min(_FIRST_PAUSE_S * 2**of_role, _LONGEST_PAUSE_S)
 
     def used(self) -> str:
-        """The used part of the budget, for a message."""
+        """Return how much of the budget is used, as text for a message."""
         return f"restart {len(self._restarts)} of at most {self._max_restarts}"

@@ -28,35 +28,35 @@ _PENDING_CALLS_S = 60.0
 
 @dataclass
 class Family:
-    """Interchangeable roles, such as all generators."""
+    """Interchangeable roles, such as all generators, of which a run may lose some."""
 
     min_living: int
     """A role that cannot be restarted is given up if at least this many others are left."""
     roles: list[Role] = field(default_factory=list)
 
     def can_spare(self, role: Role) -> bool:
-        """Whether the run can go on without a role."""
+        """Return whether the run can go on without a role."""
         return sum(not other.lost for other in self.roles if other is not role) >= self.min_living
 
 
 class Role:
-    """One role of a run.
+    """Calls one role of a run, and replaces the role's process when it fails.
 
-    If its process dies, hangs or raises, it is restarted within the run's budget, and the pending
-    calls are repeated: whoever waits for their results only waits longer.
+    If the process dies, hangs or raises, it is restarted within the run's budget and the pending
+    calls are repeated: those who wait for a result only wait longer.
 
     Args:
         name: name of the role, e.g. generator_0.
-        log_file: log of its process.
-        start_host: starts process number n, from 0; returns its Ray actor and the reference of what
-            the actor's `start` returns.
+        log_file: log file of the role's process.
+        start_host: function that starts process number n of the role, from 0; returns its Ray actor
+            and a reference to what the actor's `start` returns.
         budget: restarts that the run allows.
-        note: shows a line to the user.
-        record: writes a restart to the event log.
-        started: gets the name, pid and node of each new process.
+        note: function that shows a line to the user.
+        record: function that writes a restart to the event log.
+        started: function called for each new process, with the role's name and the pid and node.
         family: roles that can replace this one; None if the run cannot go on without it.
-        restarts_alone: whether the other roles can go on while it is restarted.
-        remembers: method whose last call is repeated after each restart.
+        restarts_alone: whether the other roles can go on while this one is restarted.
+        remembers: method whose last successful call is repeated after each restart.
         names: role names by the ids of their Ray actors; this role adds its own.
     """
 
@@ -78,7 +78,7 @@ class Role:
         self.name, self.lost = name, False
         self.restarts_alone = restarts_alone
         self.recover: Callable[[], Awaitable[None]] | None = None
-        """Brings a restarted role up to date, before other calls reach it."""
+        """Function that brings a restarted role up to date, before other calls reach it."""
         self._log_file, self._start_host = log_file, start_host
         self._budget, self._note, self._record, self._started = budget, note, record, started
         self._family, self._remembers, self._names = family, remembers, names
@@ -86,7 +86,7 @@ class Role:
             family.roles.append(self)
         self._last: Call | None = None
         self._errors: dict[str, str] = {}
-        """The last error of each method, until one of its calls succeeds."""
+        """Last error of each method; removed when a call of the method succeeds."""
         self._start_timeout_s = 0.0
         self._process = self._start_process(0)
         self._restarting: asyncio.Task[None] | None = None
@@ -111,12 +111,12 @@ class Role:
 
         Args:
             method: name of the method.
-            args: its arguments. A `Part` at top level arrives as its value: one role's result goes
-                to another without passing through the driver.
+            args: arguments of the method. A `Part` among them arrives as its value, so that one
+                role's result reaches another without passing through the driver.
             num_returns: length of the returned tuple; 1 for a single value.
-            lane: thread that runs a blocking method; lanes run in parallel.
-            once: never repeat the call after a restart, because recovery does its work; its result
-                is None then.
+            lane: name of the thread that runs a blocking method; lanes run in parallel.
+            once: whether a restart cancels the call, because recovery does its work; its result is
+                then None.
 
         Returns:
             A `Part`, or a list of `num_returns` parts.
@@ -134,14 +134,14 @@ class Role:
         timeout_s: float,
         turn: Callable[[], Awaitable[Any]] | None = None,
     ) -> Any:
-        """Wait for a call's result; repeats the call after a restart.
+        """Wait for a call's result; repeat the call after a restart of the role.
 
         Args:
             part: part of the result to wait for.
             what: name of the call, for errors.
             timeout_s: longest wait for each attempt, in seconds.
-            turn: waits for the recorded moment of the result, in a replay. A restart before that
-                moment discards the result.
+            turn: function that waits, in a replay, for the recorded moment of the result. A restart
+                before that moment discards the result.
 
         Raises:
             RoleFailedError: a role failed and could not be restarted.
@@ -197,7 +197,7 @@ class Role:
         """
         self._waiting += 1
         self._nobody_waits.clear()
-        # asyncio.wait_for swallows a cancellation that comes with the result (Python 3.11).
+        # Not asyncio.wait_for: it loses a cancellation that comes with the result (Python 3.11).
         try:
             async with asyncio.timeout(timeout_s):
                 return await (part.call.reference(part.number) if isinstance(part, Part) else part)
@@ -213,7 +213,7 @@ class Role:
                 self._nobody_waits.set()
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until the role is built; a process that ends before is restarted.
+        """Wait until the role is built; a process that ends before that is restarted.
 
         Args:
             timeout_s: longest wait for each start, in seconds.
@@ -232,12 +232,12 @@ class Role:
     async def watch(
         self, interval_s: float, patience_s: float, beat: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        """Restart the role as soon as its process dies or hangs; returns if it is given up.
+        """Restart the role whenever its process dies or hangs; return once the role is given up.
 
         Args:
             interval_s: seconds between two heartbeats.
             patience_s: seconds a heartbeat may be late before the process counts as hung.
-            beat: gets the role's name and resource use at each heartbeat.
+            beat: function called at each heartbeat, with the role's name and resource use.
 
         Raises:
             RoleFailedError: the role could not be restarted.
@@ -265,7 +265,7 @@ class Role:
             patience_s: longest wait for the answer, in seconds.
 
         Returns:
-            What is wrong with the process; None if it answers.
+            The failure of the process; None if it answers.
         """
         try:
             await self.answer(self._process.host.heartbeat.remote(0.0), "heartbeat", patience_s)
@@ -277,13 +277,13 @@ class Role:
         """Restart the process as the replayed run did.
 
         Args:
-            what: the recorded reason.
+            what: the recorded reason of the restart.
         """
         failure = RoleFailedError(self.name, what, self._log_file, "died")
         await self._handle_failure(failure, self._process)
 
     async def begin_again(self) -> None:
-        """Start a new process without restoring the old one's state."""
+        """Replace the process by a new one, without restoring the old one's state."""
         await self.wait_idle()
         await self._end_process()
         self._last = None
@@ -291,7 +291,7 @@ class Role:
         await self._wait_built()
 
     async def wait_idle(self) -> None:
-        """Wait until no restart is under way, whether or not it succeeded."""
+        """Wait until a restart that is under way has ended, whether or not it succeeded."""
         if self._restarting is not None:
             await asyncio.wait([self._restarting])
 
@@ -305,7 +305,7 @@ class Role:
             await self.answer(self._process.host.close.remote(), "close", timeout_s)
 
     def kill(self) -> None:
-        """Kill the role's process, even a stopped one."""
+        """Kill the role's process, even if it is suspended."""
         self._process.kill()
 
     async def _wait_built(self) -> None:
@@ -315,7 +315,7 @@ class Role:
         self._started(self.name, identity)
 
     def _must_wait(self) -> bool:
-        """Whether a restart is under way that the current task is not part of."""
+        """Return whether a restart is under way in another task than the current one."""
         return self._restarting is not None and asyncio.current_task() is not self._restarting
 
     async def _wait_restarted(self) -> None:
@@ -326,7 +326,7 @@ class Role:
     async def _handle_failure(
         self, failure: RoleFailedError, process: RoleProcess, *, repeated: bool = False
     ) -> None:
-        """Restart the role if the failed process is still the current one, or raise the failure."""
+        """Restart the role unless done already; raise a failure that this cannot mend."""
         of_another = failure.role != self.name  # the call needed another role's result
         restarting_now = asyncio.current_task() is self._restarting
         if of_another or not self.restarts_alone or restarting_now:
@@ -354,7 +354,7 @@ class Role:
                     self._process.signal(DUMP_STACKS)
                     await asyncio.sleep(_STACK_DUMP_S)
                 await self._end_process()
-                # Only now: the event log must have every result that was received before.
+                # Recorded only now: the event log must first have every result received before.
                 self._record("restart", role=self.name, what=failure.what, given_up=False)
                 await asyncio.sleep(pause_s)
                 self._replace_process()
@@ -376,7 +376,7 @@ class Role:
             self._restarting = None
 
     async def _end_process(self) -> None:
-        """Kill the process, and wait until its pending calls have failed."""
+        """Kill the process and wait until its pending calls have failed."""
         self.kill()
         try:
             async with asyncio.timeout(_PENDING_CALLS_S):

@@ -15,17 +15,17 @@ from grpo_components.errors import RoleFailedError
 def role_failure(
     error: RayError, role: str, method: str, log_file: str, names: Mapping[str, str]
 ) -> RoleFailedError:
-    """The failure behind an error that Ray raised for a call.
+    """Return the failure behind an error that Ray raised for a call.
 
     Args:
         error: Ray's error.
         role: name of the role that was called.
-        method: what was called, for the message.
-        log_file: log of that role; the other roles' logs lie beside it.
+        method: name of the called method, for the message.
+        log_file: log file of that role; the other roles' logs are in the same folder.
         names: role names by the ids of their Ray actors.
 
     Returns:
-        The failure of the role that was called, or of another role whose result it should get.
+        The failure of the called role, or of another role whose result the call takes as argument.
     """
     cause: Any = error
     while isinstance(cause, RayTaskError):
@@ -42,14 +42,14 @@ def role_failure(
 
 
 def _out_of_memory(error: OutOfMemoryError) -> str:
-    """The memory figures, taken from the start of Ray's long message."""
+    """Say that memory was full, with the figures from the start of Ray's long message."""
     found = re.search(r"was (\S+) used / (\S+) limit", str(error))
     figures = f", {found[1]} of {found[2]} in use" if found else ""
     return f"died: killed because the machine's memory was full{figures}"
 
 
 def _cause_of_death(error: RayActorError) -> str:
-    """The kind of exit and the first sentence of Ray's explanation."""
+    """Say how a process ended: the kind of exit, and the first sentence of Ray's explanation."""
     text = " ".join(str(error).split())
     found = re.search(r"exit type: (\w+) Worker exit detail: (.+?\.)( |$)", text)
     if found is None:

@@ -35,7 +35,7 @@ class RoleHost:
     Args:
         name: name of the role, e.g. generator_0.
         run_name: name of the run, unique on this machine.
-        log_file: gets stdout and stderr of the process.
+        log_file: file that gets stdout and stderr of the process.
         log_level: level of Python's logging.
         cpu_threads: threads that torch may use.
         module_path: the driver's sys.path, which makes modules beside the config importable.
@@ -51,7 +51,7 @@ class RoleHost:
         module_path: list[str],
     ) -> None:
         self._name, self._log_file = name, log_file
-        # A killed process leaves its semaphores in /dev/shm; the prefix tells whose they are.
+        # A killed process leaves its semaphores in /dev/shm; the prefix tells which run's they are.
         multiprocessing.current_process()._config["semprefix"] = f"/{run_name}"  # pyright: ignore
         descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
@@ -69,10 +69,10 @@ class RoleHost:
         return self._name
 
     async def start(self, role_class: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Build the role.
+        """Build the role in this process.
 
         Args:
-            role_class: dotted path of its class.
+            role_class: dotted path of the role's class.
             kwargs: arguments of the class.
 
         Returns:
@@ -97,7 +97,8 @@ class RoleHost:
 
         Args:
             method: name of the method.
-            lane: thread for a method that is not a coroutine; a lane runs one call at a time.
+            lane: name of the thread for a method that is not a coroutine; a thread runs one call at
+                a time.
             args: arguments of the method.
         """
         function = getattr(self._role, method)
@@ -117,13 +118,13 @@ class RoleHost:
             await self._in_lane("main", self._role.close)
 
     async def heartbeat(self, interval_s: float) -> dict[str, Any]:
-        """Answer after an interval; the caller notices a process that is dead or hung.
+        """Answer after an interval, so that the caller notices a process that is dead or hung.
 
         Args:
             interval_s: seconds to wait before the answer.
 
         Returns:
-            See `resource_use`.
+            Resources that the process uses, see `resource_use`.
         """
         await asyncio.sleep(interval_s)
         return resource_use()
@@ -131,12 +132,12 @@ class RoleHost:
 
 @contextlib.contextmanager
 def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
-    """Turn every error into a `RoleFailedError`: Ray does not say which role raised it.
+    """Context manager: turn every error into a `RoleFailedError`, which names the role.
 
     Args:
         role: name of the role whose code runs.
         log_file: log of the role.
-        method: what it runs, for the log.
+        method: name of the method that runs, for the log.
 
     Raises:
         RoleFailedError: the code raised or called `sys.exit`.
@@ -154,7 +155,7 @@ def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Import without garbage collection: it finds nothing, and takes a fifth of the time."""
+    """Context manager: stop garbage collection, which takes a fifth of an import's time."""
     gc.disable()
     try:
         yield
@@ -164,7 +165,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def resource_use() -> dict[str, Any]:
-    """Resources that this process uses.
+    """Measure the resources that this process uses.
 
     Returns:
         `rss_mib` (private memory in MiB), `threads`, `open_files`, and `processes` (the number of
@@ -174,7 +175,7 @@ def resource_use() -> dict[str, Any]:
     with process.oneshot():
         memory = process.memory_info()
         return {
-            "rss_mib": round((memory.rss - memory.shared) / 2**20, 1),  # without Ray's object store
+            "rss_mib": round((memory.rss - memory.shared) / 2**20, 1),  # less Ray's object store
             "threads": process.num_threads(),
             "open_files": process.num_fds(),
             "processes": len(process.children(recursive=True)),

@@ -1,4 +1,4 @@
-"""One process of a role; a restart of the role replaces it by the next."""
+"""One process of a role; each restart of the role replaces it by a new one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class RoleProcess:
     """Handle of a role's process, from its start to its end."""
 
     incarnation: int
-    """Counts the role's processes, from 0."""
+    """Number of this process among the role's processes, from 0."""
     host: Any
     """The Ray actor that holds the role."""
     starting: Any
-    """Reference of what the actor's `start` returns."""
+    """Reference to what the actor's `start` returns."""
     pid: int = 0
-    """0 until it is known, and for a process on another node."""
+    """Process id; 0 until it is known, and for a process on another node."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process is replaced."""
 
     def kill(self) -> None:
-        """Kill the process, even a stopped one."""
+        """Kill the process, even if it is suspended."""
         with contextlib.suppress(RayError):
             ray.kill(self.host)
         self.signal(signal.SIGKILL)
@@ -42,13 +42,13 @@ class RoleProcess:
                 os.kill(self.pid, number)
 
     async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
-        """Wait for a turn in a replay, as long as the process is not replaced.
+        """Wait for a turn in a replay, or until the process is replaced.
 
         Args:
-            turn: waits for it.
+            turn: function that waits for the turn.
 
         Returns:
-            Whether the turn came first.
+            Whether the turn came before the process was replaced.
         """
         if self.ended.is_set():
             return False

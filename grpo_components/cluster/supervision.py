@@ -36,7 +36,7 @@ _WITHOUT_TRACEBACK = (
 )
 """Errors that are not bugs: shown in one line, like a role's failure."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
-"""Raised by `setup` only: errors of a loop arrive in an exception group."""
+"""Errors of a config; only `setup` raises them directly: a loop's come in an exception group."""
 
 
 def dump_task_stacks(logs: Path, why: str) -> None:
@@ -54,7 +54,7 @@ def dump_task_stacks(logs: Path, why: str) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM during a clean-up, so that it finishes."""
+    """Context manager: ignore Ctrl-C and SIGTERM during a clean-up, so that it finishes."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:
@@ -82,17 +82,17 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         signal.raise_signal(signal.SIGINT)
 
     signal.signal(signal.SIGTERM, end_as_after_ctrl_c)
-    # A shell starts background jobs with SIGINT ignored; neither signal would end the run then.
+    # A shell starts background jobs with SIGINT ignored: then neither signal would end the run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if inspect.unwrap(recipe_main) is not recipe_main:  # torchtune parses the command line
             check_command(sys.argv[1:])
-            # torchtune writes this itself, but only where the config has a component there.
+            # torchtune does this itself, but only if the config has a component at `loss`.
             sys.argv[1:] = [re.sub(r"^loss=(?=[^{])", "loss._component_=", a) for a in sys.argv[1:]]
         recipe_main()
     except SystemExit as end:
         if (place := _ended_by(recipe_main, end)) is None:
-            raise  # torchtune's, at the normal end or with a usage message
+            raise  # raised by torchtune, at the normal end or with a usage message
         sys.stderr.write(f"error: {place} called sys.exit({end.code!r}) and ended the run\n")
         return 1
     except KeyboardInterrupt:
@@ -113,16 +113,16 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
 
 
 def _reached(recipe_main: Callable[[], Any], error: BaseException) -> bool:
-    """Whether an error comes from the recipe, not from torchtune while it read the config."""
+    """Return whether an error comes from the recipe, not from torchtune reading the config."""
     recipe = inspect.unwrap(recipe_main)
     frames = traceback.walk_tb(error.__traceback__)
     return recipe is recipe_main or any(frame.f_code is recipe.__code__ for frame, _ in frames)
 
 
 def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
-    """File and line of a `sys.exit` in code that the recipe called.
+    """Return file and line of a `sys.exit` in code that the recipe called.
 
-    None if torchtune called it, which ends every run so, or the file of the recipe itself.
+    None if it was called by torchtune, as at the end of every run, or by the recipe's own file.
     """
     frames = traceback.extract_tb(end.__traceback__)
     # wandb replaces `sys.exit` by its own function when it is imported.
@@ -134,7 +134,7 @@ def _ended_by(recipe_main: Callable[[], Any], end: SystemExit) -> str | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The failure that explains an exception group: of a role if there is one, else the first.
+    """Return the failure behind an exception group: a role's if there is one, else the first.
 
     Args:
         error: an exception group, or a single error, which is returned as it is.

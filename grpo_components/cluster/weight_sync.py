@@ -1,4 +1,4 @@
-"""Weights from the trainers to the generators: push every n steps, pull every m rollouts."""
+"""Brings weights from trainers to generators: push every n steps, pull every m rollouts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from grpo_components.exchange.weights import snapshot_checksum
 
 
 class WeightSync:
-    """Publishes the trainers' weights and loads them into the generators, with checksums compared.
+    """Publishes the trainers' weights and loads them into the generators, comparing checksums.
 
     Args:
-        ledger: of the run; knows the published version and records each push and pull.
-        roles: of the run.
+        ledger: ledger of the run; holds the published version and records each push and pull.
+        roles: handles of the run's roles.
         push_every_n_steps: training steps from one push to the next.
         pull_every_m_rollouts: rollouts of a generator from one pull to the next.
-        push_early: whether the evaluation after a training step (from 1) needs its weights.
+        push_early: function of a training step (from 1); returns whether an evaluation after that
+            step needs its weights.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class WeightSync:
             generator.role.recover = self._pull_after_restart(generator)
 
     async def push_if_due(self, policy_version: int) -> float:
-        """Push every n steps, and when an evaluation follows.
+        """Push the weights every n steps, and whenever an evaluation needs them.
 
         Args:
-            policy_version: of the trainers, after their step.
+            policy_version: the trainers' policy version after their step.
 
         Returns:
             Seconds that training stood still.
@@ -53,7 +54,7 @@ class WeightSync:
         return await self.push()
 
     async def push(self) -> float:
-        """Publish the trainers' weights; packing them overlaps the next step.
+        """Publish the trainers' weights; they are packed while the next step runs.
 
         Returns:
             Seconds that training stood still.
@@ -67,11 +68,11 @@ class WeightSync:
         return time.perf_counter() - began
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
-        """Pull every m rollouts, and when a group needs newer weights than its generator has.
+        """Pull weights every m rollouts, and when a group needs newer ones than its generator has.
 
         Args:
-            generator: samples the group.
-            entry: the group; its `start_version` is set.
+            generator: generator that will sample the group.
+            entry: ledger entry of the group; its `start_version` is set here.
         """
         ledger = self._ledger
 
@@ -80,7 +81,7 @@ class WeightSync:
             newer = not ledger.weights_pinned and generator.version < ledger.published_version
             return (counted and newer) or generator.version < entry.needed_version
 
-        replaying = ledger.events.replaying  # then `pull` follows the recording
+        replaying = ledger.events.replaying  # in a replay, `pull` follows the recording
         if replaying or due():
             async with generator.swapping:
                 if replaying or due():  # one pull serves all rollouts that waited for it
@@ -92,11 +93,11 @@ class WeightSync:
         """Load the newest published weights, if they are newer than the generator's.
 
         Args:
-            generator: loads them.
-            cause: what needs them, for the event log.
+            generator: generator that loads the weights.
+            cause: what needs the weights, for the event log.
 
         Raises:
-            RuntimeError: if the generator's checksum differs from that of the pushed weights.
+            RuntimeError: the generator's checksum differs from that of the pushed weights.
         """
         generator.rollouts_since_pull = 0
         if not await self._ledger.should_pull(generator.name, generator.version, cause):
@@ -117,12 +118,12 @@ class WeightSync:
         await self._roles.server.acknowledge(generator.name, version)
 
     async def restore(self) -> None:
-        """Publish the trainers' weights, even if older, and load them into every generator."""
+        """Publish the trainers' weights, even older ones, and load them into every generator."""
         await self.push()
         living = list(self._roles.living_generators())
         await asyncio.gather(*(generator.begin_attempt() for generator in living))
         for generator in living:
-            generator.version = -1  # its weights are of another attempt
+            generator.version = -1  # its weights are those of another attempt
         await asyncio.gather(*(self.pull(generator, "restore") for generator in living))
 
     def _pull_after_restart(self, generator: GeneratorHandle) -> Callable[[], Awaitable[None]]:

@@ -1,7 +1,7 @@
-"""Advantages: how much better each response is than its siblings, from the rewards of a batch.
+"""Advantages: how far the reward of each response is above the mean of its group or batch.
 
-Failed samples (reward NaN) count in no mean and no deviation and get advantage 0. Standard
-deviations are those of the sample (n - 1).
+Failed samples (reward NaN) are left out of every mean and deviation and get advantage 0. Standard
+deviations are sample deviations (the sum of squares is divided by n - 1).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class GroupNormalizedAdvantages:
-    """A_i = (r_i - mean(r)) / (std(r) + eps) within each group.
+    """Normalizes rewards within each group: A_i = (r_i - mean(r)) / (std(r) + eps).
 
     DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision).
 
@@ -23,7 +23,7 @@ class GroupNormalizedAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Advantages of a batch.
+        """Return the advantages of a batch.
 
         Args:
             rewards: [B, G] float64, one row per group; NaN where the sample failed.
@@ -36,7 +36,7 @@ class GroupNormalizedAdvantages:
 
 
 class BatchScaledAdvantages:
-    """A_i = (r_i - mean(r) of its group) / (std(r) of the batch + eps).
+    """Scales by the batch: A_i = (r_i - mean(r) of its group) / (std(r) of the batch + eps).
 
     GRPO with the deviation of all rewards of the batch in place of the group's: Liu et al. 2025,
     "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (Lite PPO), arXiv 2508.08221;
@@ -51,7 +51,7 @@ class BatchScaledAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Advantages of a batch.
+        """Return the advantages of a batch.
 
         Args:
             rewards: [B, G] float64, one row per group; NaN where the sample failed.
@@ -64,14 +64,14 @@ class BatchScaledAdvantages:
 
 
 class GroupCenteredAdvantages:
-    """A_i = r_i - mean(r) within each group, with no division by the standard deviation.
+    """Centers rewards within each group, without dividing by the deviation: A_i = r_i - mean(r).
 
-    Dr. GRPO, arXiv 2503.20783, section 3.2: dividing favours prompts that are nearly always or
-    nearly never answered.
+    Dr. GRPO, arXiv 2503.20783, section 3.2: dividing by the deviation would give more weight to
+    prompts that are nearly always or nearly never answered.
     """
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Advantages of a batch.
+        """Return the advantages of a batch.
 
         Args:
             rewards: [B, G] float64, one row per group; NaN where the sample failed.
@@ -83,13 +83,14 @@ class GroupCenteredAdvantages:
 
 
 class LeaveOneOutAdvantages:
-    """A_i = r_i - mean of the other rewards of its group; 0 where there is no other.
+    """Compares a response with the others of its group: A_i = r_i - mean of their rewards.
 
-    RLOO, arXiv 2402.14740. With n valid samples it equals n / (n - 1) (r_i - mean(r)).
+    RLOO, arXiv 2402.14740. With n valid samples in the group, A_i = n / (n - 1) (r_i - mean(r)); a
+    single valid sample gets 0.
     """
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Advantages of a batch.
+        """Return the advantages of a batch.
 
         Args:
             rewards: [B, G] float64, one row per group; NaN where the sample failed.
@@ -102,10 +103,11 @@ class LeaveOneOutAdvantages:
 
 
 class BatchNormalizedAdvantages:
-    """A_i = (r_i - mean(r)) / (std(r) + eps) over all rewards of the batch, whatever their group.
+    """Normalizes rewards over the whole batch: A_i = (r_i - mean(r)) / (std(r) + eps).
 
     The global advantage normalisation of REINFORCE++, arXiv 2501.03262, with responses in place of
-    tokens: each counts once, whatever its length. The paper's own is `TokenNormalizedAdvantages`.
+    tokens: each response counts once, whatever its length. `TokenNormalizedAdvantages` is the
+    paper's own form.
 
     Args:
         eps: added to the standard deviation, in units of reward.
@@ -115,7 +117,7 @@ class BatchNormalizedAdvantages:
         self.eps = _positive("advantages.eps", eps)
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Advantages of a batch.
+        """Return the advantages of a batch.
 
         Args:
             rewards: [B, G] float64, one row per group; NaN where the sample failed.
@@ -129,7 +131,7 @@ class BatchNormalizedAdvantages:
 
 
 def _centred(rewards: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Rewards minus the mean of their row (0 where failed), and the valid ones in each row."""
+    """Return rewards minus their row's mean (0 where failed), and the valid count of each row."""
     valid = np.isfinite(rewards)
     count = valid.sum(axis=1, keepdims=True)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)

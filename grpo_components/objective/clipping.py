@@ -1,4 +1,4 @@
-"""Ratios, weights and the clipped objective of a token, such that no overflow becomes a NaN."""
+"""Clipped loss, importance weight and ratio metrics of tokens; no overflow becomes a NaN."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ def clipped_objective(
     dual_clip: float | None = None,
     log_weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute -w min(rho A, clip(rho, low, high) A), bounded below the line by the dual clip.
+    """Compute the losses -w min(rho A, clip(rho, low, high) A), with a dual clip where A < 0.
 
-    With a dual clip c, a token of A < 0 has -w max(min(rho A, clip(rho, low, high) A), c A): Ye et
-    al. 2020, arXiv 1912.09729, eq. 5. Where a clip binds, or A is 0, a token has no gradient.
+    With a dual clip c, the loss of a token with A < 0 is -w max(min(rho A, clip(rho, low, high) A),
+    c A): Ye et al. 2020, arXiv 1912.09729, eq. 5. A token has no gradient where a clip binds or A
+    is 0.
 
     Args:
         log_ratio: [N] log rho, with the gradient.
         advantages: [N] A.
         low: smallest ratio that is not clipped.
         high: largest ratio that is not clipped.
-        dual_clip: c, above 1; None is no such bound.
-        log_weight: [N] log w, without gradient; None is w = 1.
+        dual_clip: the dual clip c, above 1; None disables it.
+        log_weight: [N] log w, without gradient; None means w = 1.
 
     Returns:
-        [N] losses, and the metrics of the ratio, [N] each.
+        Losses [N], and the metrics of the ratio [N] by logged key.
     """
     ratio = log_ratio.detach().exp()
     too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
@@ -42,28 +43,28 @@ def clipped_objective(
     if log_weight is None:
         exponent = log_ratio
     else:
-        # One exponential: either factor alone may overflow where their product is a small number.
+        # A single exponential: one factor alone may overflow although their product is small.
         exponent, bound = log_ratio + log_weight, bound * log_weight.exp()
-    # The ratio of a token without gradient does not enter the graph at all: it may have overflowed,
-    # and zero times infinity is NaN, forward (A = 0) as backward (the zero gradient of min()).
+    # The ratio of a token without gradient is kept out of the graph: it may have overflowed, and
+    # zero times infinity is NaN, both forward (A = 0) and backward (min() has gradient zero).
     effective = torch.where(clipped | (advantages == 0), 0.0, exponent).exp()
     effective = torch.where(clipped, bound, effective)
     return -effective * advantages, ratio_metrics(ratio, too_low, too_high)
 
 
 def importance_weight(log_ratio: Tensor, bound: float | None) -> Tensor:
-    """min(exp(log_ratio), bound), without gradient and finite, so that A = 0 makes it 0.
+    """Return min(exp(log_ratio), bound), without gradient and always finite: times A = 0 it is 0.
 
     Args:
-        log_ratio: [N] nats.
-        bound: largest weight; None is the largest finite number.
+        log_ratio: [N] log ratios, in nats.
+        bound: largest weight; None allows up to the largest finite number.
     """
     ratio = log_ratio.detach().exp()
     return ratio.clamp(max=torch.finfo(ratio.dtype).max if bound is None else bound)
 
 
 def ratio_metrics(ratio: Tensor, too_low: Tensor, too_high: Tensor) -> dict[str, Tensor]:
-    """Metrics of the ratios [N] of which some were clipped [N] bool; keys as logged."""
+    """Return metrics [N] by logged key, from ratios [N] and whether each was clipped ([N] bool)."""
     return {
         "ratio/mean": ratio,
         "ratio/max": ratio,
@@ -74,10 +75,10 @@ def ratio_metrics(ratio: Tensor, too_low: Tensor, too_high: Tensor) -> dict[str,
 
 
 def checked_clip_low(value: Scheduled) -> Schedule:
-    """The schedule of `loss.clip_low`.
+    """Return the schedule of `loss.clip_low`, checked.
 
     Raises:
-        ValueError: it is not above 0 and at most 1 at every step.
+        ValueError: its value is not above 0 and at most 1 at every step.
     """
     schedule = as_schedule("loss.clip_low", value)
     if not (schedule.lowest > 0 and schedule.highest <= 1):
@@ -86,10 +87,10 @@ def checked_clip_low(value: Scheduled) -> Schedule:
 
 
 def checked_clip_high(value: Scheduled) -> Schedule:
-    """The schedule of `loss.clip_high`.
+    """Return the schedule of `loss.clip_high`, checked.
 
     Raises:
-        ValueError: it is not above 0 at every step.
+        ValueError: its value is not above 0 at every step.
     """
     schedule = as_schedule("loss.clip_high", value)
     if not schedule.lowest > 0:
@@ -98,12 +99,12 @@ def checked_clip_high(value: Scheduled) -> Schedule:
 
 
 def checked_dual_clip(value: float | None) -> float | None:
-    """The bound of the dual clip, `loss.dual_clip`.
+    """Return the bound of the dual clip, `loss.dual_clip`, checked; None disables the dual clip.
 
     Raises:
-        ValueError: it is no number above 1; None is none.
+        ValueError: it is neither None nor a finite number above 1.
     """
-    # bool is an int to Python, yet no number to the reader of a config.
+    # To Python a bool is an int, but in a config it is not a number.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 1 < value < float("inf")):
         raise ValueError(f"loss.dual_clip: {value} given; allowed: a number > 1, or null")

@@ -1,4 +1,4 @@
-"""Errors of a component of the config: its key, its name, and the line of the user's code."""
+"""Errors of the config's components, reported with key, name and line of the user's code."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, cast
 _LIBRARIES = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
 _INSTALLED = {"site-packages", "dist-packages"}
 MAX_ERROR_CHARS = 120
-"""Of a component's message: it may hold a whole tensor."""
+"""Longest text shown of an error that a component raised: the text may hold a whole tensor."""
 
 
 class ComponentError(ValueError):
-    """A component of the config breaks the contract of its kind; a restart would not help.
+    """Raised when a component of the config breaks the contract of its kind.
 
-    The message is one line, "key: what is wrong; allowed: ...".
+    Restarting its role would not help. The message is one line, "key: what is wrong; allowed: ...".
     """
 
 
 def name_of(component: Any) -> str:
-    """The dotted path of a component's class, or of a function.
+    """Return the dotted path of a component's class, or of a function.
 
     Args:
-        component: made from a config's `_component_`, or a function of the recipe.
+        component: object made from a config's `_component_`, or a function of the recipe.
     """
     named = cast(Any, component if hasattr(component, "__qualname__") else type(component))
     return f"{named.__module__}.{named.__qualname__}"
@@ -39,14 +39,16 @@ def named_failure(
     kinds: tuple[type[BaseException], ...] = (SystemExit,),
     allowed: str = "one that raises nothing",
 ) -> Generator[None]:
-    """Convert what a component raises into a `ComponentError` with its key, name, file and line.
+    """Context manager: turn a component's error into a `ComponentError` that says where it was.
+
+    The message has the component's key and name, and the file and line of the error.
 
     Args:
-        key: of the component in the config.
-        name: of the component.
+        key: key of the component in the config.
+        name: name of the component.
         kinds: exceptions to convert; by default only `SystemExit`, which would end the process
             silently.
-        allowed: what a component of this kind is.
+        allowed: what a component of this kind must be, for the message.
     """
     try:
         yield
@@ -58,10 +60,10 @@ def named_failure(
 
 
 def describe(error: BaseException) -> str:
-    """Type, place and message of an error, in one line.
+    """Return type, place and message of an error, in one line.
 
     Args:
-        error: with its traceback.
+        error: error with its traceback.
     """
     text = " ".join(f"{error}".split())
     text = text if len(text) <= MAX_ERROR_CHARS else f"{text[: MAX_ERROR_CHARS - 3]}..."
@@ -69,13 +71,13 @@ def describe(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback, as " (file:line)".
+    """Return the innermost line of the user's own code in a traceback, as " (file:line)".
 
     Args:
-        error: with its traceback.
+        error: error with its traceback.
 
     Returns:
-        Empty where no line is the user's.
+        The place; an empty string if no line is in the user's code.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

@@ -1,4 +1,4 @@
-"""What is minimized per token: any policy loss, weighted by the correction, plus the penalties."""
+"""The loss minimized per token: any policy loss, weighted by the correction, plus penalties."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ def objective_losses(
     weights: Tensor | None,
     name: str = "the loss",
 ) -> tuple[Tensor, TokenMetrics]:
-    """What is minimized for each token of a micro-batch: weight times policy loss, plus penalties.
+    """Compute what is minimized for each token: weight times policy loss, plus penalties.
 
-    The only place that weighs losses and adds penalties, whichever loss it is. A token with weight
-    0 is masked: loss and penalties get 0 for each of its numbers, and its loss and gradient are 0.
+    Losses are weighted and penalties added here only, for every loss. A token with weight 0 is
+    masked: loss and penalties see 0 in place of its inputs, and its loss and gradient are 0.
 
     Args:
-        loss: maps [N] tokens to [N] losses and metrics.
-        penalties: KL to the reference and entropy bonus, which no correction weighs.
-        inputs: of the N tokens.
-        weights: [N] finite numbers >= 0, without gradient; None is 1 for each.
-        name: of the loss, for errors.
+        loss: function of the N tokens; returns losses [N] and metrics [N] by name.
+        penalties: KL to the reference and entropy bonus; the weights do not scale them.
+        inputs: the N tokens of a micro-batch.
+        weights: [N] finite numbers >= 0, without gradient; None means 1 for each token.
+        name: name of the loss, for error messages.
 
     Returns:
-        The losses [N], and metrics [N] of loss and penalties with `loss/policy`, the weighted loss.
+        The losses [N], and the metrics [N] of loss and penalties; among these `loss/policy`, the
+        weighted policy loss.
 
     Raises:
-        ComponentError: the loss does not return what it has to.
+        ComponentError: the loss does not return what its contract demands.
     """
     kept = None if weights is None else weights != 0
     tokens = inputs if kept is None else _with_masked_tokens_neutral(inputs, kept)
@@ -58,7 +59,7 @@ def objective_losses(
 
 
 def _with_masked_tokens_neutral(inputs: LossInputs, kept: Tensor) -> LossInputs:
-    # Before any arithmetic: an infinity that only a later product masks leaves 0 * inf = NaN.
+    # Set to 0 before any arithmetic: masking by a later product would leave 0 * inf = NaN.
     def neutral(values: Tensor | None) -> Tensor | None:
         return None if values is None else torch.where(kept, values, 0.0)
 

@@ -1,4 +1,4 @@
-"""What the parts of an objective must return, checked where they are called."""
+"""Checks of what the parts of an objective (loss, correction, ...) return when they are called."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from grpo_components.objective.losses import LossInputs, TokenMetrics
 
 
 def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor, TokenMetrics]:
-    """What a loss returned, if it is losses [N] with a gradient and metrics [N] by name.
+    """Return what a loss returned, if it is losses [N] with a gradient and metrics [N] by name.
 
-    Nothing here waits for the device.
+    The check does not read values, so it does not wait for the device.
 
     Args:
-        name: of the loss.
-        returned: by it.
-        inputs: that it got.
+        name: name of the loss.
+        returned: what the loss returned.
+        inputs: what the loss was called with.
 
     Raises:
-        ComponentError: saying what it returned.
+        ComponentError: the loss returned something else; the message says what.
     """
     like = inputs.trainer_logprobs
     wanted = f"[{len(like)}]"
@@ -58,15 +58,15 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
 
 
 def check_numbers(name: str, losses: Tensor, inputs: LossInputs) -> None:
-    """Refuse losses that are not finite, or not in their dependence on the trainer's logprobs.
+    """Refuse losses unless they and their gradient with respect to trainer_logprobs are finite.
 
     Args:
-        name: of the loss.
-        losses: [N] that `checked_losses` has let through, with their graph.
-        inputs: that the loss got, ordinary numbers.
+        name: name of the loss.
+        losses: [N] losses that `checked_losses` returned, with their graph.
+        inputs: what the loss was called with; all of its numbers are finite.
 
     Raises:
-        ComponentError: with the first number that is wrong.
+        ComponentError: there is no gradient, or a number is not finite; the message has the first.
     """
     allowed = "finite losses that depend on trainer_logprobs with a finite gradient"
     found = torch.autograd.grad(losses.sum(), inputs.trainer_logprobs, allow_unused=True)
@@ -80,20 +80,20 @@ def check_numbers(name: str, losses: Tensor, inputs: LossInputs) -> None:
 
 
 def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
-    """What an off-policy correction returned, if it is a number for each token.
+    """Return what an off-policy correction returned, if it is one number per token.
 
-    Nothing here waits for the device.
+    The check does not read values, so it does not wait for the device.
 
     Args:
-        name: of the correction.
-        returned: by it.
-        log_ratios: [N] that it got.
+        name: name of the correction.
+        returned: what the correction returned.
+        log_ratios: [N] log ratios that the correction was called with.
 
     Returns:
         The weights [N], of the log ratios' dtype and without gradient.
 
     Raises:
-        ComponentError: saying what it returned.
+        ComponentError: the correction returned something else; the message says what.
     """
     allowed = "[N] floating-point weights >= 0, one for each token"
     if not isinstance(returned, Tensor) or returned.shape != log_ratios.shape:
@@ -105,15 +105,16 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
 
 
 def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
-    """Refuse weights that are below 0 or no numbers.
+    """Refuse weights that are negative or not finite.
 
     Args:
-        name: of the correction.
-        weights: [N] that `checked_weights` has let through.
-        log_ratios: [N] that the correction got; it is not to blame for those that are not finite.
+        name: name of the correction.
+        weights: [N] weights that `checked_weights` returned.
+        log_ratios: [N] log ratios that the correction was called with; where one is not finite,
+            the weight is not checked, since the correction is not to blame.
 
     Raises:
-        ComponentError: with the first such weight.
+        ComponentError: a weight is refused; the message has the first.
     """
     wrong = weights[log_ratios.isfinite() & ~((weights >= 0) & weights.isfinite())]
     if len(wrong):
@@ -124,17 +125,17 @@ def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
 def checked_aggregation(
     aggregation: Callable[[NDArray[np.int64]], Any], token_counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Call the aggregation, and check that each response with tokens has got a number.
+    """Call the aggregation and check that it gives each response with tokens a finite weight.
 
     Args:
-        aggregation: maps token counts to weights of the same shape.
-        token_counts: [S] of the responses.
+        aggregation: function from token counts to weights of the same shape.
+        token_counts: [S] number of trained tokens of each response.
 
     Returns:
         The weights [S].
 
     Raises:
-        ComponentError: saying what was returned.
+        ComponentError: the aggregation returned something else; the message says what.
     """
     name = name_of(aggregation)
     with named_failure("aggregation", name):
@@ -152,17 +153,18 @@ def checked_aggregation(
 def advantages_of(
     advantages: Callable[[NDArray[np.float64]], Any], rewards: NDArray[np.float64]
 ) -> NDArray[np.floating]:
-    """Call the advantages, and check that each response has got a number.
+    """Call the `advantages` component and check that it gives each response a number.
 
     Args:
-        advantages: maps rewards [B, G] to advantages of the same shape.
-        rewards: [B, G] float64; NaN where the sample failed, which is not trained.
+        advantages: function from rewards [B, G] to advantages of the same shape.
+        rewards: [B, G] float64; NaN where the sample failed. Where any has failed, advantages that
+            are not finite are accepted.
 
     Returns:
-        [B, G] floating point.
+        [B, G] advantages, floating point.
 
     Raises:
-        ComponentError: saying what was returned.
+        ComponentError: the component returned something else; the message says what.
     """
     name = name_of(advantages)
     with named_failure("advantages", name):
@@ -173,7 +175,7 @@ def advantages_of(
     if values is None or values.shape != rewards.shape:
         raise _refused("advantages", name, f"{_shown(returned)} for {given}", allowed)
     wrong = np.argwhere(~np.isfinite(values))
-    # Of a failed sample, whose reward is no number, a step that is skipped will tell.
+    # With a failed sample (reward NaN), it is accepted: the trainer skips the step and says so.
     if len(wrong) and np.isfinite(rewards).all():
         row, column = wrong[0].tolist()
         group = ", ".join(f"{reward:.4g}" for reward in rewards[row, :8])
@@ -184,14 +186,14 @@ def advantages_of(
 
 
 def _as_floats(values: Any, *, exactly: bool = False) -> NDArray[Any] | None:
-    """An array of floating-point numbers; None where the values are something else."""
+    """Return an array of floating-point numbers; None if the values are something else."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().float().numpy() if values.is_floating_point() else None
     if exactly and not isinstance(values, np.ndarray):
         return None
     try:
         array: NDArray[Any] = np.asarray(cast(Any, values))
-    except ValueError:  # rows of other lengths
+    except ValueError:  # rows of different lengths
         return None
     if array.dtype.kind not in ("f" if exactly else "fiu"):
         return None
@@ -199,7 +201,7 @@ def _as_floats(values: Any, *, exactly: bool = False) -> NDArray[Any] | None:
 
 
 def _shown(value: Any) -> str:
-    """Shape and dtype of an array, else the type."""
+    """Describe a value for a message: by shape and dtype if it is an array, else by type."""
     if isinstance(value, Tensor | np.ndarray):
         array = cast("Tensor | NDArray[Any]", value)
         dtype = str(array.dtype).removeprefix("torch.")

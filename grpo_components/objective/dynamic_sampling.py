@@ -1,8 +1,8 @@
 """Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced.
 
 DAPO, arXiv 2503.14476, section 3.2: a group whose responses all succeed or all fail has advantages
-0 and dilutes the batch. Here it is discarded as soon as its rewards are known, before the reference
-sees it, and another prompt takes its place.
+0 and dilutes the batch. Here such a group is discarded as soon as its rewards are known, before the
+reference model sees it, and another prompt takes its place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_components.errors import StarvedError
 
 
 class DynamicSampling:
-    """Tell which groups to keep, and end the run when no group can be kept any more.
+    """Decides which groups to keep, and ends the run after too many discarded groups in a row.
 
     Args:
         max_discarded: groups that may be discarded in a row.
@@ -25,7 +25,7 @@ class DynamicSampling:
     """
 
     def __init__(self, max_discarded: int) -> None:
-        # bool is an int to Python, yet no count to the reader of a config.
+        # To Python a bool is an int, but in a config it is not a count.
         if isinstance(max_discarded, bool) or not max_discarded >= 1 or max_discarded % 1:
             raise ValueError(
                 f"dynamic_sampling.max_discarded: {max_discarded} given; "
@@ -36,17 +36,17 @@ class DynamicSampling:
         self._too_few_valid = 0
 
     def keeps(self, rewards: Sequence[float], successes: Sequence[bool]) -> bool:
-        """Decide on one group; to be called once per group, in the order in which they finish.
+        """Decide whether to keep a group; call it once per group, in order of their finish.
 
         Args:
-            rewards: [G] of the group's samples; NaN where the sample failed.
+            rewards: [G] rewards of the group's samples; NaN where the sample failed.
             successes: [G] whether the sample solved its problem.
 
         Returns:
-            True where at least two valid samples have different rewards.
+            True if at least two samples that did not fail have different rewards.
 
         Raises:
-            StarvedError: this group is one more than `max_discarded` in a row.
+            StarvedError: with this group, more than `max_discarded` in a row were discarded.
         """
         valid = [not math.isnan(reward) for reward in rewards]
         distinct = {reward for reward, is_valid in zip(rewards, valid, strict=True) if is_valid}

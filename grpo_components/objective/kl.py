@@ -4,13 +4,13 @@ Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). W
 d = log other - log policy at a sampled token:
 
     name  value           as an estimate         in the loss: gradient = factor * grad log policy
-    k1    -d              unbiased, noisy        1: zero on average, it pulls nowhere
+    k1    -d              unbiased, noisy        1: zero on average, no pull
     k2    d^2 / 2         biased, >= 0           -d: on average that of KL(policy || other)
     k3    exp(d) - d - 1  unbiased, >= 0         1 - exp(d): on average that of KL(other || policy)
 
-k1 belongs in the reward, where its policy gradient is on average that of k2 in the loss: the exact
-gradient of KL(policy || other). The averages are over the policy's own samples; for tokens of an
-older policy they hold only as far as the two agree.
+k1 belongs in the reward: there, its policy gradient is on average the exact gradient of
+KL(policy || other), as that of k2 is in the loss. These averages are over the policy's own samples;
+for tokens of an older policy they hold only as far as the two policies agree.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """The plain log ratio, for the reward: in the loss its gradient is zero on average.
+    """Return k1, the log ratio: for the reward, as its gradient in the loss is zero on average.
 
     Args:
-        logprobs: [N] of the policy.
-        other_logprobs: [N] of the other distribution, at the same tokens.
+        logprobs: [N] logprobs of the policy.
+        other_logprobs: [N] logprobs of the other distribution, at the same tokens.
 
     Returns:
         [N] logprobs - other_logprobs, in nats.
@@ -35,11 +35,11 @@ def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Half the squared log ratio: in the loss, its gradient is that of k1 in the reward.
+    """Return k2, half the squared log ratio: its gradient in the loss is that of k1 in the reward.
 
     Args:
-        logprobs: [N] of the policy.
-        other_logprobs: [N] of the other distribution, at the same tokens.
+        logprobs: [N] logprobs of the policy.
+        other_logprobs: [N] logprobs of the other distribution, at the same tokens.
 
     Returns:
         [N] (logprobs - other_logprobs)^2 / 2, in nats.
@@ -48,11 +48,11 @@ def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """The unbiased estimate that is never negative; its gradient is that of KL(other || policy).
+    """Return k3, unbiased and >= 0: its gradient in the loss is that of KL(other || policy).
 
     Args:
-        logprobs: [N] of the policy.
-        other_logprobs: [N] of the other distribution, at the same tokens.
+        logprobs: [N] logprobs of the policy.
+        other_logprobs: [N] logprobs of the other distribution, at the same tokens.
 
     Returns:
         [N] exp(d) - d - 1 with d = other_logprobs - logprobs, in nats.

@@ -3,10 +3,10 @@
 The ratio is rho = exp(log pi_trainer - log pi_anchor), A is the advantage, sg() stops the gradient.
 The recipe's own `grpo_loss` is the default; the config's `loss._component_` names one of these.
 
-A loss knows neither the off-policy correction nor KL and entropy terms: `composition.py` weighs
-what any loss returns, and `penalties.py` adds to it. Attributes of a loss ask for inputs:
-`needs_proximal` for the logprobs of the policy at the start of the step, `needs_reference` for
-those of the reference, `needs_entropy` for an entropy with a gradient.
+A loss does not handle the off-policy correction or the KL and entropy terms: `composition.py`
+weighs what the loss returns and adds the terms of `penalties.py`. Attributes of a loss ask for
+optional inputs: `needs_proximal` for the logprobs of the policy at the start of the step,
+`needs_reference` for those of the reference, `needs_entropy` for an entropy with a gradient.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from grpo_components.objective.clipping import (
 from grpo_components.objective.schedules import Scheduled, as_schedule
 
 TokenMetrics = dict[str, Tensor]
-"""Values [N] by metric key; logged is their mean, or their maximum where a key ends in `max`."""
+"""Values [N] by metric key; their mean is logged, or their maximum if the key ends in `max`."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """N sampled tokens of one micro-batch, laid end to end; no response is split over two."""
+    """Inputs of a loss: the N trained tokens of a micro-batch, whole responses laid end to end."""
 
     trainer_logprobs: Tensor
-    """[N] float32, of the weights in training; carries the gradient."""
+    """[N] float32, logprobs under the weights in training; they carry the gradient."""
     generator_logprobs: Tensor
-    """[N] float32, of the distribution sampled from."""
+    """[N] float32, logprobs under the distribution that the generator sampled from."""
     advantages: Tensor
-    """[N] float32; each token that of its response, unless `advantages` makes them per token."""
+    """[N] float32; each token has its response's, unless `advantages` makes them per token."""
     sequence_ids: Tensor
-    """[N] int64, 0 to S - 1: the token's response; contiguous."""
+    """[N] int64, 0 to S - 1: the response of each token; those of one response are contiguous."""
     staleness: Tensor
-    """[N] int64, the trainer's version minus the token's."""
+    """[N] int64, the trainer's policy version minus the version that sampled the token."""
     step: int
-    """Training steps done before this one; schedules follow it."""
+    """Training steps done before this one; schedules take it as their argument."""
     reference_logprobs: Tensor | None = None
-    """[N] float32."""
+    """[N] float32, logprobs under the reference; None without one."""
     proximal_logprobs: Tensor | None = None
-    """[N] float32, of the policy at the start of the step; no gradient."""
+    """[N] float32, logprobs (no gradient) under the policy at the step's start; None if unused."""
     entropy: Tensor | None = None
-    """[N] float32, nats."""
+    """[N] float32, entropy of the policy at each token, in nats; None if unused."""
     kept: Tensor | None = None
-    """[N] bool, False where the off-policy correction masks the token: its numbers are all 0, and
-    so will be its loss. Of use where a token's loss depends on others; None masks none."""
+    """[N] bool, False where the off-policy correction masks the token: then its inputs are all 0,
+    and its loss will be set to 0. For a loss that combines tokens; None if none is masked."""
 
     @property
     def anchor_logprobs(self) -> Tensor:
-        """[N] float32, the denominator of the ratio: proximal where given, else the generator's."""
+        """[N] float32, the ratio's denominator: proximal logprobs if given, else generator's."""
         if self.proximal_logprobs is None:
             return self.generator_logprobs
         return self.proximal_logprobs
@@ -71,15 +71,15 @@ class LossInputs:
 def at_step(
     loss: Callable[..., tuple[Tensor, TokenMetrics]], settings: Mapping[str, Scheduled]
 ) -> Callable[[LossInputs], tuple[Tensor, TokenMetrics]]:
-    """A loss function of the tokens alone, its settings set to their values of the step.
+    """Turn a loss with settings into a loss of the tokens alone; schedules follow `tokens.step`.
 
     Args:
-        loss: called with the tokens and each setting by name.
-        settings: of the config's `loss`: numbers or schedules.
+        loss: function of the tokens, and of each setting as a keyword argument.
+        settings: the settings of the config's `loss` by name: numbers or schedules.
     """
     schedules = {name: as_schedule(f"loss.{name}", value) for name, value in settings.items()}
 
-    @functools.wraps(getattr(loss, "func", loss))  # of a partial, the function inside
+    @functools.wraps(getattr(loss, "func", loss))  # of a partial: the function inside
     def scheduled(tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
         return loss(tokens, **{name: value(tokens.step) for name, value in schedules.items()})
 
@@ -89,15 +89,15 @@ def at_step(
 class GRPOLoss:
     """Clipped ratio per token: -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
 
-    DeepSeekMath, arXiv 2402.03300, eq. 3, with SequenceMean; separate
-    bounds, "clip higher": DAPO, arXiv 2503.14476, eq. 10; dual clip: Ye et al. 2020, arXiv
-    1912.09729, eq. 5. Where the clip binds the token has no gradient.
+    With SequenceMean: DeepSeekMath, arXiv 2402.03300, eq. 3; separate bounds, "clip higher": DAPO,
+    arXiv 2503.14476, eq. 10; dual clip: Ye et al. 2020, arXiv 1912.09729, eq. 5. Where the clip
+    binds, the token has no gradient.
 
     Args:
         clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
         clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
-        dual_clip: where A < 0, the ratio is clipped above at this, too: min(rho A, clip(rho) A) is
-            at least dual_clip A; above 1, 3 in the paper; null is no such bound.
+        dual_clip: upper bound of the ratio where A < 0: there, min(rho A, clip(rho) A) is raised to
+            at least dual_clip A; above 1, 3 in the paper; null disables it.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GRPOLoss:
         self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses [N] with a gradient, and metrics [N] without."""
+        """Return losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs
         policy_loss, metrics = clipped_objective(
@@ -125,14 +125,14 @@ class GSPOLoss:
 
     GSPO, arXiv 2507.18071, eq. 5 to 7. Each token's loss is that of its response,
     -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), and the gradient goes through s to all its
-    tokens, so that SequenceMean gives the paper's objective. The mean is over the tokens that are
-    trained: those that a correction masks, or that are over `max_staleness`, are not in it.
+    tokens, so that SequenceMean gives the paper's objective. The mean is over the trained tokens:
+    those that a correction masks, or that are older than `max_staleness`, are left out.
 
     Args:
         clip_low: s is clipped below at 1 - clip_low; a number or a schedule.
-        clip_high: s is clipped above at 1 + clip_high; a number or a schedule. The defaults are the
-            paper's (section 5.1): a mean over tokens moves far less than one token.
-        dual_clip: where A < 0, s is clipped above at this, too; above 1; null is no such bound.
+        clip_high: s is clipped above at 1 + clip_high; a number or a schedule. Both defaults are
+            the paper's (section 5.1): s, a mean over tokens, varies far less than one token's rho.
+        dual_clip: upper bound of s where A < 0; above 1; null disables it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class GSPOLoss:
         self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses [N] with a gradient, and metrics [N] without."""
+        """Return losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         log_ratio = tokens.trainer_logprobs - tokens.anchor_logprobs
         sums = torch.zeros_like(log_ratio).index_add(0, tokens.sequence_ids, log_ratio)
@@ -166,8 +166,8 @@ class CISPOLoss:
     gradient. The clip fractions count the tokens whose weight is changed.
 
     Args:
-        clip_low: the weight is at least 1 - clip_low; 1 is no lower bound (as in the paper's runs);
-            a number or a schedule.
+        clip_low: the weight is at least 1 - clip_low; 1 disables the bound (as in the paper's
+            runs); a number or a schedule.
         clip_high: the weight is at most 1 + clip_high; a number or a schedule.
     """
 
@@ -180,7 +180,7 @@ class CISPOLoss:
         self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses [N] with a gradient, and metrics [N] without."""
+        """Return losses [N] with a gradient, and metrics [N] without."""
         low, high = 1 - self.clip_low(tokens.step), 1 + self.clip_high(tokens.step)
         ratio = (tokens.trainer_logprobs.detach() - tokens.anchor_logprobs).exp()
         policy_loss = -ratio.clamp(low, high) * tokens.advantages * tokens.trainer_logprobs
@@ -191,12 +191,12 @@ class CISPOLoss:
 class REINFORCELoss:
     """REINFORCE with an importance weight per token: -sg(min(rho, max_ratio)) A log pi.
 
-    Williams 1992; RLOO, arXiv 2402.14740, is this with LeaveOneOutAdvantages. On-policy the weight
-    is 1. The clip fraction counts the tokens whose weight is cut.
+    Williams 1992. With LeaveOneOutAdvantages it is RLOO, arXiv 2402.14740. On-policy, the weight
+    is 1. The clip fraction counts the tokens whose weight is cut to max_ratio.
 
     Args:
-        max_ratio: largest weight; null is the plain importance weight, exact on average for a token
-            given those before it, but without a bound.
+        max_ratio: largest weight; null sets no bound: then the weight of a token, given the tokens
+            before it, is unbiased.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class REINFORCELoss:
         self.needs_proximal = False
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses [N] with a gradient, and metrics [N] without."""
+        """Return losses [N] with a gradient, and metrics [N] without."""
         log_ratio = tokens.trainer_logprobs.detach() - tokens.anchor_logprobs
         weight = importance_weight(log_ratio, self.max_ratio)
         policy_loss = -weight * tokens.advantages * tokens.trainer_logprobs
@@ -218,28 +218,28 @@ class REINFORCELoss:
 
 
 class DecoupledPPOLoss:
-    """Clips against a proximal policy and corrects for the generator apart from that.
+    """PPO that clips against a proximal policy, and corrects for the generator by another weight.
 
     -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), with rho = pi_trainer / pi_proximal and
     w = sg(min(pi_proximal / pi_generator, max_weight)): Hilton et al., arXiv 2110.00641; AReaL,
-    arXiv 2505.24298, section 5.2. The proximal policy is the one at the start of the step,
-    `recomputed` by the trainer, or `loglinear`, without that pass (A-3PO, arXiv 2512.06547):
+    arXiv 2505.24298, section 5.2. The proximal policy is the trainer's at the start of the step.
+    Its logprobs are `recomputed` by the trainer or, without that pass, estimated as `loglinear`
+    (A-3PO, arXiv 2512.06547):
 
         log pi_proximal = (1/d) log pi_generator + (1 - 1/d) sg(log pi_trainer), where d >= 1
         log pi_proximal = sg(log pi_trainer), where d = 0
 
     d is the token's staleness, the version in training minus the version that sampled it. So at
-    d = 1 the proximal policy is the generator's, and a fresh token (d = 0) is never clipped. w
-    already corrects for the generator, so that an off-policy correction beside it counts twice,
-    except one that only masks.
+    d = 1 the proximal policy is the generator's, and a fresh token (d = 0) is never clipped.
+    w already corrects from the generator to the proximal policy: an off-policy correction beside it
+    would do that twice, unless it only masks.
 
     Args:
         clip_low: the ratio is clipped below at 1 - clip_low; a number or a schedule.
         clip_high: the ratio is clipped above at 1 + clip_high; a number or a schedule.
-        max_weight: largest w, larger ones are cut to it; null is no bound.
-        proximal: recomputed or loglinear.
-        dual_clip: where A < 0, the ratio is clipped above at this, too; above 1; null is no such
-            bound.
+        max_weight: largest w, to which larger ones are cut; null sets no bound.
+        proximal: how the proximal logprobs are made, `recomputed` or `loglinear`.
+        dual_clip: upper bound of the ratio where A < 0; above 1; null disables it.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class DecoupledPPOLoss:
         self.needs_proximal = proximal == "recomputed"
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
-        """Losses [N] with a gradient, and metrics [N] without."""
+        """Return losses [N] with a gradient, and metrics [N] without."""
         if self.needs_proximal:
             assert tokens.proximal_logprobs is not None, "proximal: recomputed, but none given"
             proximal_logprobs = tokens.proximal_logprobs

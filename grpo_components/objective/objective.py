@@ -1,4 +1,4 @@
-"""What a run optimizes: its loss, its advantages, and what shapes, filters and corrects."""
+"""The objective of a run: its loss, advantages, reward shaping, group filter and corrections."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from grpo_components.objective.schedules import Schedule
 
 @dataclass(frozen=True)
 class Objective:
-    """What is optimized; the trainers get `for_trainers` by value."""
+    """Holds all parts of a run's objective; the trainers get those in `for_trainers`, by value."""
 
     loss: Callable[..., Any]
-    """Tokens of a micro-batch -> policy losses [N] and metrics [N]."""
+    """Function: tokens of a micro-batch -> policy losses [N], and metrics [N] by name."""
     penalties: Penalties
     """KL to the reference and entropy bonus, added to the loss."""
     aggregation: Callable[..., Any]
-    """Trained tokens of each response [S] -> weight of each token's loss [S]."""
+    """Function: trained tokens of each response [S] -> weight that each of its tokens has [S]."""
     off_policy: Callable[..., Any]
-    """Log ratios [N] of trainer to generator -> weights [N]."""
+    """Function: log ratios of trainer to generator [N] -> weights of the tokens [N]."""
     ptx: Any
-    """Examples of a supervised loss beside the policy's; None has none."""
+    """Examples for a supervised loss, added to the policy loss; None disables it."""
     advantages: Callable[[NDArray[Any]], NDArray[Any]]
-    """Shaped rewards [B, G] -> advantages [B, G]."""
+    """Function: shaped rewards [B, G] -> advantages [B, G]."""
     reward_shaping: RewardShaping
     dynamic_sampling: DynamicSampling | None
     """Drops groups whose rewards are all equal; None keeps them."""
     temperature: Schedule
-    """Of sampling, by training step."""
+    """Sampling temperature, by training step."""
 
     @property
     def for_trainers(self) -> dict[str, Any]:
-        """Keyword arguments of `Trainer`."""
+        """Keyword arguments for `Trainer`."""
         return {
             "loss": self.loss,
             "penalties": self.penalties,
@@ -50,11 +50,11 @@ class Objective:
         }
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:
-        """Shaped rewards [B, G] -> advantages [B, G], checked; see `contracts.advantages_of`."""
+        """Return the advantages [B, G] of shaped rewards [B, G]; see `contracts.advantages_of`."""
         return advantages_of(self.advantages, rewards)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether loss or rewards have a KL to the reference."""
+        """Whether a part of the objective uses a KL to the reference."""
         compared = (self.loss, self.penalties, self.reward_shaping, self.advantages)
         return any(getattr(part, "needs_reference", False) for part in compared)

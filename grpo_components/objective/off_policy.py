@@ -1,17 +1,18 @@
-"""Correction for tokens that the generator sampled with other probabilities than the trainer's.
+"""Corrections for tokens that the generator sampled with other probabilities than the trainer's.
 
 Every preset turns the log ratios d_t = log pi_proximal - log pi_generator of the sampled tokens
-(pi_proximal: the trainer's policy at the start of the training step) into one weight per token,
-which multiplies the token's policy loss and carries no gradient; weight 0 masks the token
-(`composition.py`). T is the number of a response's trained tokens: with `stale_tokens: mask`, its
-first tokens may be over `max_staleness`, and sums and means are over the others. Log ratios, and
+(pi_proximal: the trainer's policy at the start of the training step) into one weight per token.
+The weight multiplies the token's policy loss and carries no gradient; weight 0 masks the token
+(`composition.py`). T is the number of a response's trained tokens. With `stale_tokens: mask`, its
+first tokens may be older than `max_staleness`; sums and means leave these out. Log ratios, and
 their sums and means over a response, are clamped to +-20 before the exponential, so that no ratio
 overflows.
 
-A preset that holds the importance weight itself says `anchors_at_proximal`: the loss's own ratio
-must then be that to the proximal policy, or the way from the generator to the proximal policy would
-be corrected twice. One with `needs_advantages` gets them as a third argument, and one with
-`follows_updates` gets log ratios of the policy in training, whatever updates the step has made.
+Attributes of a preset, False where not set. `anchors_at_proximal`: the weight is the importance
+weight from the generator to the proximal policy; the loss's own ratio is then that to the proximal
+policy, so that nothing is corrected twice. `needs_advantages`: the advantages are its third
+argument. `follows_updates`: the log ratios are those of the policy in training, which every update
+of the step changes, in place of pi_proximal.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ MAX_LOG_RATIO = 20.0
 
 
 class NoCorrection:
-    """w_t = 1: the loss's own ratio to the generator is the only correction."""
+    """No correction, w_t = 1: only the loss's own ratio to the generator corrects."""
 
     anchors_at_proximal = False
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Weights of a micro-batch's tokens: [N] log ratios and response ids to [N] ones."""
+        """Return weight 1 for each of the N tokens of a micro-batch."""
         return torch.ones_like(log_ratios.detach())
 
 
@@ -43,8 +44,8 @@ class TokenTIS:
     """Truncated importance sampling of each token: w_t = min(exp(d_t), cap).
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the
-    truncation is that of Ionides 2008, "Truncated Importance Sampling". Low variance; the bias left
-    is that of the earlier tokens' ratios, which a token's weight leaves out.
+    truncation is that of Ionides 2008, "Truncated Importance Sampling". The variance is low; a bias
+    remains, because a token's weight leaves out the ratios of the tokens before it.
 
     Args:
         cap: largest weight; 2 is usual, 1.5 to 5 are in use.
@@ -59,10 +60,10 @@ class TokenTIS:
         self.cap = _checked_cap(cap)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Weights of a micro-batch's tokens.
+        """Return the weights of a micro-batch's tokens.
 
         Args:
-            log_ratios: [N] float, nats, of the trained tokens of whole responses.
+            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -91,10 +92,10 @@ class SequenceTIS:
         self.cap = _checked_cap(cap)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Weights of a micro-batch's tokens, the same for all tokens of a response.
+        """Return the weights of a micro-batch's tokens, the same for all tokens of a response.
 
         Args:
-            log_ratios: [N] float, nats, of the trained tokens of whole responses.
+            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -110,12 +111,12 @@ class MaskedIS:
     With level token, rho_t = exp(d_t) of each token: IcePop (Ling Team 2025, "Every Step Evolves",
     arXiv 2510.18855, the function M(k)). With level sequence, rho = exp(sum_t d_t) for all tokens
     of a response: Liu, Li et al. 2025, "When Speed Kills Stability" (there without lower bound:
-    low 0). Where truncation keeps learning from a suspicious token, a mask forgets it.
+    low 0). Truncation still learns from a token with an extreme ratio; a mask drops the token.
 
     Args:
-        low: smallest ratio that is kept; 0 is no lower bound.
+        low: smallest ratio that is kept; 0 disables the lower bound.
         high: largest ratio that is kept.
-        level: whose ratio it is, the token's or the response's.
+        level: `token` compares the ratio of each token, `sequence` that of the whole response.
 
     Raises:
         ValueError: a setting is out of range; the message names its key.
@@ -135,10 +136,10 @@ class MaskedIS:
         self.level = level
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Weights of a micro-batch's tokens.
+        """Return the weights of a micro-batch's tokens.
 
         Args:
-            log_ratios: [N] float, nats, of the trained tokens of whole responses.
+            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -153,17 +154,17 @@ class MaskedIS:
 
 
 class GeometricMask:
-    """Whole responses are kept or masked: w = 1 where low <= exp(sum_t d_t / T) <= high, else 0.
+    """Keeps or masks whole responses: w = 1 where low <= exp(sum_t d_t / T) <= high, else 0.
 
     The geometric mean of a response's ratios does not grow with its length, so that long responses
     are not masked for being long: Liu, Li et al. 2025, "When Speed Kills Stability" (geometric
-    level); the rejection of verl's rollout correction (preset geo_rs) and of SkyRL. It takes no
-    importance weight; combine it with an objective that has the true ratio to the generator.
+    level); the rejection of verl's rollout correction (preset geo_rs) and of SkyRL. The mask is not
+    an importance weight: combine it with a loss that has the true ratio to the generator.
 
     Args:
-        low: smallest geometric mean that is kept; 0 is no lower bound.
-        high: largest geometric mean that is kept; 1.001 to 1.01 are in use where only the engines
-            differ, data that is several versions old needs more.
+        low: smallest geometric mean that is kept; 0 disables the lower bound.
+        high: largest geometric mean that is kept; 1.001 to 1.01 are in use where generator and
+            trainer differ by their engines only; data that is several versions old needs more.
 
     Raises:
         ValueError: a bound is out of range; the message names its key.
@@ -175,10 +176,10 @@ class GeometricMask:
         self.low, self.high = _checked_band(low, high)
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-        """Weights of a micro-batch's tokens, the same for all tokens of a response.
+        """Return the weights of a micro-batch's tokens, the same for all tokens of a response.
 
         Args:
-            log_ratios: [N] float, nats, of the trained tokens of whole responses.
+            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
 
         Returns:
@@ -191,18 +192,18 @@ class GeometricMask:
 
 
 class OffPolicySequenceMask:
-    """Bad responses that are too far off-policy are masked, good ones kept.
+    """Masks responses with A < 0 that are too far off-policy, and keeps all others.
 
     w = 0 where A < 0 and sum_t -d_t / T > threshold, else 1: DeepSeek-V3.2, arXiv 2512.02556,
     eq. 9 (off-policy sequence masking); `off_policy_mask_threshold` of TRL. The mean of -d_t =
-    log pi_generator - log pi_trainer estimates KL(generator || trainer). What the trainer has made
-    much less likely by itself need not be pushed down further. d_t is of the policy in training,
-    in every update of the step. It takes no importance weight: the loss's own ratio is that to the
-    generator, as in the paper.
+    log pi_generator - log pi_trainer estimates KL(generator || trainer). A bad response that is
+    already much less likely under the trainer need not be pushed down further. Here, d_t is that of
+    the policy in training, anew in every update of the step. The mask is not an importance weight:
+    the loss's own ratio is that to the generator, as in the paper.
 
     Args:
-        threshold: largest mean that is kept, in nats per token; above 0. The paper gives none; 0.5
-            is TRL's example.
+        threshold: largest mean that is kept, in nats per token; above 0. The paper gives no value;
+            0.5 is TRL's example.
 
     Raises:
         ValueError: the threshold is not above 0.
@@ -220,12 +221,12 @@ class OffPolicySequenceMask:
         self.threshold = threshold
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor, advantages: Tensor) -> Tensor:
-        """Weights of a micro-batch's tokens.
+        """Return the weights of a micro-batch's tokens.
 
         Args:
-            log_ratios: [N] float, nats, of the trained tokens of whole responses.
+            log_ratios: [N] float, d_t in nats of the trained tokens of whole responses.
             sequence_ids: [N] int64, 0..S-1: the response of each token.
-            advantages: [N] float.
+            advantages: [N] float, advantage of each token.
 
         Returns:
             [N] weights, 0 or 1, of the log ratios' dtype, without gradient.
@@ -238,15 +239,15 @@ class OffPolicySequenceMask:
 def correction_weights(
     correction: Callable[..., Tensor], inputs: LossInputs, start_logprobs: Tensor
 ) -> Tensor:
-    """Call a correction with what it asks for.
+    """Call a correction with the arguments that its attributes ask for.
 
     Args:
-        correction: a preset above, or one of the same kind.
+        correction: a preset above, or the user's own of the same kind.
         inputs: the tokens of a micro-batch.
-        start_logprobs: [N] of the policy at the start of the step.
+        start_logprobs: [N] logprobs of the policy at the start of the step.
 
     Returns:
-        [N] what the correction returned.
+        What the correction returned: weights [N], not yet checked.
     """
     follows = getattr(correction, "follows_updates", False)
     policy = inputs.trainer_logprobs.detach() if follows else start_logprobs
@@ -264,8 +265,8 @@ def mismatch_summary(
     `mismatch/effective_sample_size` is (sum rho)^2 / (M sum rho^2), in (0, 1] (Kong 1992).
 
     Args:
-        log_ratios: [M] d_t in nats of all sampled tokens of the step, of all ranks; M >= 1.
-        weights: [M] what the correction made of them.
+        log_ratios: [M] d_t in nats of all sampled tokens of the step, from all ranks; M >= 1.
+        weights: [M] the correction's weights of these tokens.
 
     Returns:
         Metric values by key, computed in float64.
@@ -292,8 +293,8 @@ def _ratios(log_ratios: Tensor) -> Tensor:
 
 
 def _sums(log_ratios: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of each response's log ratios and its number of tokens: [S] float64, [S] int64."""
-    # Summed in float64, since thousands of small terms decide on keeping a whole response.
+    """Return each response's sum of log ratios and number of tokens: [S] float64, [S] int64."""
+    # In float64: the sum of thousands of small terms decides whether a whole response is kept.
     counts = torch.bincount(sequence_ids)
     sums = torch.zeros(len(counts), dtype=torch.float64, device=log_ratios.device)
     return sums.index_add_(0, sequence_ids, log_ratios.detach().double()), counts
@@ -306,7 +307,7 @@ def _checked_cap(cap: float) -> float:
 
 
 def _checked_band(low: float, high: float) -> tuple[float, float]:
-    # Ratio 1 is strictly inside, so that an on-policy token is never masked.
+    # Ratio 1 must lie strictly inside, so that an on-policy token is never masked.
     if not 0 <= low < 1:
         raise ValueError(f"off_policy.low: {low} given; allowed: at least 0, below 1")
     if not high > 1:

@@ -10,17 +10,17 @@ from grpo_components.objective.schedules import Scheduled, as_schedule
 
 
 class Penalties:
-    """kl_coeff k(trainer, reference) - entropy_coeff entropy, per token.
+    """Computes each token's penalty: kl_coeff k(trainer, reference) - entropy_coeff entropy.
 
-    KL in the loss: DeepSeekMath, arXiv 2402.03300, eq. 3 and 4 (k3).
+    k is the KL estimator; KL in the loss: DeepSeekMath, arXiv 2402.03300, eq. 3 and 4 (k3).
 
     Args:
-        kl_coeff: weight of the KL; 0 needs no reference; a number or a schedule.
+        kl_coeff: weight of the KL, a number or a schedule; 0 disables it and needs no reference.
         kl_estimator: k1, k2 or k3, see `kl.py`.
-        entropy_coeff: weight of the entropy bonus.
+        entropy_coeff: weight of the entropy bonus; 0 disables it.
 
     Raises:
-        ValueError: naming the key under `loss`.
+        ValueError: a setting is out of range; the message names its key under `loss`.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class Penalties:
                 f"loss.entropy_coeff: {entropy_coeff} given; allowed: 0 or a number > 0"
             )
         self.needs_reference = self.kl_coeff.highest > 0
-        """Whether the coefficient is ever above 0."""
+        """Whether the KL coefficient is above 0 at any step."""
         self.entropy_coeff = entropy_coeff
         self._estimate = ESTIMATORS[kl_estimator]
 
     def __call__(self, tokens: LossInputs) -> tuple[list[Tensor], TokenMetrics]:
-        """Compute the terms that are on.
+        """Compute the penalty terms whose coefficient is above 0.
 
         Returns:
             Up to two terms [N] with their gradient, and metrics [N] without: the KL to the
-            reference wherever there is one, and the sum of the terms.
+            reference if there is a reference, and the sum of the terms if there are any.
         """
         terms: list[Tensor] = []
         metrics: TokenMetrics = {}
@@ -56,7 +56,7 @@ class Penalties:
             kl = self._estimate(tokens.trainer_logprobs, tokens.reference_logprobs)
             metrics["loss/kl_reference"] = kl.detach()
             coefficient = self.kl_coeff(tokens.step)
-            if coefficient > 0:  # 0 times the gradient of an overflow would be NaN
+            if coefficient > 0:  # 0 times the gradient of an overflow is NaN
                 terms.append(coefficient * kl)
         if self.entropy_coeff > 0:
             assert tokens.entropy is not None, "entropy_coeff > 0 without entropy"

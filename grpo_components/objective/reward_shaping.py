@@ -1,4 +1,4 @@
-"""Penalties on the rewards before the advantages: KL to the reference, overlong responses."""
+"""Penalties taken off the rewards before the advantages: KL to the reference, and length."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from grpo_components.objective.schedules import Schedule, as_schedule
 
 
 class ResponseBatch(Protocol):
-    """B groups of G responses, as reward shaping reads them."""
+    """What reward shaping reads of a batch of B groups of G responses."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """[B, G] NaN where the sample failed."""
+        """[B, G] rewards; NaN where the sample failed."""
         ...
 
     @property
     def response_lengths(self) -> NDArray[np.integer]:
-        """[B, G] tokens of each response, the environment's included."""
+        """[B, G] number of tokens of each response, including those of the environment."""
         ...
 
     @property
     def cut_off(self) -> NDArray[np.bool_]:
-        """[B, G] whether a limit on its length ended the response."""
+        """[B, G] whether a length limit ended the response."""
         ...
 
     @property
     def reference_kl(self) -> NDArray[np.float64] | None:
-        """[B, G] nats of each response (`sequence_kl`); None without a reference."""
+        """[B, G] `sequence_kl` of each response, in nats; None without a reference."""
         ...
 
 
 class RewardShaping:
-    """Shaped reward: r' = r - kl_coeff(step) KL - overlong_penalty overlong.
+    """Takes penalties off a reward: r' = r - kl_coeff(step) KL - overlong_penalty overlong.
 
     overlong = clip((T - (L_max - L_cache)) / L_cache, 0, 1).
 
     KL is the sum over a response's tokens of an estimate of KL(policy || reference) (KL in the
-    reward: Ouyang et al. 2022, arXiv 2203.02155, eq. 2). T is the response's length, all of its
-    turns and what the environment said between them, as L_max = max_response_tokens counts it;
-    L_cache = overlong_tokens (soft overlong punishment: DAPO, arXiv 2503.14476, eq. 13, there with
-    penalty 1).
+    reward: Ouyang et al. 2022, arXiv 2203.02155, eq. 2). T is the response's length: all of its
+    turns and what the environment said between them. The limit L_max = max_response_tokens counts
+    the same tokens. L_cache = overlong_tokens (soft overlong punishment: DAPO, arXiv 2503.14476,
+    eq. 13, there with penalty 1).
 
     Args:
-        kl_coeff: reward per nat of KL; a number, or a mapping that gives a schedule; 0 is off.
+        kl_coeff: penalty per nat of KL, in units of reward; a number, or a mapping that gives a
+            schedule; 0 disables it.
         max_response_tokens: the length at which the generator stops a response.
-        overlong_tokens: length of the range before the limit in which the penalty grows; 0 is off.
-        overlong_penalty: of a response of full length, in units of reward.
+        overlong_tokens: tokens before the limit over which the length penalty grows; 0 disables it.
+        overlong_penalty: penalty of a response of full length, in units of reward.
 
     Raises:
         ValueError: a setting is out of range; the message names its key.
@@ -92,8 +93,8 @@ class RewardShaping:
     def __call__(self, batch: ResponseBatch, step: int) -> NDArray[np.float64]:
         """Shape the rewards of a batch.
 
-        A response that the limit ended counts as one of full length, also where a conversation
-        ended before it because the environment's next words had no room.
+        A response that the limit ended counts as one of full length, even if it is shorter because
+        the environment's next words had no room.
 
         Args:
             batch: B groups of G responses.
@@ -118,16 +119,16 @@ class RewardShaping:
 def sequence_kl(
     logprobs: Tensor, reference: Tensor, lengths: list[int], estimator: str
 ) -> list[float]:
-    """Estimate KL(policy || reference) of each response: the sum over its tokens.
+    """Estimate KL(policy || reference) of each response, as a sum over its tokens.
 
     Args:
-        logprobs: [N] float, of the policy that sampled; the responses' tokens laid end to end.
-        reference: [N] float, of the reference at the same tokens.
-        lengths: [S] tokens of each response; they sum to N.
+        logprobs: [N] float, logprobs of the policy that sampled; responses are laid end to end.
+        reference: [N] float, logprobs of the reference at the same tokens.
+        lengths: [S] number of tokens of each response; they sum to N.
         estimator: k1, k2 or k3 (`grpo_components.objective.kl`).
 
     Returns:
-        [S] nats, summed in float64.
+        [S] KL of each response in nats, summed in float64.
     """
     per_token = ESTIMATORS[estimator](logprobs.detach().double(), reference.detach().double())
     ends = itertools.accumulate(lengths)

@@ -1,4 +1,4 @@
-"""Numbers that change over training: constant, linear or cosine, each with an optional warm-up."""
+"""Schedules of numeric settings: constant, linear or cosine, each with an optional warm-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS: dict[Shape, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """The value of a setting at each training step; made by `as_schedule`, which checks it.
+    """Gives the value of a setting at each training step; made by `as_schedule`, which checks it.
 
     With w = warmup_steps, n = num_steps and p = min((step - w) / n, 1):
 
@@ -33,9 +33,9 @@ class Schedule:
     Args:
         schedule: the shape.
         start: value at the end of the warm-up.
-        end: value from step warmup_steps + num_steps on; equal to start where constant.
+        end: value from step warmup_steps + num_steps on; equal to start if the shape is constant.
         num_steps: training steps from start to end.
-        warmup_steps: training steps that lead up to start; 0 is none.
+        warmup_steps: training steps that lead up to start; 0 disables the warm-up.
     """
 
     schedule: Shape
@@ -46,7 +46,7 @@ class Schedule:
 
     @property
     def lowest(self) -> float:
-        """The smallest value after the warm-up, which climbs from 0 whatever the setting allows."""
+        """The smallest value after the warm-up; the warm-up itself starts near 0."""
         return min(self.start, self.end)
 
     @property
@@ -67,21 +67,21 @@ class Schedule:
         if self.schedule == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
         value = self.start + (self.end - self.start) * progress
-        # Rounding must not step over a bound that the setting was checked against.
+        # Rounding must not carry the value past a bound that the setting was checked against.
         return min(max(value, self.lowest), self.highest)
 
 
 Scheduled = float | Mapping[str, Any] | Schedule
-"""A number, or what `as_schedule` makes a schedule from."""
+"""What `as_schedule` accepts: a number, a mapping of a schedule's keys, or a schedule."""
 
 
 def as_schedule(key: str, value: Scheduled) -> Schedule:
-    """Make the schedule that a config gives for one setting.
+    """Make the schedule of one setting from its value in the config.
 
     Args:
         key: the setting's config key, for error messages.
         value: a number (constant), a mapping with the keys `schedule` (constant, linear or cosine),
-            `start`, `end`, `num_steps` and `warmup_steps`, or a schedule, which is returned.
+            `start`, `end`, `num_steps` and `warmup_steps`, or a schedule, returned as it is.
 
     Raises:
         ValueError: a key is missing, unknown or out of range; the message names it.
@@ -114,7 +114,7 @@ def as_schedule(key: str, value: Scheduled) -> Schedule:
 
 
 def _number(key: str, value: object, allowed: str = "a finite number") -> float:
-    # bool is an int to Python, yet no number to the reader of a config.
+    # To Python a bool is an int, but in a config it is not a number.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{key}: {value!r} given; allowed: {allowed}")
     return float(value)

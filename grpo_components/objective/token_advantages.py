@@ -1,4 +1,4 @@
-"""Advantages of single tokens, made by the trainer, where every response's logprobs are at hand."""
+"""Advantages of single tokens, computed by the trainer, which has the logprobs they need."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from grpo_components.trajectory import Trajectory
 
 
 class TokenAdvantages(Protocol):
-    """From the advantages of a batch's responses to those of their trained tokens."""
+    """Contract of a function that makes advantages of tokens from those of their responses."""
 
     def __call__(
         self, batch: Sequence[Trajectory], trained: Sequence[NDArray[np.bool_]], step: int
     ) -> list[NDArray[np.float32]]:
-        """Advantages of the trained tokens of a whole batch, the same on every trainer rank.
+        """Return the advantages of all trained tokens of a batch, the same on every trainer rank.
 
         Args:
             batch: S responses, each with its `advantage`.
-            trained: [R] for each, which of its tokens are trained.
+            trained: for each response, [R] bool: which of its R tokens are trained.
             step: training steps done before this one, for schedules.
 
         Returns:
-            [number of trained tokens] for each response.
+            For each response, [number of trained tokens] advantages.
         """
         ...
 
 
 class TokenNormalizedAdvantages:
-    """A_t = (a_t - mean(a)) / (std(a) + eps), a_t = r - kl_coeff sum over i >= t of KL_i.
+    """A_t = (a_t - mean(a)) / (std(a) + eps), with a_t = r - kl_coeff sum over i >= t of KL_i.
 
-    REINFORCE++, arXiv 2501.03262: the KL of a token and of those after it is taken from the reward
-    of its response, and the result is normalised over all trained tokens of the batch, whatever
-    their response. KL_i = log pi_generator - log pi_reference at sampled token i (k1); what the
-    environment said has none.
+    REINFORCE++, arXiv 2501.03262: the KL of a token and of all later ones is subtracted from the
+    reward r of their response, and the result is normalised over all trained tokens of the batch,
+    across responses. KL_i = log pi_generator - log pi_reference at sampled token i (k1); tokens of
+    the environment have KL 0.
 
-    Called with the rewards of a batch, it returns them as they are (0 where the sample failed):
-    these stand in the log of rollouts. `per_token` does the rest, in the trainer.
+    A call with the rewards of a batch returns them unchanged (0 where the sample failed); the
+    rollout log shows these. `per_token` does the rest, in the trainer.
 
     Args:
-        kl_coeff: reward per nat of KL; a number, or a mapping that gives a schedule; 0 is off.
+        kl_coeff: penalty per nat of KL, in units of reward; a number, or a mapping that gives a
+            schedule; 0 disables it.
         eps: added to the standard deviation, in units of reward.
 
     Raises:
@@ -68,7 +69,7 @@ class TokenNormalizedAdvantages:
         return self.kl_coeff.highest > 0
 
     def __call__(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Rewards as the advantages that `per_token` starts from.
+        """Return the rewards, as the advantages that `per_token` starts from.
 
         Args:
             rewards: [B, G] float64; NaN where the sample failed.
@@ -81,7 +82,7 @@ class TokenNormalizedAdvantages:
     def per_token(
         self, batch: Sequence[Trajectory], trained: Sequence[NDArray[np.bool_]], step: int
     ) -> list[NDArray[np.float32]]:
-        """Advantages of each trained token; see `TokenAdvantages`."""
+        """Return the advantages of each trained token; see `TokenAdvantages`."""
         coefficient = self.kl_coeff(step)
         raw = [
             t.advantage - coefficient * _kl_to_go(t)[mask]
@@ -97,7 +98,7 @@ class TokenNormalizedAdvantages:
 
 
 def _kl_to_go(trajectory: Trajectory) -> NDArray[np.float64]:
-    """[R] nats, KL to the reference of each token and all after it."""
+    """Return [R] KL to the reference, in nats, of each token plus all later ones."""
     assert trajectory.reference_logprobs is not None, "kl_coeff > 0 without reference logprobs"
     difference = trajectory.generator_logprobs.astype(np.float64) - trajectory.reference_logprobs
     kl = np.where(trajectory.response_mask, difference, 0.0)
