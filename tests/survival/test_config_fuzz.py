@@ -212,7 +212,7 @@ ODD = st.one_of(
 )
 
 
-@fuzz(300)
+@fuzz(100)
 @given(st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
 def test_values_of_any_type_are_refused_by_key_or_accepted(recipe, changes):
     refusal = recipe(**changed(recipe.values, changes))
@@ -229,7 +229,7 @@ def test_each_key_that_is_missing_has_a_default_or_is_named(recipe):
         assert not refusal or key[0] in refusal, (key, refusal)
 
 
-@fuzz(80)
+@fuzz(40)
 @given(
     st.dictionaries(
         st.tuples(st.sampled_from(COMPONENTS), st.text("abc_", min_size=1, max_size=4)),
@@ -266,7 +266,7 @@ def damaged_yaml(draw):
     return text
 
 
-@fuzz(150)
+@fuzz(60)
 @given(damaged_yaml())
 def test_text_that_was_damaged(recipe, text):
     where = f"\nbase_model_path: {recipe.values['base_model_path']}\n"
@@ -277,7 +277,7 @@ def test_text_that_was_damaged(recipe, text):
         recipe(text)
 
 
-@fuzz(150)
+@fuzz(60)
 @given(
     st.lists(
         st.one_of(
@@ -373,7 +373,7 @@ def in_range(draw):
     return {key: draw(within(NUMBERS[key], key)) for key in keys}
 
 
-@fuzz(200)
+@fuzz(80)
 @given(in_range())
 def test_values_in_their_ranges_are_refused_together_or_everything_is_built(recipe, changes):
     values = changed(recipe.values, changes)
