@@ -132,6 +132,8 @@ def _allowed(schema: _JsonSchema) -> str:
         return _WORDS[schema["type"]]
     if "minProperties" in schema:
         return "one `_component_` or more, each under a name"
+    if "properties" not in schema:
+        return "a mapping with any keys"
     if "_component_" in schema["properties"]:
         return "`_component_` and its arguments"
     is_schedule = "schedule" in schema["properties"]

@@ -211,7 +211,7 @@ def test_a_documented_objective_is_accepted_as_its_overrides_are_printed(
 ):
     checked = with_preset(preset, base_model_path, tmp_path)
     for key in ("advantages", "aggregation", "off_policy"):
-        assert callable(build(key, checked[key]))
+        assert callable(build(key, getattr(checked, key)))
     assert callable(build_loss(checked, lambda tokens, **clip: tokens))
 
 
