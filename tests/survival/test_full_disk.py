@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from omegaconf import OmegaConf
 
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
@@ -158,7 +159,7 @@ def make_checkpoints(folder, failure, account):
     log = Log()
     checkpoints = Checkpoints(
         folder,
-        OmegaConf.create({"seed": 1}),
+        cast(Any, SimpleNamespace(model_dump=lambda: {"seed": 1})),
         account,
         account,
         writes=True,

@@ -50,7 +50,7 @@ class Sampler:
         self.asked.append((prompt["prompt_index"], epoch, group_id, attempt, temperature))
         entry = SimpleNamespace(prompt_index=prompt["prompt_index"], epoch=0, group_id=group_id)
         group = [trajectory(entry, self.version) for _ in range(G)]
-        return pack(group), summarize(group), {"text of": group_id}
+        return pack(group), summarize(pack(group)), {"text of": group_id}
 
     def evaluate(self, prompts, temperature, samples):
         return [{"prompt": prompt} for prompt in prompts]
@@ -68,7 +68,7 @@ class Setting:
         role = local_role("generator_0", self.sampler)
         self.generator = GeneratorHandle(role, self.ledger, 7.0, 9.0)
         self.buffer_role = local_role(
-            "replay_buffer", ReplayBuffer(capacity=9, contract=contract, timeout_s=0.01)
+            "replay_buffer", ReplayBuffer(contract=contract, timeout_s=0.01)
         )
         self.buffer = ReplayBufferHandle(
             self.buffer_role, self.ledger, 5.0, 9.0, wait_for_stale=wait_for_stale
@@ -145,7 +145,7 @@ def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered(local_role
         for _ in range(2):
             await setting.buffer.add(await setting.generated())
         contract = StalenessContract(1, 1)
-        setting.buffer_role.target = ReplayBuffer(capacity=9, contract=contract, timeout_s=0.01)
+        setting.buffer_role.target = ReplayBuffer(contract=contract, timeout_s=0.01)
         await setting.buffer_role.recover()
         assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
 

@@ -64,7 +64,7 @@ class Run:
     def __init__(
         self, *generators, rows=10, samples=1, temperature=1.0, max_staleness=9, **schedule
     ):
-        self.generators, self.published, self.told = generators, 7, []
+        self.generators, self.published, self.results = generators, 7, []
         self.ledger = new_ledger()
         self.evaluation = Evaluation(
             range(rows),
@@ -76,7 +76,7 @@ class Run:
             timeout_s=9.0,
             scored=lambda step, results: results,
             pin_weights=self.ledger.pin_weights,
-            on_result=[lambda *told: self.told.append(told)],
+            on_result=[lambda *result: self.results.append(result)],
         )
 
     async def pull(self, generator, cause):

@@ -58,7 +58,7 @@ class Setting:
             groups_per_step=1,
             group_size=2,
         )
-        self.checkpoints = MagicMock(save=AsyncMock(), settled=AsyncMock())
+        self.checkpoints = MagicMock(save=AsyncMock(), wait_idle=AsyncMock())
         self.held = []
         self.checkpoints.hold = lambda: self.held.append(self.state())
         start = RunStart(attempt, None, "", folder, self.state(), MagicMock(), MagicMock())

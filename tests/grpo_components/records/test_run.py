@@ -23,11 +23,11 @@ class Setting:
         for method in ("commit", "save_if_due", "restore", "finish", "roll_back"):
             setattr(journal, method, AsyncMock(return_value=7))
         evaluation.due.return_value = evaluation_due
-        evaluation.begin, evaluation.finished = AsyncMock(), AsyncMock(return_value={"eval/x": 1})
+        evaluation.begin, evaluation.collect = AsyncMock(), AsyncMock(return_value={"eval/x": 1})
         roles.buffer.texts = AsyncMock(return_value=[])
         roles.buffer.begin_again, roles.server.begin_again = AsyncMock(), AsyncMock()
         calls.ledger.policy_version, calls.ledger.dropped_groups = 0, {"filtered": 4}
-        calls.failures.count.return_value = 0
+        calls.failures.take_count.return_value = 0
         self.records = RunRecords(
             calls.start,
             calls.ledger,
@@ -69,7 +69,7 @@ def test_a_step_is_committed_then_evaluated_logged_checked_and_saved(evaluation_
     assert (step, trained_tokens) == (7, 2)
     assert metrics["loss/total"] == 0.25 and metrics["eval/x"] == 1
     assert metrics["buffer/size"] == 3 and metrics["time/step"] > 0
-    counted = setting.calls.skipped_steps.stepped
+    counted = setting.calls.skipped_steps.record
     counted.assert_called_once_with(7, trained=False, why="the loss is nan")
 
 

@@ -145,7 +145,6 @@ def test_what_a_loss_does_not_measure_is_logged_as_nan_under_the_same_keys(ranks
     missing = {k for k, value in plain.items() if isinstance(value, float) and math.isnan(value)}
     assert missing == {
         "loss/penalty",
-        "loss/kl_reference",
         "ratio/clip_fraction",
         "ratio/clip_fraction_low",
         "ratio/clip_fraction_high",
