@@ -234,7 +234,7 @@ def _check_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def _check_logger(path: str) -> None:
-    """Refuse a class that is no logger; what a function makes is checked once it is built."""
+    """Refuse a class that is not a logger; the result of a function is checked once it exists."""
     component = _get_component_from_path(path)
     if isinstance(component, type):
         check_logger(path, component)

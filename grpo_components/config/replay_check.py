@@ -112,7 +112,8 @@ def _with_defaults(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, An
     required = {
         key: given[key] for key, field in Settings.model_fields.items() if field.is_required()
     }
-    return {**read_settings(required).model_dump(), **saved}
+    whole = {**read_settings(required).model_dump(), **saved}
+    return read_settings(whole).model_dump()  # sections may lack keys, too
 
 
 def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:

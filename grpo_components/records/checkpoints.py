@@ -193,8 +193,8 @@ class Checkpoints:
     def _rate(self, step: int) -> None:
         """Write the evaluation of a step to its checkpoint, and point `best` at the best one.
 
-        Does nothing until both exist, or if the evaluation was of newer weights: a generator that
-        restarts during an evaluation loads them.
+        Does nothing until checkpoint and evaluation exist. Skips an evaluation of newer weights
+        than the checkpoint's: a generator that restarts during an evaluation loads the newest.
         """
         metrics = self._evaluations.get(step)
         if not self._keep_best or metrics is None:

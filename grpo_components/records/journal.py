@@ -98,7 +98,7 @@ class Journal:
             await weights.restore()
 
     async def roll_back(self) -> int:
-        """End this attempt, and begin the next one at the last checkpoint or at the start.
+        """End this attempt, and start the next one from the last checkpoint or the beginning.
 
         Returns:
             The number of the new attempt.

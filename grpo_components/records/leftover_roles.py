@@ -1,4 +1,4 @@
-"""Waits until the roles of a killed driver, which may still write to its folder, have ended."""
+"""Waits for role processes of a killed driver to exit: they may still write to the run folder."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Run:
         await self._journal.finish()
 
     async def begin_again(self) -> None:
-        """Begin the next attempt at the last checkpoint, after the trainers were started again."""
+        """Start the next attempt from the last checkpoint, after the trainers restarted."""
         attempt = await self._journal.roll_back()
         for log in (self._log, self._records.failures):
             log.attempt = attempt

@@ -28,7 +28,7 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("role", "step"),
     "restart": ("role",),
 }
-"""Events whose order a replay repeats -> fields that identify whose turn it is."""
+"""Events that a replay keeps in the recorded order, each with the fields that identify it."""
 ENVELOPE = ("event", "number", "attempt", "time")
 """Fields that every line of the log has."""
 _MAX_WAITERS_SHOWN = 8

@@ -29,7 +29,7 @@ class _Lines:
     first: int
     """Number of the first skipped line, from 1."""
     why: str
-    """Reason why the first one was skipped."""
+    """Reason why the first skipped line was skipped."""
 
 
 @dataclass

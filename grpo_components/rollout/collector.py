@@ -135,7 +135,7 @@ class GroupCollector(Collector):
         """Reset the environment and step it until every slot is done.
 
         Args:
-            call: function that runs a call into the environment, for example in another thread.
+            call: runs a method of the environment, for example in another thread.
         """
         tensordict = call(self.env.reset)
         slots = [SlotRollout(slot["tokens"].numpy()) for slot in tensordict.unbind(0)]

@@ -17,7 +17,7 @@ from grpo_components.trajectory import Trajectory
 
 @dataclass
 class TrainSample:
-    """One response of the batch, with the values that a training step adds."""
+    """One response of the batch, with what the training step computes for it."""
 
     trajectory: Trajectory
     mask: NDArray[np.bool_]

@@ -46,7 +46,7 @@ class TokenMetrics:
         self._fresh: list[np.ndarray] = []
 
     def add(self, token_metrics: Mapping[str, Tensor]) -> None:
-        """Add values [N] per token: a key that ends in `max` keeps the largest, another the sum."""
+        """Add per-token values [N]. Keys that end in `max` keep the maximum, others the sum."""
         for key, values in token_metrics.items():
             values = values.detach().double()
             if key.endswith("max"):

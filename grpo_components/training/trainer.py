@@ -383,7 +383,7 @@ class Trainer:
         self._state.hold(self.policy_version, self._gather_layers(), copy=copy)
 
     def write_state(self, folder: str) -> str | None:
-        """Write the state that `hold_state` kept, even during a step; see `TrainerState.write`."""
+        """Write the state saved by `hold_state`; safe during a step. See `TrainerState.write`."""
         return self._state.write(Path(folder))
 
     def load_state(self, folder: str) -> None:

@@ -26,7 +26,7 @@ _GRACE_S = 30.0
 """Seconds for the sandbox itself to start and end, on top of the program's wall-clock limit."""
 _MAX_QUEUE_S = 600.0
 _MAX_LIMIT = 2**20
-"""Largest value of any limit."""
+"""Maximum of every limit (time, memory, processes), each in its own unit."""
 _CPU_LIMIT_STATUS = 128 + 24  # SIGXCPU
 _MAX_REPORT_CHARS = 1000
 
