@@ -113,8 +113,8 @@ class WeightSync:
                 f"{generator.name} loaded weights of version {version} with checksum {checksum}, "
                 f"the trainers pushed {pushed}"
             )
-        events = self._ledger.events
-        events.note("load", role=generator.name, version=version, checksum=checksum)
+        checksums = {"checksum": checksum, "published": pushed}
+        self._ledger.events.note("load", role=generator.name, version=version, **checksums)
         await self._roles.server.acknowledge(generator.name, version)
 
     async def restore(self) -> None:

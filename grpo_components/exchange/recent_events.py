@@ -48,7 +48,7 @@ class RecentEvents:
         """Count one event of the run."""
         match event["event"]:
             case "load":
-                self._load(event["role"], event["version"], event["checksum"])
+                self._load(event["role"], event["version"], event["checksum"], event["published"])
             case "issue":
                 self._issue(event["group"], event["prompt"], event["epoch"])
             case "finish":
@@ -82,10 +82,9 @@ class RecentEvents:
         self._lengths: dict[str, list[float | None]] = {}
         """Event, or reason of a drop -> mean response length of each group concerned."""
 
-    def _load(self, generator: str, version: int, checksum: str) -> None:
+    def _load(self, generator: str, version: int, checksum: str, published: str) -> None:
         self._weights[generator] = {"version": version, "checksum": checksum}
-        # `WeightSync` has checked that the published checksum is the same.
-        weights = {"version": version, "checksum": checksum, "published": checksum}
+        weights = {"version": version, "checksum": checksum, "published": published}
         self._acknowledged.append({"generator": generator, **weights})
 
     def _issue(self, group_id: int, prompt_index: int, epoch: int) -> None:

@@ -24,6 +24,10 @@ _UNLOGGED = ("interrupt",)
 """Events that the log's format 2 leaves out: the next `issue` of the group implies them."""
 
 
+_UNLOGGED_FIELDS = ("published",)
+"""Fields that the log's format 2 leaves out: the receipts have them."""
+
+
 class EventLog:
     """Appends one JSON object per event to `logs/events.jsonl`, and flushes each.
 
@@ -40,7 +44,8 @@ class EventLog:
         """Write one event with its number and the time."""
         if event["event"] in _UNLOGGED:
             return
-        line = {"event": event["event"], "number": self._number, **event}
+        fields = {name: event[name] for name in event if name not in _UNLOGGED_FIELDS}
+        line = {"event": event["event"], "number": self._number, **fields}
         self._file.write(json.dumps(line | {"time": round(time.time(), 6)}) + "\n")
         self._file.flush()
         self._number += 1

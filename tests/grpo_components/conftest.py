@@ -82,8 +82,8 @@ def write_run(path, eta=2, num_steps=6):
                 metrics.write(json.dumps({"step": step, "attempt": 0, **known}) + "\n")
             if after > start:
                 for name in ("generator_0", "generator_1")[: 1 + step % 2]:
-                    weights = {"version": after, "checksum": f"weights {after}"}
-                    ledger.events.note("load", role=name, **weights)
+                    checksums = dict.fromkeys(("checksum", "published"), f"weights {after}")
+                    ledger.events.note("load", role=name, version=after, **checksums)
         receipts.close()
         log.close()
 

@@ -108,13 +108,13 @@ def metrics(output_dir):
 
 @pytest.mark.slow
 def test_the_main_job_learns(tune):
-    """What `make demo` runs, with 150 of its 250 steps."""
-    output, output_dir = succeed(tune, "num_steps=150")
+    """What `make demo` runs, as it is."""
+    output, output_dir = succeed(tune)
     steps = metrics(output_dir)
     assert steps[0]["step"] == 0
     assert [record["step"] for record in steps] == list(range(len(steps)))
     assert 0.25 <= steps[0]["eval/success_rate"] <= 0.5
-    assert steps[-1]["eval/success_rate"] >= 0.83
+    assert steps[-1]["eval/success_rate"] >= 0.9
     assert max(record["staleness/max"] for record in steps[1:]) <= 2
     assert all(record.keys() >= KEYS for record in steps[1:])
     assert any(record["staleness/max"] > 0 for record in steps[1:]), "nothing was asynchronous"

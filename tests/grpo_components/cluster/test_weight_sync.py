@@ -128,9 +128,9 @@ def test_pulls_come_every_m_rollouts_once_there_is_something_newer(local_role):
             ("generator_1", "group 9"),
         ]
         assert setting.named("load") == [
-            ("generator_0", 1, CHECKSUM),
-            ("generator_0", 2, CHECKSUM),
-            ("generator_1", 2, CHECKSUM),
+            ("generator_0", 1, CHECKSUM, CHECKSUM),
+            ("generator_0", 2, CHECKSUM, CHECKSUM),
+            ("generator_1", 2, CHECKSUM, CHECKSUM),
         ]
         assert setting.server.acknowledged() == {"generator_0": 2, "generator_1": 2}
 

@@ -187,8 +187,9 @@ class Run:
         self.receipts.close()
 
     def load(self, generator):
-        weights = {"version": generator.version, "checksum": f"weights {generator.version}"}
-        self.ledger.events.note("load", role=generator.name, **weights)
+        checksums = dict.fromkeys(("checksum", "published"), f"weights {generator.version}")
+        loaded = {"role": generator.name, "version": generator.version, **checksums}
+        self.ledger.events.note("load", **loaded)
 
     def happens(self, what):
         return self.random.random() < self.schedule.rates[what]

@@ -42,7 +42,8 @@ async def train(ledger, policy_version, lengths=((3, 4), (5, 6))):
 
 
 def load(ledger, generator, version):
-    ledger.events.note("load", role=generator, version=version, checksum="abc")
+    checksums = {"checksum": "abc", "published": "def"}  # each as it was found
+    ledger.events.note("load", role=generator, version=version, **checksums)
 
 
 def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
@@ -63,7 +64,7 @@ def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
         "group_size": 2,
     }
     events, groups = step.pop("events"), step.pop("groups")
-    acknowledged = {"generator": "generator_1", "version": 1, "checksum": "abc", "published": "abc"}
+    acknowledged = {"generator": "generator_1", "version": 1, "checksum": "abc", "published": "def"}
     assert step == {
         "record": "step",
         "attempt": 0,

@@ -238,7 +238,7 @@ class Run:
                 version, weights = self.served
             await generator.engine.submit(f"weights {version}", (version, weights))
             generator.version = version
-            loaded = {"version": version, "checksum": str(weights)}
+            loaded = {"version": version, "checksum": str(weights), "published": str(weights)}
             self.events.note("load", role=generator.name, **loaded)
             await self.work()
 
