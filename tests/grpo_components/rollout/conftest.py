@@ -1,6 +1,7 @@
 """Real vLLM engines of tiny random models, for the tests of what runs in them."""
 
 import contextlib
+import gc
 import os
 
 import pytest
@@ -18,6 +19,12 @@ def build_engine():
     os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1), OMP_NUM_THREADS="1")
     from grpo_components.rollout.vllm_engine import VLLMEngine
 
+    # vLLM collects garbage several times around each engine: 0.4 s each over all that is imported.
+    gc.collect()
+    gc.freeze()
+    patched = pytest.MonkeyPatch()
+    patched.setattr(gc, "unfreeze", lambda: None)
+
     def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64):
         options = EngineOptions(
             model_path=str(path),
@@ -32,6 +39,7 @@ def build_engine():
         return VLLMEngine(options, seed=0, schedule=schedule)
 
     yield build
+    patched.undo()
     os.environ.clear()
     os.environ.update(before)
 
@@ -51,6 +59,13 @@ def make_engine(build_engine):
     for engine in engines:
         with contextlib.suppress(EngineStoppedError):  # a test stopped it
             engine.close()
+
+
+@pytest.fixture(scope="module")
+def idle_engine(build_engine, checkpoints):
+    """An engine of `tied_A` for tests that wait for their answers and leave its weights alone."""
+    with contextlib.closing(build_engine(checkpoints / "tied_A")) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

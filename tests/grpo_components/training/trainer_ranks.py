@@ -209,7 +209,8 @@ class Ranks:
         self._start(2)
 
     def _start(self, num_ranks):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # torch and torchtune are imported once
         while len(self._processes) < num_ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
