@@ -28,6 +28,8 @@ class Fault:
     """Of which a call is under way then."""
     number: int = 1
     """Which call of that method, from 1."""
+    after_step: int = 0
+    """The first call since this training step began, if that is later."""
     delay_s: float = 0.0
     """Since that call was made."""
     stop: bool = False
@@ -64,7 +66,8 @@ def install():
         for fault in list(waiting):
             if (fault.role, fault.method) != (role.name, method):
                 continue
-            if calls[role.name, method] >= fault.number and role.pid:
+            begun = calls["trainer_0", "train_step"] >= fault.after_step
+            if calls[role.name, method] >= fault.number and begun and role.pid:
                 waiting.remove(fault)
                 asyncio.get_running_loop().call_later(fault.delay_s, strike, role, fault)
                 break

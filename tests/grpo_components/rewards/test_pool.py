@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from grpo_components.cluster.cluster import Cluster
+from grpo_components.cluster.restarts import RestartBudget
+from grpo_components.errors import RoleFailedError
 from grpo_components.rewards.pool import (
     MAX_ERROR_CHARS,
     RewardPool,
@@ -97,6 +99,17 @@ class Unborn:
 class Stillborn:
     def __init__(self):
         os._exit(3)
+
+
+class Licensed:
+    '''Can be built by the driver, and in no role.'''
+
+    def __init__(self):
+        if "RAY_RAYLET_PID" in os.environ:
+            raise RuntimeError("no licence key")
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return 1.0
 
 
 class Process:
@@ -393,7 +406,7 @@ def test_the_processes_die_with_an_owner_that_is_killed(begun):
 def cluster(tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("run")
     (output_dir / "logs").mkdir()
-    cluster = Cluster(output_dir, "WARNING", attempt=0)
+    cluster = Cluster(output_dir, "WARNING", attempt=0, budget=RestartBudget(2, 600))
     cluster.start()
     yield cluster, output_dir
     cluster.stop()
@@ -432,11 +445,36 @@ def test_in_a_ray_actor_the_processes_stay_light_and_die_with_it(cluster, folder
     worker = psutil.Process(int(rounds[0][0].terms["process"]))
     role.submit("score", samples("endless", answer=str(begun)))
     begun.read_text()
-    (record,) = map(json.loads, (output_dir / "logs/roles.jsonl").read_text().splitlines())
+    starts = map(json.loads, (output_dir / "logs/roles.jsonl").read_text().splitlines())
+    (record,) = (start for start in starts if start["role"] == "scorer")
     assert worker.ppid() == record["pid"]
     os.kill(record["pid"], signal.SIGKILL)
     _, alive = psutil.wait_procs([worker], timeout=WAIT_S)
     assert not alive
+
+
+def test_a_reward_that_cannot_be_built_in_a_role_fails_it_after_one_restart(cluster):
+    """The process finds the user's file as the driver does: beside what was started."""
+    cluster, output_dir = cluster
+    role = cluster.spawn(
+        "licensed",
+        "grpo_components.rewards.pool.RewardPool",
+        rewards={"key": reward("Licensed")},
+        num_workers=1,
+        timeout_s=WAIT_S,
+    )
+
+    async def run():
+        await cluster.ready(120)
+        await role.call("score", samples("1"), timeout_s=120)
+
+    with pytest.raises(RoleFailedError) as failed:
+        asyncio.run(run())
+    assert (failed.value.role, failed.value.kind) == ("licensed", "raised")
+    what = "RuntimeError: no licence key; failed the same way again after a restart"
+    assert failed.value.what.endswith(what)
+    starts = map(json.loads, (output_dir / "logs/roles.jsonl").read_text().splitlines())
+    assert [start["role"] for start in starts].count("licensed") == 2
 
 
 def test_specs_are_read_from_the_config():

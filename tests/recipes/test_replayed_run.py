@@ -1,0 +1,72 @@
+"""A finished run of every kind of role is replayed to the same bits, by the real `tune`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from chaos import Fault, forked_recipe
+from classifier import random_classifier
+from safetensors.torch import load_file
+from whole_runs import assert_same_run, audit, metrics, records, succeed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
+
+TALKATIVE = """
+from grpo_components.rollout.multi_turn import Reply
+
+
+class Talkative:
+    def __call__(self, prompt, seed):
+        left = 20 if prompt["prompt_index"] in (6, 7) else 0
+
+        def respond(text):
+            nonlocal left
+            left -= 1
+            return Reply("And? ", done=left < 0, rewards={"odd": len(text) % 2})
+
+        return respond
+"""
+
+
+def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
+    """With new weights within responses; later a generator and the buffer are killed.
+
+    Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
+    have their groups in the buffer already. The rollouts that start after them are on the same
+    generators, and pull. Step 4 must train groups 6 and 7, before they are too old; only then is
+    the generator killed, so that no long response begins again.
+    """
+    (tmp_path / "my_worlds.py").write_text(TALKATIVE)
+    faults = [
+        Fault("generator_0", "generate_group", after_step=4),
+        Fault("replay_buffer", "add", 9),
+    ]
+    recipe, environment = forked_recipe(tmp_path, faults)
+    knobs = (
+        *("num_steps=8", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
+        *("num_generators=2", "rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
+        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=5"),
+        *("stale_groups=wait", "loss.kl_coeff=0.01", "reward_model.weight=0.5"),
+        f"reward_model.path={random_classifier(tmp_path / 'classifier')}",
+        "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+        "environment.max_turns=21",
+        "environment.world._component_=my_worlds.Talkative",
+        "rollouts_logged_per_step=2",
+    )
+    output, original = succeed(tune, *knobs, recipe=recipe, env=environment)
+    assert all(f"{role} is back" in output for role in ("generator_0", "replay_buffer"))
+    code, table = audit(original)
+    assert code == 0, table
+    output, replay = succeed(tune, *knobs, f"replay_events={original}")
+    assert "events in the recorded order" in output
+    assert "generator_0 is back" in output and "replay_buffer" not in output
+    groups = records(original / "logs" / "rollouts.jsonl")
+    responses = [response for group in groups for response in group["responses"]]
+    assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
+    assert all("reward_model" in response["reward_terms"] for response in responses)
+    steps = metrics(original)[1:]
+    assert max(record["staleness/max"] for record in steps) > 0
+    assert max(record["loss/kl_reference"] for record in steps) > 0
+    after = assert_same_run(original, replay, num_steps=8)
+    base = load_file(Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors"))
+    assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"
