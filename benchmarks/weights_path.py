@@ -492,7 +492,7 @@ def peaks_alone(folder: Path, shape: dict[str, Any]) -> list[int]:
     from grpo_components.equivalence.roles import RoleProcess
 
     files = [None, str(folder / "alone")]
-    start = partial(RoleProcess, "weights_path.TrainerSide", cpu_threads=1)
+    start = partial(RoleProcess, "weights_path.TrainerSide")
     processes = [start(folder=str(folder), shape=shape, device="cpu") for _ in files]
     try:
         for process, file in zip(processes, files, strict=True):

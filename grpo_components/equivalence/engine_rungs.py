@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_components.cluster.cluster import engine_environment
 from grpo_components.equivalence.families import FAMILIES, random_checkpoint
 from grpo_components.equivalence.roles import ENGINES, RoleProcess
 from grpo_components.equivalence.rungs import Bench, saved_weights
@@ -23,7 +22,7 @@ def pulled_engine_is_fresh_engine(bench: Bench) -> float:
     """Compare samples of an engine whose weights were swapped with those of a fresh engine."""
     prompts = [[5, 6, 7, number + 1] for number in range(6)] + [[*_LONG_PREFIX, n] for n in (1, 2)]
     worst = 0.0
-    with closing(RoleProcess(ENGINES, env=_engine_environment())) as engines:
+    with closing(RoleProcess(ENGINES)) as engines:
         for base, new in _weights_before_and_after(bench):
             pulled = engines.call("sample", str(base), _bucket(new), prompts)
             fresh = engines.call("sample", str(new), None, prompts)
@@ -38,7 +37,7 @@ def engine_pulled_under_load_is_fresh_engine(bench: Bench) -> float:
     """
     prompts = [[*_LONG_PREFIX, number] for number in range(4)]
     worst = 0.0
-    with closing(RoleProcess(ENGINES, env=_engine_environment())) as engines:
+    with closing(RoleProcess(ENGINES)) as engines:
         for base, new in _weights_before_and_after(bench):
             pulled, load = engines.call("sample_under_load", str(base), _bucket(new), prompts)
             if any(set(completion.token_versions) != {0, 1} for completion in load):
@@ -48,10 +47,6 @@ def engine_pulled_under_load_is_fresh_engine(bench: Bench) -> float:
             fresh = engines.call("sample", str(new), None, prompts)
             worst = max(worst, _difference_of_completions(pulled, fresh))
     return worst
-
-
-def _engine_environment() -> dict[str, str]:
-    return engine_environment("cpu", "WARNING", kv_cache_gib=1)
 
 
 def _weights_before_and_after(bench: Bench) -> list[tuple[Path, Path]]:

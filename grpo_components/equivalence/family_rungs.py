@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torchtune.training import FullModelHFCheckpointer
 
-from grpo_components.cluster.cluster import engine_environment
 from grpo_components.equivalence.families import FAMILIES, Family, random_checkpoint
 from grpo_components.equivalence.roles import ENGINES, RoleProcess, merged_export
 from grpo_components.equivalence.rungs import Bench, LogprobGap, max_difference, saved_weights
@@ -65,7 +64,7 @@ def reloaded_is_exported(bench: Bench) -> float:
 def every_family_samples_from_what_it_trained(bench: Bench) -> float:
     """Compare logprobs of an engine that pulled trained weights with those of their trainer."""
     rng, worst = np.random.default_rng(0), 0.0
-    with closing(RoleProcess(ENGINES, env=engine_environment("cpu", "WARNING", 1))) as engines:
+    with closing(RoleProcess(ENGINES)) as engines:
         for family in FAMILIES.values():
             base = random_checkpoint(family, bench.folder(), seed=0)
             arguments = family_arguments(bench, family, base) | {

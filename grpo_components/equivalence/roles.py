@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from grpo_components import _plugin
+from grpo_components.cluster.cluster import engine_environment
 from grpo_components.config import preflight
 from grpo_components.config.objective import build_penalties
 from grpo_components.config.role_arguments import RoleArguments, role_arguments
@@ -35,12 +36,18 @@ from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.settings import Settings
 from grpo_components.training.trainer_options import ObjectiveOptions
 
-# Dotted paths, so that each class is imported only in its own process.
+# Dotted paths, so that the classes are imported only where they run.
 GENERATOR = "grpo_components.rollout.generator.Generator"
 TRAINER = "grpo_components.training.trainer.Trainer"
 FRESH_TRAINERS = "grpo_components.equivalence.roles.FreshTrainers"
 ENGINES = "grpo_components.equivalence.roles.Engines"
 _ENGINE = "grpo_components.rollout.vllm_engine.VLLMEngine"
+_PRELOADED = [path.rpartition(".")[0] for path in (GENERATOR, TRAINER, _ENGINE)]
+_SERVER_ENVIRONMENT = {  # as the cluster sets it; OpenMP and vLLM read it at import
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    **engine_environment("cpu", "WARNING", kv_cache_gib=1),
+}
 Prompts = Iterator[tuple[dict[str, Any], int]]
 _SWAP_STEP = 16
 """Engine step before which `Engines.sample_under_load` swaps in the new weights."""
@@ -49,35 +56,25 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class RoleProcess:
-    """Runs an object in a spawned process, with the threads and environment that the cluster sets.
+    """Runs an object in a process of its own, forked from a server that has imported the roles.
 
     Args:
         role_class: dotted path of the object's class.
         cpu_threads: number of threads for torch.
-        env: additional environment variables.
         kwargs: constructor arguments of the object.
     """
 
-    def __init__(
-        self,
-        role_class: str,
-        *,
-        cpu_threads: int = 1,
-        env: dict[str, str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, role_class: str, *, cpu_threads: int = 1, **kwargs: Any) -> None:
         self._name = role_class.rpartition(".")[2]
-        context = multiprocessing.get_context("spawn")
+        # Python starts the server with the first process, and then keeps it: importing torch and
+        # vLLM takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._connection, child_end = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(child_end, role_class, cpu_threads, kwargs), name=self._name
         )
-        variables = {
-            "OMP_NUM_THREADS": str(cpu_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **(env or {}),
-        }
-        with _environment(variables):  # OpenMP and vLLM read them at import
+        with _environment(_SERVER_ENVIRONMENT):
             self._process.start()
         child_end.close()
 
@@ -118,7 +115,7 @@ class RoleProcess:
 def _serve(
     connection: Connection, role_class: str, cpu_threads: int, kwargs: dict[str, Any]
 ) -> None:
-    """Build the object, then answer calls until None arrives; runs in the spawned process."""
+    """Build the object, then answer calls until None arrives; runs in the forked process."""
     quiet_libraries("WARNING")
     torch.set_num_threads(cpu_threads)
     role: Any = None
@@ -207,7 +204,7 @@ def tiny_arguments(cfg: Settings, rendezvous: Path) -> tuple[RoleArguments, Prom
         rendezvous=str(rendezvous),
     )
     for own in (arguments.trainer, arguments.generator):
-        for key in ("num_gpus", "min_living", "replay", "counts_restarts"):
+        for key in ("num_gpus", "min_living", "replay", "counts_restarts", "env"):
             own.pop(key, None)
     return arguments, prompts
 

@@ -61,7 +61,7 @@ def is_run(folder: Path) -> bool:
     """
     if read_holder(folder) is not None:
         return True
-    if not (_config(folder / "config.yaml").keys() >= _KEYS and (folder / "logs").is_dir()):
+    if not (os.path.isdir(folder / "logs") and _config(folder / "config.yaml").keys() >= _KEYS):
         return False
     receipt, event = map(_first_record, (folder / "receipts.jsonl", folder / "logs/events.jsonl"))
     return receipt.get("record") == "start" or event.get("event") == "start"
@@ -75,7 +75,7 @@ def lies_in_run(folder: Path) -> Path | None:
     """
     for parent in folder.parents:
         top = folder.relative_to(parent).parts[0]
-        if (top in (*_FOLDERS, "profile") or top in _outputs(parent)) and is_run(parent):
+        if is_run(parent) and (top in (*_FOLDERS, "profile") or top in _outputs(parent)):
             return parent
     return None
 

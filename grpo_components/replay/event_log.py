@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from grpo_components.files import cut_torn_line
@@ -85,5 +86,8 @@ def open_event_order(
 
 
 def _versions() -> dict[str, str]:
-    found = {dist.metadata["Name"]: dist.version for dist in distributions()}
-    return {name: found[name] for name in _LIBRARIES if name in found}
+    found = {}
+    for name in _LIBRARIES:  # not over all distributions: reading their metadata takes long
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -20,6 +20,7 @@ RECIPE_FILE = REPOSITORY / "recipes" / f"{RECIPE}.py"
 CONFIGS = {path.stem: path for path in (REPOSITORY / "recipes" / "configs").glob("*.yaml")}
 TINY = "tiny_async_grpo"
 COPY_RUNS = "the copy runs"
+Command = tuple[str, ...]
 
 # Runs the real `tune` script once per command in one process: loading torchtune takes seconds.
 RUN_TUNE_MANY_TIMES = """
@@ -47,15 +48,14 @@ class Install:
         """Run the `tune` executable as a user does, away from the checkout."""
         return self._run(str(self.bin / "tune"), *arguments, cwd=cwd)
 
-    def tune_each(self, *commands: list[str], cwd: Path) -> list[str]:
-        """Run many `tune` commands that must succeed and return their outputs."""
+    def tune_each(self, *commands: Command, cwd: Path) -> dict[Command, tuple[int, str]]:
+        """Run many `tune` commands; return the exit code and the output of each."""
         python, script = str(self.bin / "python"), str(self.bin / "tune")
         done = self._run(python, "-c", RUN_TUNE_MANY_TIMES, script, json.dumps(commands), cwd=cwd)
         assert done.returncode == 0, done.stderr
-        results = json.loads(done.stdout)
-        for command, (code, output) in zip(commands, results, strict=True):
-            assert code == 0, f"tune {' '.join(command)}: exit code {code}\n{output}"
-        return [output for _, output in results]
+        assert "not added to `tune`" not in done.stderr
+        results = map(tuple, json.loads(done.stdout))
+        return dict(zip(commands, results, strict=True))
 
     def _run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         hidden = ("PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD")
@@ -72,29 +72,53 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module", params=["editable", "wheel"])
-def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Install:
-    here = Path(sys.executable).parent
-    if request.param == "editable":
-        return Install(here)
+@pytest.fixture(scope="module")
+def editable_install() -> Install:
+    return Install(Path(sys.executable).parent)
+
+
+@pytest.fixture(scope="module")
+def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Install:
     venv = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (site_packages,) = venv.glob("lib/python*/site-packages")
     # All but our project comes from the running environment, whose own .pth files do not act here.
     (site_packages / "everything_else.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     pip = ["pip", "--python", str(venv / "bin" / "python"), "install", "-qq", "--no-deps"]
-    wheel = request.getfixturevalue("wheel")
     subprocess.run([sys.executable, "-m", *pip, str(wheel)], check=True)
     return Install(venv / "bin")
 
 
 @pytest.mark.slow
-def test_ls_lists_the_recipe_with_every_config_tiny_ones_first(install: Install, tmp_path: Path):
-    # Also the proof that the command is torchtune's: Ray installs another one of this name.
-    done = install.tune("ls", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "not added to `tune`" not in done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_every_command_knows_the_recipe_and_its_configs(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    install: Install = request.getfixturevalue(f"{kind}_install")
+    by_name = ("run", RECIPE, "--config", TINY, "group_size=1")
+    torchrun = ("run", "--nproc_per_node", "2", *by_name[1:])
+    good = [("ls",), *(("cp", name, ".") for name in (RECIPE, *CONFIGS))]
+    good += [("validate", f"{name}.yaml") for name in CONFIGS]
+    good += [("cat", name) for name in CONFIGS]
+    answers = install.tune_each(*good, torchrun, by_name, cwd=tmp_path)
+    for command in good:
+        code, output = answers[command]
+        assert code == 0, f"tune {' '.join(command)}: exit code {code}\n{output}"
+
+    assert_lists_the_recipe_with_every_config_tiny_ones_first(answers["ls",][1])
+    for file in (RECIPE_FILE, *CONFIGS.values()):
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+    for name in CONFIGS:
+        assert "Config is well-formed!" in answers["validate", f"{name}.yaml"][1]
+        assert "max_staleness:" in answers["cat", name][1]
+    assert_refused(*answers[by_name], key="group_size")
+    code, output = answers[torchrun]  # Ray starts the ranks
+    assert code == 2 and "does not support distributed training" in output
+
+
+def assert_lists_the_recipe_with_every_config_tiny_ones_first(table: str) -> None:
+    """Also the proof that the command is torchtune's: Ray installs another one of this name."""
+    rows = [line.split() for line in table.splitlines()]
     first = next(i for i, row in enumerate(rows) if row[0] == RECIPE)
     listed = [rows[first][1], *(row[0] for row in rows[first + 1 :])]
     assert listed == sorted(CONFIGS, key=lambda name: (not name.startswith("tiny"), name))
@@ -102,28 +126,7 @@ def test_ls_lists_the_recipe_with_every_config_tiny_ones_first(install: Install,
 
 
 @pytest.mark.slow
-def test_cp_cat_and_validate_accept_every_config(install: Install, tmp_path: Path):
-    copies = [["cp", name, "."] for name in (RECIPE, *CONFIGS)]
-    validations = [["validate", f"{name}.yaml"] for name in CONFIGS]
-    cats = [["cat", name] for name in CONFIGS]
-    outputs = install.tune_each(*copies, *validations, *cats, cwd=tmp_path)
-
-    for file in (RECIPE_FILE, *CONFIGS.values()):
-        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
-    for output in outputs[len(copies) : -len(cats)]:
-        assert "Config is well-formed!" in output
-    for output in outputs[-len(cats) :]:
-        assert "max_staleness:" in output
-
-
-@pytest.mark.slow
-def test_run_by_name_applies_overrides(install: Install, tmp_path: Path):
-    done = install.tune("run", RECIPE, "--config", TINY, "group_size=1", cwd=tmp_path)
-    assert_refused(done, key="group_size")
-
-
-@pytest.mark.slow
-def test_run_executes_a_copied_recipe_with_a_copied_config(install: Install, tmp_path: Path):
+def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install: Install, tmp_path: Path):
     main = 'if __name__ == "__main__":'
     recipe = RECIPE_FILE.read_text()
     assert recipe.count(main) == 1
@@ -133,26 +136,17 @@ def test_run_executes_a_copied_recipe_with_a_copied_config(install: Install, tmp
     (tmp_path / "my_config.yaml").write_text(
         CONFIGS[TINY].read_text().replace("\ngroup_size:", "\ngroup_size: 1  # was")
     )
-    done = install.tune("run", "my_grpo.py", "--config", "my_config.yaml", cwd=tmp_path)
+    done = wheel_install.tune("run", "my_grpo.py", "--config", "my_config.yaml", cwd=tmp_path)
     assert COPY_RUNS in done.stderr
-    assert_refused(done, key="group_size")
+    assert_refused(done.returncode, done.stdout + done.stderr, key="group_size")
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], key: str) -> None:
+def assert_refused(code: int, output: str, key: str) -> None:
     """Our preflight answered: exit code 2, and one line that names the key, no other."""
-    output = done.stdout + done.stderr
-    assert done.returncode == 2, output
+    assert code == 2, output
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line != COPY_RUNS]
     assert f"{key}: " in line
-
-
-@pytest.mark.slow
-def test_torchrun_options_are_refused_because_ray_starts_the_ranks(tmp_path: Path):
-    here = Install(Path(sys.executable).parent)
-    done = here.tune("run", "--nproc_per_node", "2", RECIPE, "--config", TINY, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "does not support distributed training" in done.stderr
 
 
 def test_the_wheel_carries_the_recipes_inside_the_package_only(wheel: Path):
