@@ -116,6 +116,7 @@ def _serve(
     connection: Connection, role_class: str, cpu_threads: int, kwargs: dict[str, Any]
 ) -> None:
     """Build the object, then answer calls until None arrives; runs in the forked process."""
+    os.environ.update(_SERVER_ENVIRONMENT)  # the server may have been started for other processes
     quiet_libraries("WARNING")
     torch.set_num_threads(cpu_threads)
     role: Any = None
