@@ -214,46 +214,6 @@ for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs)):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_every_part_of_the_objective_at_once(tune):
-    """What each of them computes is tested apart; here they meet on the real stack.
-
-    The knobs are others than the demo's, too: pushes every other step, and waiting for groups.
-    """
-    linear = "{schedule: linear, start: %s, end: %s, num_steps: 6, warmup_steps: %s}"
-    _, output_dir = succeed(
-        tune,
-        *SHORT,
-        "num_steps=6",
-        f"loss.clip_high={linear % (0.3, 0.2, 0)}",
-        "loss.kl_coeff=0.01",
-        "loss.entropy_coeff=0.001",
-        "aggregation._component_=grpo_components.objective.aggregation.SequenceMean",
-        "off_policy._component_=grpo_components.objective.off_policy.MaskedIS",
-        f"reward_shaping.kl_coeff={linear % (0.02, 0.0, 0)}",
-        "reward_shaping.overlong_tokens=4",
-        "mask_overlong=true",
-        "dynamic_sampling.enabled=true",
-        "stale_tokens=mask",
-        "max_staleness=1",
-        "push_every_n_steps=2",
-        "stale_groups=wait",
-        "ppo_epochs=2",
-        "updates_per_batch=2",
-        f"optimizer.lr={linear % (1e-4, 1e-5, 2)}",
-        f"generator.temperature={linear % (1.0, 0.7, 0)}",
-    )
-    steps = metrics(output_dir)[1:]
-    assert [record["lr"] for record in steps[:3]] == pytest.approx([5e-5, 1e-4, 1e-4])
-    assert all(record["staleness/max"] <= 1 for record in steps)
-    assert all(record["buffer/dropped_stale"] == 0 for record in steps)
-    assert all(record["loss/kl_reference"] >= 0 for record in steps)
-    # Temperatures differ over the groups of a batch, and the trainer uses each one's own.
-    assert all(record["mismatch/ratio_p50"] == pytest.approx(1, abs=0.05) for record in steps)
-    assert sum(record["groups"]["filtered"]["count"] for record in receipts(output_dir)) > 0
-    code, table = audit(output_dir)
-    assert code == 0, table
-
-
 UNRELIABLE = """
 import zlib
 
@@ -288,11 +248,37 @@ def forked(source: str) -> str:
     return source
 
 
-def test_a_copied_recipe_with_an_edited_loss_and_parts_that_fail(tune, tmp_path):
+LINEAR = "{schedule: linear, start: %s, end: %s, num_steps: 6, warmup_steps: %s}"
+OBJECTIVE = (
+    f"loss.clip_high={LINEAR % (0.3, 0.2, 0)}",
+    "loss.kl_coeff=0.01",
+    "loss.entropy_coeff=0.001",
+    "aggregation._component_=grpo_components.objective.aggregation.SequenceMean",
+    "off_policy._component_=grpo_components.objective.off_policy.MaskedIS",
+    f"reward_shaping.kl_coeff={LINEAR % (0.02, 0.0, 0)}",
+    "reward_shaping.overlong_tokens=4",
+    "mask_overlong=true",
+    "dynamic_sampling.enabled=true",
+    "stale_tokens=mask",
+    "max_staleness=1",
+    "push_every_n_steps=2",
+    "stale_groups=wait",
+    "ppo_epochs=2",
+    "updates_per_batch=2",
+    f"optimizer.lr={LINEAR % (1e-4, 1e-5, 2)}",
+    f"generator.temperature={LINEAR % (1.0, 0.7, 0)}",
+)
+"""Every part of the objective, each with another setting than the demo's."""
+
+
+def test_a_copied_recipe_with_an_edited_loss_every_part_of_the_objective_and_parts_that_fail(
+    tune, tmp_path
+):
     """The documented fork: its own loss and key. What its own environment and reward raise costs
     their samples only.
 
-    In an object store that holds no more than a few snapshots of the weights.
+    What each part of the objective computes is tested apart; here they meet on the real stack, in
+    an object store that holds no more than a few snapshots of the weights.
     """
     subprocess.run([TUNE, "cp", RECIPE, "my_grpo.py"], cwd=tmp_path, check=True)
     subprocess.run([TUNE, "cp", "tiny_async_grpo", "my_config.yaml"], cwd=tmp_path, check=True)
@@ -301,8 +287,8 @@ def test_a_copied_recipe_with_an_edited_loss_and_parts_that_fail(tune, tmp_path)
     (tmp_path / "unreliable.py").write_text(UNRELIABLE)
     output, output_dir = succeed(
         tune,
-        *SHORT,
-        *("max_staleness=3", "pull_every_m_rollouts=100", "rollouts_in_flight=3", "num_steps=8"),
+        *(*SHORT, *OBJECTIVE, "num_steps=6"),
+        *("pull_every_m_rollouts=100", "rollouts_in_flight=3"),
         *("environment=unreliable.Environment", "~rewards.correctness.answer_format"),
         *("rewards.correctness._component_=unreliable.Reward", "max_failed_samples=1000"),
         *("object_store_memory=80000000", "user.negative_weight=0", "user.note=mine"),
@@ -310,13 +296,30 @@ def test_a_copied_recipe_with_an_edited_loss_and_parts_that_fail(tune, tmp_path)
         config="my_config.yaml",
     )
     steps = metrics(output_dir)[1:]
-    assert len(steps) == 8
+    assert len(steps) == 6
+    assert_the_objective_is_as_set(steps)
+    filtered = [record["groups"]["filtered"]["count"] for record in receipts(output_dir)]
+    assert sum(filtered) > 0
     assert all(record["loss/negative"] == 0 for record in steps)  # by the key's value
     assert all(record["loss/policy"] <= 0 for record in steps)
     user = yaml.safe_load((output_dir / "config.yaml").read_text())["user"]
     assert user == {"negative_weight": 0, "note": "mine"}
-    assert all(record["staleness/max"] <= 3 for record in steps)
     assert "failed in" in output and "\x1b" not in output
+    assert_failures_cost_their_samples_only(output_dir, steps)
+    code, table = audit(output_dir)
+    assert code == 0, table
+
+
+def assert_the_objective_is_as_set(steps):
+    assert [record["lr"] for record in steps[:3]] == pytest.approx([5e-5, 1e-4, 1e-4])
+    assert all(record["staleness/max"] <= 1 for record in steps)
+    assert all(record["buffer/dropped_stale"] == 0 for record in steps)
+    assert all(record["loss/kl_reference"] >= 0 for record in steps)
+    # Temperatures differ over the groups of a batch, and the trainer uses each one's own.
+    assert all(record["mismatch/ratio_p50"] == pytest.approx(1, abs=0.05) for record in steps)
+
+
+def assert_failures_cost_their_samples_only(output_dir, steps):
     failed = records(output_dir / "logs" / "failed_samples.jsonl")
     assert all(record["prompt"].startswith("Question: ") for record in failed)
     groups = [record for record in failed if "group_id" in record]
@@ -328,5 +331,3 @@ def test_a_copied_recipe_with_an_edited_loss_and_parts_that_fail(tune, tmp_path)
     assert 0 < counted <= sum(sum(record["errors"].values()) for record in failed)
     trained = {g["group_id"] for r in receipts(output_dir) for g in r["trained"]}
     assert trained and not trained & {record["group_id"] for record in lost}
-    code, table = audit(output_dir)
-    assert code == 0, table

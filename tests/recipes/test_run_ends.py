@@ -66,9 +66,10 @@ def test_an_interrupted_run_ends_and_leaves_nothing(tune):
 
 
 def test_a_dead_role_ends_a_run_without_restarts_with_its_name(tune):
+    """Here before its first step."""
     role = "generator_0"
-    process, output_dir = tune("num_steps=1000", "max_restarts=0")
-    wait_for_line(process)
+    process, output_dir = tune(*SHORT, "num_steps=1000", "max_restarts=0")
+    wait_for_line(process, "evaluating the policy")
     roles = records(output_dir / "logs" / "roles.jsonl")
     os.kill(next(r["pid"] for r in roles if r["role"] == role), signal.SIGKILL)
     returncode, output = finish(process)
