@@ -10,15 +10,18 @@ from typing import cast
 
 import pytest
 import yaml
-from examples import PAGES, blocks, examples, files
+from examples import PAGES as ALL_PAGES
+from examples import blocks, examples, files
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
+from tracked import tracked
 
 from grpo_components.config import preflight
 from grpo_components.config.building import build_data, check_components
 from grpo_components.examples import sample_data
 from grpo_components.settings import Settings
 
+PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/*.md")]
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
 EXTERNAL_PATHS = re.compile(r"(train_from|replay_events|eval_only)=/|reward_model\.path=|resume_")
