@@ -80,7 +80,7 @@ def folder_of(tmp_path, monkeypatch):
 
 
 def test_there_are_examples():
-    assert len(RUNS) >= 20 and len(SNIPPETS) >= 15 and len(FILES) >= 7
+    assert len(RUNS) >= 20 and len(SNIPPETS) >= 15 and len(FILES) >= 8
 
 
 @pytest.mark.parametrize(("page", "name", "overrides"), RUNS)
