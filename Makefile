@@ -11,6 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Twice quiet: errors only. Python compiles what is used when it is used.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)
+# Files of the user's, such as a run's folder, are nobody's business here.
+TRACKED := $(BIN)/python tests/repository/tracked.py
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
@@ -31,15 +33,16 @@ crash-anywhere: tiny-policy  ## Kill and freeze roles of runs at random moments 
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
 test: lint typecheck  ## Check style and types, run all tests (about 35 minutes on two cores)
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal $$($(TRACKED) 'tests/**/test_*.py')
 
 lint: install-dev  ## Check style and spelling
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/codespell
+	@$(TRACKED) --left-out '**/*.py'
+	$(BIN)/ruff check $$($(TRACKED) '**/*.py' pyproject.toml)
+	$(BIN)/ruff format --check $$($(TRACKED) '**/*.py')
+	$(BIN)/codespell $$($(TRACKED) '**')
 
 typecheck: install-dev  ## Check types
-	$(BIN)/pyright
+	$(BIN)/pyright $$($(TRACKED) 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py')
 
 format: install-dev  ## Repair style in place
 	$(BIN)/ruff check --fix

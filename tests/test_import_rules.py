@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tracked import tracked
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGE = REPOSITORY / "grpo_components"
 RECIPE = REPOSITORY / "recipes" / "async_grpo_full_finetune_distributed.py"
 
 ROLES = {
@@ -59,15 +59,10 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {
-    module_name(path): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if "_recipes" not in path.parts
-}
+MODULES = {module_name(path): path for path in tracked("grpo_components/**/*.py")}
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
 RECIPE_TREES = {
-    path.stem: ast.parse(path.read_text(), str(path))
-    for path in (REPOSITORY / "recipes").glob("*.py")
+    path.stem: ast.parse(path.read_text(), str(path)) for path in tracked("recipes/*.py")
 }
 OWN_CODE = {**TREES, **RECIPE_TREES}
 
@@ -99,7 +94,7 @@ def room_of(name: str) -> str:
 
 
 def test_every_folder_is_a_room_and_no_room_is_too_large():
-    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    folders = {path.parent.name for path in tracked("grpo_components/*/__init__.py")}
     assert folders == set(ROOMS) - {"ground"}
     lines = Counter()
     for name, path in MODULES.items():
@@ -216,7 +211,7 @@ def test_the_recipe_imports_installed_packages_only_so_that_a_copy_runs():
 
 def test_importing_the_package_runs_nothing():
     inits = [path for path in MODULES.values() if path.name == "__init__.py"]
-    assert {path.parent for path in PACKAGE.rglob("*.py")} <= {path.parent for path in inits}
+    assert {path.parent for path in MODULES.values()} <= {path.parent for path in inits}
     assert all(path.read_text() == "" for path in inits)
 
 
@@ -244,7 +239,7 @@ def test_the_recipe_stays_readable():
 
 
 def test_no_file_is_too_long():
-    paths = {**MODULES, **{path.stem: path for path in (REPOSITORY / "recipes").glob("*.py")}}
+    paths = {**MODULES, **{path.stem: path for path in tracked("recipes/*.py")}}
     lines = {name: len(path.read_text().splitlines()) for name, path in paths.items()}
     assert not {name: count for name, count in lines.items() if count > MAX_FILE_LINES}
 

@@ -11,6 +11,7 @@ from grpo_components.config.cross_checks import check_together, needs_reference
 from grpo_components.config.file_checks import check_files
 from grpo_components.config.gpu_checks import check_gpus
 from grpo_components.config.output_checks import check_folder, check_inputs
+from grpo_components.config.package_checks import check_packages
 from grpo_components.config.paths import expand_paths
 from grpo_components.config.prompt_match import check_same_prompts
 from grpo_components.config.reading import read_settings
@@ -64,6 +65,8 @@ def check(cfg: DictConfig) -> Settings:
     check_resume(settings.model_dump(), needs_reference)
     check_replay(settings)
     check_partial_run(settings)
+    if not settings.train_from:  # no generator
+        check_packages(settings.timeouts.startup_s)
     check_components(settings)
     check_same_prompts(settings)
     return settings

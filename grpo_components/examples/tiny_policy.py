@@ -5,6 +5,8 @@ training, more than half of the answers are wrong. After it, greedy decoding is 
 and sampling at temperature 1 about two times in five.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Set before torch loads: spinning while waiting makes training 4x slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -22,9 +24,14 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.utils.logging import disable_progress_bar
+
+from grpo_components.config.package_checks import check_packages
+
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
 
 FORMAT_VERSION = 2  # increase it when the same seed and steps give a different model or data
 DEFAULT_OUTPUT_DIR = Path("/tmp/torchtune-async-grpo/tiny_policy")
@@ -35,6 +42,7 @@ MAX_RESPONSE_TOKENS = 16  # a right answer takes at most 12, including end of te
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 20
+IMPORT_TIMEOUT_S = 600.0
 CERTAIN_SHARE = 0.6  # share of the steps, the first ones, that train on right answers only
 WRONG_SHARE = 0.55  # share of wrong answers in the other steps
 END_OF_TEXT = "<|endoftext|>"
@@ -228,7 +236,8 @@ def build_tiny_policy(
         The record of the build, which is also written to `tiny_policy.json`.
 
     Raises:
-        ValueError: if the folder contains something else, or `steps` is below 1.
+        ValueError: if the folder contains something else, `steps` is below 1, or an installed
+            package does not fit PyTorch.
     """
     if steps < 1:
         raise ValueError(f"--steps: {steps} given; allowed: at least 1")
@@ -244,6 +253,7 @@ def build_tiny_policy(
         raise ValueError(
             f"--output-dir: {output_dir} has other files; allowed: a new or empty folder"
         )
+    check_packages(IMPORT_TIMEOUT_S)
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     # Build in a temporary folder and rename it, so that `output_dir` is always complete.
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=".tiny_policy-") as scratch:
@@ -263,6 +273,9 @@ def build_tiny_policy(
 
 
 def _build_into(folder: Path, *, seed: int, steps: int) -> dict[str, int | float]:
+    # Fails where an installed torchvision does not fit PyTorch: see `check_packages`.
+    from transformers import Qwen2ForCausalLM
+
     started = time.perf_counter()
     torch.manual_seed(seed)
     train, held_out = make_problems(seed)

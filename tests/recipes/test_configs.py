@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
+from tracked import tracked
 
 from grpo_components.config import preflight
 from grpo_components.config.building import build
@@ -25,7 +26,7 @@ from grpo_components.objective.losses import LossInputs, at_step
 from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
-PATHS = sorted(FOLDER.glob("*.yaml"))
+PATHS = tracked("recipes/configs/*.yaml")
 NUM_GPUS = {"qwen3B_async_grpo": 8, "qwen3B_sync_grpo": 8, "qwen0.5B_async_grpo_1gpu": 1}
 NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", *NUM_GPUS}
 RECIPE = "async_grpo_full_finetune_distributed"

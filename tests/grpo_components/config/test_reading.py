@@ -1,15 +1,15 @@
 """Every key has a type and bounds; what breaks them is refused by its key, with what is allowed."""
 
 import math
-from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from tracked import tracked
 
 from grpo_components.config.reading import read_settings
 from grpo_components.settings import Settings
 
-CONFIGS = sorted((Path(__file__).parents[3] / "recipes/configs").glob("*.yaml"))
+CONFIGS = tracked("recipes/configs/*.yaml")
 SCHEMA = Settings.model_json_schema()
 LINEAR = {"schedule": "linear", "start": 0.3, "end": 0.1, "num_steps": 10}
 SCHEDULED = [
