@@ -9,10 +9,8 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,8 +21,9 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
-from grpo_components.cluster.restarts import RestartBudget
-from grpo_components.cluster.role import Family, Role
+from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
+from grpo_components.cluster.restarts import Family, RestartBudget
+from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
@@ -48,10 +47,6 @@ def _objects_in_scope() -> int:
     """Return the number of Ray objects that this process still refers to."""
     core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
     return len(core.get_all_reference_counts())
-
-
-def _log_only(message: dict[str, Any], *_: Any, **__: Any) -> None:
-    _LOG.info("%s", message)
 
 
 class Cluster:
@@ -93,20 +88,21 @@ class Cluster:
         # Processes that `stop` must leave alone, e.g. a logger's service.
         self._not_ours = set(psutil.Process().children(recursive=True))
         self.roles: list[Role] = []
-        # Ray's folder needs a short name: a Unix socket's path has at most 107 bytes.
-        self.temp_dir = Path(tempfile.mkdtemp(prefix=f"grpo-{os.getpid()}-", dir="/tmp"))
+        self.temp_dir = make_temp_dir()
         self.rendezvous = self.temp_dir / "trainers"
         """File through which the trainer ranks find each other."""
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
+        if swept := sweep():
+            self._note(f"removed what killed runs left behind: {', '.join(swept)}")
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         # A secret for this run; otherwise Ray writes one into the user's home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Ray prints a paragraph about every dead process, but the line of `note` is enough.
-        ray_worker.print_to_stdstream = _log_only
+        ray_worker.print_to_stdstream = lambda message, *_, **__: _LOG.info("%s", message)
         # The only switch that makes all of Ray's processes listen on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
         on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -183,7 +179,7 @@ class Cluster:
         return role
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until every spawned role is built, and record each in logs/roles.jsonl.
+        """Wait until every spawned role is built; show each, and record it in logs/roles.jsonl.
 
         A role whose process ends before that is restarted.
 
@@ -194,20 +190,26 @@ class Cluster:
             RoleFailedError: a role cannot be built, or takes too long.
         """
         starting, self._starting = self._starting, []
+        self._note(f"starting {', '.join(role.name for role in starting)} ...")
         together = {role for role in starting if not role.restarts_alone}
         async with asyncio.TaskGroup() as tasks:
             for role in starting:
                 if role.restarts_alone:
-                    tasks.create_task(role.ready(timeout_s))
+                    tasks.create_task(self._ready(role, timeout_s))
             tasks.create_task(self._ready_together(together, timeout_s))
+
+    async def _ready(self, role: Role, timeout_s: float) -> None:
+        began = time.monotonic()
+        await role.ready(timeout_s)
+        self._note(f"{role.name} is ready after {time.monotonic() - began:.0f} s")
 
     async def _ready_together(self, starting: set[Role], timeout_s: float) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for role in starting:
-                    tasks.create_task(role.ready(timeout_s))
+                    tasks.create_task(self._ready(role, timeout_s))
         except ExceptionGroup as failures:
-            failure = root_cause(failures)
+            failure = _cause(failures)
             if not isinstance(failure, RoleFailedError) or failure.kind != "died":
                 raise
             await self._restart_together(failure, self._attempt)
@@ -252,7 +254,7 @@ class Cluster:
                         for task in watching:
                             task.cancel()
                 except ExceptionGroup as failures:
-                    failure = root_cause(failures)
+                    failure = _cause(failures)
                     names = [role.name for role in self._restarted_together()]
                     if not isinstance(failure, RoleFailedError) or failure.role not in names:
                         raise
@@ -270,6 +272,8 @@ class Cluster:
         checks = [role.process_failure(_HEARTBEAT_EVERY_S) for role in roles]
         found = [problem for problem in await asyncio.gather(*checks) if problem]
         failure = min(found, key=lambda problem: problem.kind != "died", default=failure)
+        dead = [each.role for each in found if each.kind == "died" and each is not failure]
+        others = "".join(f", {role} died, too" for role in dead)
         began, how = time.monotonic(), "restarting all trainers"
         rollback = attempt != self._attempt
         if rollback:
@@ -280,7 +284,8 @@ class Cluster:
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
             self._events.note(event, role=failure.role, what=failure.what)
-            self._note(f"{failure.role} {failure.what}; {how} ({self._budget.used()})")
+            self._note(f"{failure.role} {failure.what}{others}; {how} ({self._budget.used()})")
+            others = ""
             for role in roles:
                 role.kill()
             await asyncio.gather(*(role.wait_idle() for role in self.roles))
@@ -291,7 +296,7 @@ class Cluster:
                     for role in roles:
                         tasks.create_task(role.begin_again())
             except ExceptionGroup as failures:
-                again = root_cause(failures)
+                again = _cause(failures)
                 if not isinstance(again, RoleFailedError):
                     raise
                 failure = again
@@ -333,9 +338,14 @@ class Cluster:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(alive, timeout=_SHUTDOWN_KILL_S)
-            for semaphore in Path("/dev/shm").glob(f"sem.{self.temp_dir.name}-*"):
-                semaphore.unlink(missing_ok=True)
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            remove_temp_dir(self.temp_dir)
+
+
+def _cause(failures: ExceptionGroup) -> BaseException:
+    """Return the cause of failures; raise a cancellation, as after Ctrl-C, that came with them."""
+    if (task := asyncio.current_task()) and task.cancelling():
+        raise asyncio.CancelledError from failures
+    return root_cause(failures)
 
 
 def _environment(cpu_threads: int) -> dict[str, str]:

@@ -332,6 +332,47 @@ def test_closing_closes_the_logger(make):
     assert logger.closed
 
 
+RESUME = "tune run a --config b resume_from_checkpoint=true"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RoleFailedError("a", "died", "l", "died")])
+def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(tmp_path, error, capsys):
+    log = RunLog(tmp_path, Logger(), 1, 9, 0, RESUME)
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
+    close_during(log, error)
+    last, command = capsys.readouterr().out.splitlines()[-2:]
+    assert last.endswith(str(tmp_path / "checkpoints" / "step_4")) and command.endswith(RESUME)
+
+
+def close_during(log, error=None):
+    try:
+        if error is not None:
+            raise error
+    except BaseException:
+        log.close()
+    else:
+        log.close()
+
+
+def test_without_a_checkpoint_it_says_so(tmp_path, capsys):
+    close_during(RunLog(tmp_path, Logger(), 1, 9, 0, RESUME), KeyboardInterrupt())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "checkpoint: none" in line
+
+
+@pytest.mark.parametrize(
+    ("resume", "steps", "error"), [("", 1, True), (RESUME, 1, False), (RESUME, 9, True)]
+)
+def test_a_run_without_checkpoints_or_without_steps_left_tells_no_command(
+    tmp_path, capsys, resume, steps, error
+):
+    log = RunLog(tmp_path, Logger(), 1, 9, 0, resume)
+    log.step(steps, step_metrics(), 1)
+    close_during(log, KeyboardInterrupt() if error else None)
+    assert "checkpoint" not in capsys.readouterr().out.replace(str(tmp_path), "")
+
+
 class Prompts(list):
     """Prompts of one token each."""
 
