@@ -12,7 +12,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sw
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
-from grpo_components.cluster.supervision import root_cause
+from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.event_order import EventOrder
@@ -192,11 +192,8 @@ class Cluster:
         starting, self._starting = self._starting, []
         self._note(f"starting {', '.join(role.name for role in starting)} ...")
         together = {role for role in starting if not role.restarts_alone}
-        async with asyncio.TaskGroup() as tasks:
-            for role in starting:
-                if role.restarts_alone:
-                    tasks.create_task(self._ready(role, timeout_s))
-            tasks.create_task(self._ready_together(together, timeout_s))
+        alone = [self._ready(role, timeout_s) for role in starting if role.restarts_alone]
+        await apart(_all([*alone, self._ready_together(together, timeout_s)]))
 
     async def _ready(self, role: Role, timeout_s: float) -> None:
         began = time.monotonic()
@@ -205,11 +202,9 @@ class Cluster:
 
     async def _ready_together(self, starting: set[Role], timeout_s: float) -> None:
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for role in starting:
-                    tasks.create_task(self._ready(role, timeout_s))
+            await apart(_all(self._ready(role, timeout_s) for role in starting))
         except ExceptionGroup as failures:
-            failure = _cause(failures)
+            failure = root_cause(failures)
             if not isinstance(failure, RoleFailedError) or failure.kind != "died":
                 raise
             await self._restart_together(failure, self._attempt)
@@ -242,19 +237,22 @@ class Cluster:
                     beat("driver", resource_use() | {"objects": _objects_in_scope()})
                     await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
+            async def attempt() -> None:
+                async with asyncio.TaskGroup() as tasks:
+                    watching = [tasks.create_task(watch_driver())]
+                    for role in self.roles:
+                        watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, beat)
+                        watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
+                        watching.append(tasks.create_task(self._replay_restarts(role)))
+                    await loops()
+                    for task in watching:
+                        task.cancel()
+
             while True:
                 try:
-                    async with asyncio.TaskGroup() as tasks:
-                        watching = [tasks.create_task(watch_driver())]
-                        for role in self.roles:
-                            watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, beat)
-                            watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
-                            watching.append(tasks.create_task(self._replay_restarts(role)))
-                        await loops()
-                        for task in watching:
-                            task.cancel()
+                    await apart(attempt())
                 except ExceptionGroup as failures:
-                    failure = _cause(failures)
+                    failure = root_cause(failures)
                     names = [role.name for role in self._restarted_together()]
                     if not isinstance(failure, RoleFailedError) or failure.role not in names:
                         raise
@@ -292,11 +290,9 @@ class Cluster:
             self.rendezvous.unlink(missing_ok=True)
             await asyncio.sleep(pause_s)
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    for role in roles:
-                        tasks.create_task(role.begin_again())
+                await apart(_all(role.begin_again() for role in roles))
             except ExceptionGroup as failures:
-                again = _cause(failures)
+                again = root_cause(failures)
                 if not isinstance(again, RoleFailedError):
                     raise
                 failure = again
@@ -321,9 +317,7 @@ class Cluster:
         Args:
             timeout_s: longest wait for each role, in seconds.
         """
-        async with asyncio.TaskGroup() as tasks:
-            for role in self.roles:
-                tasks.create_task(role.close(timeout_s))
+        await apart(_all(role.close(timeout_s) for role in self.roles))
 
     def stop(self) -> None:
         """Kill every process of the run, whatever its state, and remove Ray's folder."""
@@ -341,11 +335,10 @@ class Cluster:
             remove_temp_dir(self.temp_dir)
 
 
-def _cause(failures: ExceptionGroup) -> BaseException:
-    """Return the cause of failures; raise a cancellation, as after Ctrl-C, that came with them."""
-    if (task := asyncio.current_task()) and task.cancelling():
-        raise asyncio.CancelledError from failures
-    return root_cause(failures)
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
 
 
 def _environment(cpu_threads: int) -> dict[str, str]:

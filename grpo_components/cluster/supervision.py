@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,26 @@ def dump_task_stacks(logs: Path, why: str) -> None:
         file.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
         for task in asyncio.all_tasks():
             task.print_stack(file=file)
+
+
+async def apart(work: Coroutine[Any, Any, None]) -> None:
+    """Run work in its own task, so that its failure cannot hide a cancellation, as by Ctrl-C.
+
+    A task group that is cancelled from outside while one of its tasks fails raises the failure.
+
+    Args:
+        work: coroutine to run; it is cancelled with the caller.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # retrieve it, so that asyncio does not warn
+        raise
+    task.result()
 
 
 @contextlib.contextmanager

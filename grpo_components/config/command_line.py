@@ -1,4 +1,4 @@
-"""Derives, from the command that started a run, the command that goes on from its last checkpoint."""
+"""Derives the command that resumes a run from the command that started it."""
 
 from __future__ import annotations
 

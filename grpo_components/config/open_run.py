@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from grpo_components._plugin import recipes_folder
 from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.command_line import resume_command
 from grpo_components.config.component_trial import check_logger
@@ -57,7 +58,7 @@ def open_run(
     original = read_original(cfg.replay_events) if cfg.replay_events else None
     event_log = EventLog(Path(cfg.output_dir))
     ledger.events = open_event_order(cfg, start.attempt, event_log, original)
-    log = open_log(cfg, start.attempt, start.note, dataset, held_out)
+    log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
     on_result = (log.evaluation, checkpoints.add_evaluation)
@@ -86,7 +87,14 @@ def open_run(
     )
 
 
-def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
+def open_log(
+    cfg: Settings,
+    attempt: int,
+    note: str,
+    dataset: Any,
+    held_out: Any,
+    recipe: str | None = None,
+) -> RunLog:
     """Open the run log, and show the notes on the start and the data sets.
 
     Args:
@@ -96,6 +104,7 @@ def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any
         dataset: data set to train on; its `note` is shown, if it has one.
         held_out: data set to evaluate on; shown are its `note`, and the number of its prompts that
             are also trained on.
+        recipe: path of the recipe's file; None if it is not known.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
@@ -103,9 +112,20 @@ def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
     trains = not (cfg.eval_only or cfg.rollout_only)
     resume = resume_command(sys.argv) if trains else ""
-    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt, resume)
+    ideas = _next_ideas(cfg, recipe)
+    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt, resume, ideas)
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if trains else ""
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared)):
         run_log.note(line)
     return run_log
+
+
+def _next_ideas(cfg: Settings, recipe: str | None) -> list[str]:
+    """Suggest what the user of this config and recipe has not done yet."""
+    ideas: list[str] = []
+    if cfg.max_staleness:
+        ideas.append("a synchronous run: add max_staleness=0 pull_every_m_rollouts=1")
+    if recipe is not None and Path(recipe).resolve().parent == recipes_folder().resolve():
+        ideas.append(f"a recipe of your own: tune cp {Path(recipe).stem} my_grpo.py")
+    return ideas

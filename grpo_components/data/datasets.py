@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ def prompt_dataset(
     system_prompt: str | None = None,
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptDataset:
     """Load a data set whose rows have a `question` and an `answer` (a text or a number).
 
@@ -80,6 +81,8 @@ def prompt_dataset(
         system_prompt: system message of the chat.
         max_prompt_tokens: longest allowed prompt, in tokens.
         too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
+        tools: JSON schemas of the tools that the policy may call, see `prompt_encoder`; the recipe
+            passes those of `environment.world`.
 
     Returns:
         The prompts. Each prompt_index is the row number in the source, counted from 0 before any
@@ -97,13 +100,19 @@ def prompt_dataset(
         source=source,
         read=read,
         columns=columns or {},
-        encode=prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt),
+        encode=prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt, tools),
         keep=RowFilters({} if filters is None else filters),
         in_part=Partition("1/1" if partition is None else partition),
         max_prompt_tokens=max_prompt_tokens,
         drop_too_long=too_long == "drop",
     )
-    return builder.build(read_rows(source, name, split), num_rows)
+    dataset = builder.build(read_rows(source, name, split), num_rows)
+    names = [tool["function"]["name"] for tool in tools]
+    if missing := [name for name in names if name not in dataset[0]["prompt_text"]]:
+        note = f"dataset {source}: its prompts do not name the tool {missing[0]}; "
+        note += "{tools} in dataset.system_prompt or dataset.prompt_template describes all tools"
+        dataset.note = "\n".join(filter(None, (dataset.note, note)))
+    return dataset
 
 
 @dataclass
@@ -147,7 +156,7 @@ class _PromptBuilder:
     def _prompt(self, number: int, values: Any) -> Prompt | None:
         """Return the prompt of a row; None if the row is left out."""
         where = f"dataset {self.source}, row {number}"
-        if not self.keep(Row(values, where, {})):
+        if not self.keep(Row(values, where, None)):
             self.num_filtered += 1
             return None
         row = Row(values, where, self.columns)

@@ -1,4 +1,4 @@
-"""Copies the code that a run executes into the run's folder, with versions, git commits and host."""
+"""Copies the code that a run executes into its folder, with versions, git commits and host."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from grpo_components.records.step_metrics import mean
 from grpo_components.report.page import NoStepsError, write_report
 from grpo_components.report.run_files import FAILURES, first_and_last
 
+STEPS_SHOWN = 10
+"""Number of steps over which the display averages the throughput."""
+
 
 class RunLog:
     """Logs metrics, sampled rollouts and progress of one run.
@@ -35,6 +39,7 @@ class RunLog:
         num_steps: training steps of the whole run.
         attempt: number of the run's attempt, from 0.
         resume: command that goes on from the run's last checkpoint; empty if it saves none.
+        try_next: what the summary suggests after the run.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class RunLog:
         num_steps: int,
         attempt: int,
         resume: str = "",
+        try_next: Sequence[str] = (),
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
@@ -52,7 +58,9 @@ class RunLog:
         self._output_dir, self.attempt = output_dir, attempt
         self._steps: list[Mapping[str, float]] = []
         self._evaluations: list[Mapping[str, float]] = []
-        self._checkpoint, self._resume = "", resume
+        self._checkpoint, self._resume, self._try_next = "", resume, "\n".join(try_next)
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=STEPS_SHOWN)
+        """Seconds, generated and trained tokens of the last steps."""
         self._num_steps = self._steps_left = num_steps
         self._started = self._last = time.perf_counter()
         self._generated_tokens = self._counted_tokens = 0
@@ -77,7 +85,16 @@ class RunLog:
         self._steps.append(metrics)
         self._steps_left = self._num_steps - step
         self._metric_log.log(step, {"attempt": self.attempt, **metrics})
-        self._progress.update(step, metrics)
+        self._recent.append((seconds, generated, trained_tokens))
+        self._progress.update(step, {**metrics, **self._recent_throughput()})
+
+    def _recent_throughput(self) -> dict[str, float]:
+        """Return tokens per second over the last steps: groups arrive between some of them only."""
+        seconds, generated, trained = (sum(column) for column in zip(*self._recent, strict=True))
+        return {
+            "throughput/generated_tokens_per_second": generated / seconds,
+            "throughput/trained_tokens_per_second": trained / seconds,
+        }
 
     def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training."""
@@ -174,11 +191,8 @@ class RunLog:
             rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
         rows.append(("metrics", str(logs / "metrics.jsonl")))
         if self._steps:
-            advice = (
-                "a synchronous run: add max_staleness=0 pull_every_m_rollouts=1\n"
-                "a recipe of your own: tune cp async_grpo_full_finetune_distributed my_grpo.py"
-            )
-            rows += [("sample rollouts", str(logs / "rollouts.jsonl")), ("try next", advice)]
+            rows.append(("sample rollouts", str(logs / "rollouts.jsonl")))
+            rows += [("try next", self._try_next)] if self._try_next else []
         self._progress.summary(rows)
 
     def _change_of_reward(self) -> str:

@@ -233,7 +233,7 @@ def test_a_value_error_of_a_running_loop_is_not_a_config_error(capsys):
     ],
 )
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_ctrl_c_sigterm_and_sighup_end_the_run_after_its_clean_up(
+def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(
     number, code, line, in_loop, capsys
 ):
     cleaned_up = []
