@@ -65,13 +65,13 @@ def complete(registry: ModuleType, recipe: str) -> None:
 
 def _is_importable(module: str) -> bool:
     """Whether torchtune may find a module by its dotted name, here or among the packages."""
-    if "." not in module:  # the current folder was looked at
-        try:
-            return importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):
-            return False
     stems = [Path(root, *module.split(".")) for root in (*sys.path, os.getcwd())]
-    return any(Path(f"{stem}.py").is_file() or (stem / "__main__.py").is_file() for stem in stems)
+    if any(Path(f"{stem}.py").is_file() or (stem / "__main__.py").is_file() for stem in stems):
+        return True
+    try:  # of a dotted name, this would import the packages around it
+        return "." not in module and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def is_run_of(argv: Sequence[str], recipe: str) -> bool:
@@ -95,7 +95,7 @@ def _uses_us(path: Path) -> bool:
 
 def begin() -> None:
     """Say that the imports take a while, and let Ctrl-C end them without a traceback."""
-    sys.stdout.write("loading torch, Ray and torchtune ...\n")
+    sys.stdout.write("loading torch, Ray and torchtune, then checking the config ...\n")
     sys.stdout.flush()
     before = sys.excepthook
 

@@ -665,18 +665,23 @@ def wait_for_step(process, step=2):
 
 @pytest.mark.slow
 def test_an_interrupted_run_ends_and_leaves_nothing(tune):
-    process, output_dir = tune("num_steps=1000")
+    process, output_dir = tune("num_steps=1000", "save_every_n_steps=1")
     wait_for_step(process)
     (output_dir.parent / "link").symlink_to(output_dir)
     refused = finish(tune("output_dir=link/")[0])  # while the first run goes on
     in_use = f"output_dir: {output_dir} is in use by pid {process.pid} on "
-    assert refused[0] == 2 and refused[1].startswith(f"config error: {in_use}"), refused
+    assert refused[0] == 2 and f"\nconfig error: {in_use}" in refused[1], refused
     process.send_signal(signal.SIGINT)
     returncode, output = finish(process)
     assert returncode == 130, output
     assert not (output_dir / "run.lock").exists() and not output_dir.with_name("run0-1").exists()
     assert "Traceback" not in output
     assert f"report: {output_dir / 'report.html'}" in output
+    assert f"last checkpoint: {output_dir / 'checkpoints' / 'step_'}" in output
+    (command,) = re.findall(rf"tune run {RECIPE} --config tiny_async_grpo .*", output)
+    assert command.endswith("num_steps=1000 save_every_n_steps=1 resume_from_checkpoint=true")
+    code = json.loads((output_dir / "code" / "attempt_0" / "environment.json").read_text())
+    assert code["recipe"]["shipped"] and code["files"].keys() == {f"{RECIPE}.py"}
 
 
 @pytest.mark.slow
