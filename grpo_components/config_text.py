@@ -72,9 +72,9 @@ def _check_removal(text: str, key: str) -> None:
     section, _, name = path.rpartition(".")
     if not key.startswith("~"):
         rewards = config.get("rewards")
-        is_unknown = isinstance(rewards, Mapping) and name not in rewards
-        if section == "rewards" and is_unknown:
-            fail(path, "null given, and the config has no such reward", ", ".join(rewards))
+        names = list(map(str, rewards)) if isinstance(rewards, Mapping) else [name]
+        if section == "rewards" and name not in names:
+            fail(path, "null given, and the config has no such reward", ", ".join(names))
         return
     node, around = _at(config, path), _at(config, section) if section else config
     if isinstance(node, Mapping) and "_component_" in node:

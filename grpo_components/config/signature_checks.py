@@ -148,11 +148,13 @@ def _refuse_missing(key: str, path: str, missing: str) -> NoReturn:
         fail(key, f"{path} has the suffix of a file", f"a dotted path: {parent}{rest}")
     if module is not None:
         known = [each for each, value in vars(module).items() if _is_of(module, value)]
-        problem, form = f"{parent} has no {name}", f"{parent}.{{}}"
+        problem, form, cutoff = f"{parent} has no {name}", f"{parent}.{{}}", 0.6
     else:  # the first name is wrong
         known = [file.stem for file in Path().glob("*.py")]
-        problem, form = f"no module {missing}", f"{{}}{path.removeprefix(missing)}"
-    if near := get_close_matches(name, known, n=1, cutoff=0.6):
+        problem, form = f"there is no module {missing}", f"{{}}{path.removeprefix(missing)}"
+        cutoff = 0.75
+    problem = f"{path} cannot be imported: {problem}"
+    if near := get_close_matches(name, known, n=1, cutoff=cutoff):
         fail(key, problem, f"did you mean {form.format(near[0])}?")
     names = "" if module is None else ", ".join(map(form.format, known))
     fail(key, problem, names or "a dotted path, installed or in the current folder")

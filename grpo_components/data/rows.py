@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import http.client
+import importlib
 import json
 import math
 import ssl
@@ -161,7 +162,8 @@ def _hub_answers() -> bool:
 @contextlib.contextmanager
 def _without_hub() -> Iterator[None]:
     """Context manager: load data sets from the cache alone."""
-    before = [(each, each.HF_HUB_OFFLINE) for each in (hub_constants, datasets.config)]
+    libraries: list[Any] = [hub_constants, importlib.import_module("datasets.config")]
+    before = [(each, each.HF_HUB_OFFLINE) for each in libraries]
     for each, _ in before:
         each.HF_HUB_OFFLINE = True
     try:

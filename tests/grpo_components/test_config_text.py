@@ -166,10 +166,10 @@ REWARDS = "a: {b: 1}\nrewards:\n  format: {_component_: x.Y}\n  other: {_compone
     [
         ("~rewards.format", "~rewards.format: ", "rewards.format=null"),
         ("~rewards.format._component_", "~rewards.format._component_: ", "rewards.format=null"),
-        ("~rewards.formt", "~rewards.formt: ", "a key of the config"),
+        ("~rewards.formal", "~rewards.formal: ", "a key of the config"),
         ("~nothing", "~nothing: ", "a key of the config"),
         ("~a.b.c", "~a.b.c: ", "a key of the config"),
-        ("rewards.formt=null", "rewards.formt: ", "format, other"),
+        ("rewards.formal=null", "rewards.formal: ", "format, other"),
     ],
 )
 def test_what_cannot_be_removed_is_refused_with_what_to_write(tmp_path, override, start, allowed):

@@ -241,6 +241,8 @@ def test_a_part_of_a_mix_is_named_with_the_row_of_its_own_file(data_cfg):
 def test_the_tools_of_the_world_reach_the_prompts(data_cfg, mixed):
     data_cfg.environment.world = {"_component_": "my_data.World"}
     data_cfg.dataset.prompt_template = "{tools} {question}"
+    LIMITS["max_position_embeddings"](data_cfg, 1000)
+    data_cfg.tokens_per_micro_batch = 1000
     if mixed:
         parts = {"one": dict(data_cfg.dataset)}
         component = "grpo_components.data.prompt_mix.mixed_dataset"
