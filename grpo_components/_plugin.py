@@ -8,6 +8,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from grpo_components._tune_run import begin, complete, is_run_of, recipe_argument
+
 _REGISTRY = "torchtune._recipe_registry"
 _RECIPE = "async_grpo_full_finetune_distributed"
 
@@ -23,6 +25,8 @@ def install() -> None:
     else:
         sys.meta_path.insert(0, _RegistryFinder())
     program = Path(*sys.argv[:1])
+    if is_run_of(sys.argv, _RECIPE):
+        begin()
     if program.name in ("tune", "tiny_policy.py") or program.parent.name == "equivalence":
         # torchtune needs a torchao that is too old for this torch. torchao then leaves out its C++
         # kernels, which we do not use, and warns at every start: these programs hide the warning.
@@ -110,6 +114,8 @@ class _RegistryFinder:
 def _register_or_warn(registry: ModuleType) -> None:
     try:
         register(registry)
+        if (recipe := recipe_argument(sys.argv)) is not None:
+            complete(registry, recipe)
     # No error here may break `import torch` or `tune` for everybody else.
     except Exception as error:
         warnings.warn(f"async GRPO was not added to `tune`: {error!r}", stacklevel=2)

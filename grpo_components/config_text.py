@@ -23,6 +23,7 @@ MAX_EXPANDED = 2**20
 MAX_BITS = 1023
 """Maximum bits of a whole number; longer ones overflow a float or may be too long to print."""
 _INTERPOLATION = re.compile(r"\$\{([\w.\[\]-]+)\}")
+_NULLS = ("None", "null", "~")
 _NESTING = f"at most {MAX_DEPTH} levels"
 
 
@@ -41,7 +42,8 @@ def check_command(argv: Sequence[str]) -> None:
         known, overrides = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         return  # torchtune's parser will refuse it and print its usage
-    if known.config is not None and (text := _read(known.config)) is not None:
+    text = None if known.config is None else _read(known.config)
+    if text is not None:
         check_yaml(text)
     for override in overrides:
         key, _, value = override.partition("=")
@@ -51,6 +53,34 @@ def check_command(argv: Sequence[str]) -> None:
             levels = 1 + key.count(".") + key.count("[")
             fail(key, f"an override {levels} levels deep", _NESTING)
         check_yaml(value, key.lstrip("~"))
+        if text is not None and (key.startswith("~") or value in _NULLS):
+            _check_removal(text, key)
+
+
+def _check_removal(text: str, key: str) -> None:
+    """Refuse to remove what cannot be removed: a component by `~`, or a reward that is not there.
+
+    A reward is removed by null, see `read_settings`.
+    """
+    try:
+        config = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):  # such as a date that does not exist: text in OmegaConf
+        return
+    if not isinstance(config, dict):
+        return
+    path = key.removeprefix("~").removesuffix("._component_")
+    section, _, name = path.rpartition(".")
+    if not key.startswith("~"):
+        rewards = config.get("rewards")
+        names = list(map(str, rewards)) if isinstance(rewards, Mapping) else [name]
+        if section == "rewards" and name not in names:
+            fail(path, "null given, and the config has no such reward", ", ".join(names))
+        return
+    node, around = _at(config, path), _at(config, section) if section else config
+    if isinstance(node, Mapping) and "_component_" in node:
+        fail(key, "~ removes no component", f"{path}=null")
+    if not (isinstance(around, Mapping) and name in around):
+        fail(key, "the config has no such key", "a key of the config")
 
 
 def _read(path: str) -> str | None:

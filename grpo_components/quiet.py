@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 
-_NOISY_LOGGERS = ("ray", "torchao", "torchtune", "torchrl", "datasets", "wandb")
+_NOISY_LOGGERS = ("ray", "torchao", "torchtune", "torchrl", "datasets", "wandb", "huggingface_hub")
 _HARMLESS = {
     # Logged at every weight update. Rotary embeddings are computed, not loaded. A tied head is not
     # in the checkpoint: our engine repacks it, and checks that everything else was loaded.

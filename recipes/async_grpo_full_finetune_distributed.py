@@ -138,7 +138,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
-        self.records = open_run(cfg, self.ledger, prompts, self.temperature, dataset, held_out)
+        self.records = open_run(
+            cfg, self.ledger, prompts, self.temperature, dataset, held_out, __file__
+        )
         self.cluster = build_cluster(cfg, self.ledger, self.records.log.note)
         self.cluster.start()
         longest = max(dataset.max_prompt_length, held_out.max_prompt_length)

@@ -9,12 +9,10 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,11 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
-from grpo_components.cluster.restarts import RestartBudget
-from grpo_components.cluster.role import Family, Role
+from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
+from grpo_components.cluster.restarts import Family, RestartBudget
+from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
-from grpo_components.cluster.supervision import root_cause
+from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.event_order import EventOrder
@@ -48,10 +47,6 @@ def _objects_in_scope() -> int:
     """Return the number of Ray objects that this process still refers to."""
     core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
     return len(core.get_all_reference_counts())
-
-
-def _log_only(message: dict[str, Any], *_: Any, **__: Any) -> None:
-    _LOG.info("%s", message)
 
 
 class Cluster:
@@ -93,20 +88,21 @@ class Cluster:
         # Processes that `stop` must leave alone, e.g. a logger's service.
         self._not_ours = set(psutil.Process().children(recursive=True))
         self.roles: list[Role] = []
-        # Ray's folder needs a short name: a Unix socket's path has at most 107 bytes.
-        self.temp_dir = Path(tempfile.mkdtemp(prefix=f"grpo-{os.getpid()}-", dir="/tmp"))
+        self.temp_dir = make_temp_dir()
         self.rendezvous = self.temp_dir / "trainers"
         """File through which the trainer ranks find each other."""
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
+        if swept := sweep():
+            self._note(f"removed what killed runs left behind: {', '.join(swept)}")
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         # A secret for this run; otherwise Ray writes one into the user's home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Ray prints a paragraph about every dead process, but the line of `note` is enough.
-        ray_worker.print_to_stdstream = _log_only
+        ray_worker.print_to_stdstream = lambda message, *_, **__: _LOG.info("%s", message)
         # The only switch that makes all of Ray's processes listen on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
         on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -183,7 +179,7 @@ class Cluster:
         return role
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until every spawned role is built, and record each in logs/roles.jsonl.
+        """Wait until every spawned role is built; show each, and record it in logs/roles.jsonl.
 
         A role whose process ends before that is restarted.
 
@@ -194,18 +190,19 @@ class Cluster:
             RoleFailedError: a role cannot be built, or takes too long.
         """
         starting, self._starting = self._starting, []
+        self._note(f"starting {', '.join(role.name for role in starting)} ...")
         together = {role for role in starting if not role.restarts_alone}
-        async with asyncio.TaskGroup() as tasks:
-            for role in starting:
-                if role.restarts_alone:
-                    tasks.create_task(role.ready(timeout_s))
-            tasks.create_task(self._ready_together(together, timeout_s))
+        alone = [self._ready(role, timeout_s) for role in starting if role.restarts_alone]
+        await apart(_all([*alone, self._ready_together(together, timeout_s)]))
+
+    async def _ready(self, role: Role, timeout_s: float) -> None:
+        began = time.monotonic()
+        await role.ready(timeout_s)
+        self._note(f"{role.name} is ready after {time.monotonic() - began:.0f} s")
 
     async def _ready_together(self, starting: set[Role], timeout_s: float) -> None:
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for role in starting:
-                    tasks.create_task(role.ready(timeout_s))
+            await apart(_all(self._ready(role, timeout_s) for role in starting))
         except ExceptionGroup as failures:
             failure = root_cause(failures)
             if not isinstance(failure, RoleFailedError) or failure.kind != "died":
@@ -240,17 +237,20 @@ class Cluster:
                     beat("driver", resource_use() | {"objects": _objects_in_scope()})
                     await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
+            async def attempt() -> None:
+                async with asyncio.TaskGroup() as tasks:
+                    watching = [tasks.create_task(watch_driver())]
+                    for role in self.roles:
+                        watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, beat)
+                        watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
+                        watching.append(tasks.create_task(self._replay_restarts(role)))
+                    await loops()
+                    for task in watching:
+                        task.cancel()
+
             while True:
                 try:
-                    async with asyncio.TaskGroup() as tasks:
-                        watching = [tasks.create_task(watch_driver())]
-                        for role in self.roles:
-                            watch = role.watch(_HEARTBEAT_EVERY_S, self._heartbeat_s, beat)
-                            watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
-                            watching.append(tasks.create_task(self._replay_restarts(role)))
-                        await loops()
-                        for task in watching:
-                            task.cancel()
+                    await apart(attempt())
                 except ExceptionGroup as failures:
                     failure = root_cause(failures)
                     names = [role.name for role in self._restarted_together()]
@@ -270,6 +270,8 @@ class Cluster:
         checks = [role.process_failure(_HEARTBEAT_EVERY_S) for role in roles]
         found = [problem for problem in await asyncio.gather(*checks) if problem]
         failure = min(found, key=lambda problem: problem.kind != "died", default=failure)
+        dead = [each.role for each in found if each.kind == "died" and each is not failure]
+        others = "".join(f", {role} died, too" for role in dead)
         began, how = time.monotonic(), "restarting all trainers"
         rollback = attempt != self._attempt
         if rollback:
@@ -280,16 +282,15 @@ class Cluster:
             self._attempt = attempt
             event = "rollback" if rollback else "restart"
             self._events.note(event, role=failure.role, what=failure.what)
-            self._note(f"{failure.role} {failure.what}; {how} ({self._budget.used()})")
+            self._note(f"{failure.role} {failure.what}{others}; {how} ({self._budget.used()})")
+            others = ""
             for role in roles:
                 role.kill()
             await asyncio.gather(*(role.wait_idle() for role in self.roles))
             self.rendezvous.unlink(missing_ok=True)
             await asyncio.sleep(pause_s)
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    for role in roles:
-                        tasks.create_task(role.begin_again())
+                await apart(_all(role.begin_again() for role in roles))
             except ExceptionGroup as failures:
                 again = root_cause(failures)
                 if not isinstance(again, RoleFailedError):
@@ -316,9 +317,7 @@ class Cluster:
         Args:
             timeout_s: longest wait for each role, in seconds.
         """
-        async with asyncio.TaskGroup() as tasks:
-            for role in self.roles:
-                tasks.create_task(role.close(timeout_s))
+        await apart(_all(role.close(timeout_s) for role in self.roles))
 
     def stop(self) -> None:
         """Kill every process of the run, whatever its state, and remove Ray's folder."""
@@ -333,9 +332,13 @@ class Cluster:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(alive, timeout=_SHUTDOWN_KILL_S)
-            for semaphore in Path("/dev/shm").glob(f"sem.{self.temp_dir.name}-*"):
-                semaphore.unlink(missing_ok=True)
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            remove_temp_dir(self.temp_dir)
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
 
 
 def _environment(cpu_threads: int) -> dict[str, str]:

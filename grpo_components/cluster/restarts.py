@@ -1,10 +1,12 @@
-"""Limits how often roles are restarted, and how soon."""
+"""Limits how often roles are restarted, how soon, and which of them a run may lose."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from grpo_components.errors import RoleFailedError
 
@@ -63,3 +65,22 @@ class RestartBudget:
     def used(self) -> str:
         """Return how much of the budget is used, as text for a message."""
         return f"restart {len(self._restarts)} of at most {self._max_restarts}"
+
+
+class Member(Protocol):
+    """A role that belongs to a family."""
+
+    lost: bool
+
+
+@dataclass
+class Family:
+    """Interchangeable roles, such as all generators, of which a run may lose some."""
+
+    min_living: int
+    """A role that cannot be restarted is given up if at least this many others are left."""
+    roles: list[Member] = field(default_factory=list)
+
+    def can_spare(self, role: Member) -> bool:
+        """Return whether the run can go on without a role."""
+        return sum(not other.lost for other in self.roles if other is not role) >= self.min_living

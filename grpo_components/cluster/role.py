@@ -6,14 +6,13 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
 
 from grpo_components.cluster.calls import Call, Part
-from grpo_components.cluster.restarts import RestartBudget
+from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role_failures import role_failure
 from grpo_components.cluster.role_host import DUMP_STACKS
 from grpo_components.cluster.role_process import RoleProcess
@@ -22,21 +21,10 @@ from grpo_components.errors import RoleFailedError, RoleLostError
 
 _STACK_DUMP_S = 0.5
 """Grace period for a hung process to dump its stacks, in seconds."""
+_ANSWER_S = 5.0
+"""Longest wait for a process to show that it lives, in seconds."""
 _PENDING_CALLS_S = 60.0
 """Longest wait for the pending calls of a killed process to fail, in seconds."""
-
-
-@dataclass
-class Family:
-    """Interchangeable roles, such as all generators, of which a run may lose some."""
-
-    min_living: int
-    """A role that cannot be restarted is given up if at least this many others are left."""
-    roles: list[Role] = field(default_factory=list)
-
-    def can_spare(self, role: Role) -> bool:
-        """Return whether the run can go on without a role."""
-        return sum(not other.lost for other in self.roles if other is not role) >= self.min_living
 
 
 class Role:
@@ -283,12 +271,24 @@ class Role:
         await self._handle_failure(failure, self._process)
 
     async def begin_again(self) -> None:
-        """Replace the process by a new one, without restoring the old one's state."""
+        """Replace the process by a new one, without restoring the old one's state.
+
+        Nobody watches a role between two attempts: if the old process has died by itself, or the
+        new one dies before the role is built, that is a restart like any other. Of roles that
+        restart together, the caller has looked for the dead ones.
+
+        Raises:
+            RoleFailedError: the budget is used up, or the role cannot be built.
+        """
         await self.wait_idle()
-        await self._end_process()
-        self._last = None
-        self._replace_process()
-        await self._wait_built()
+        self._last, process = None, self._process
+        dead = await self.process_failure(_ANSWER_S) if self.restarts_alone else None
+        if dead is not None and dead.kind == "died":
+            await self._handle_failure(dead, process)
+        else:
+            await self._end_process()
+            self._replace_process()
+            await self.ready(self._start_timeout_s)
 
     async def wait_idle(self) -> None:
         """Wait until a restart that is under way has ended, whether or not it succeeded."""

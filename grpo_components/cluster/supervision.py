@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,15 @@ from grpo_components.errors import (
 )
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.plain_text import one_line, plain, shortened
+from grpo_components.terminal import leave_terminal
 
 _WITHOUT_TRACEBACK = (
     *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
     *(ComponentError, TimeoutError, OSError),
 )
 """Errors that are not bugs: shown in one line, like a role's failure."""
+_ENDS = {signal.SIGTERM: ("terminated", 143), signal.SIGHUP: ("terminal closed", 129)}
+"""Signals that end a run as Ctrl-C does: what the run says, and its exit code."""
 _CONFIG_ERRORS = (ValueError, YAMLError, OmegaConfBaseException)
 """Errors of a config; only `setup` raises them directly: a loop's come in an exception group."""
 
@@ -52,15 +55,37 @@ def dump_task_stacks(logs: Path, why: str) -> None:
             task.print_stack(file=file)
 
 
+async def apart(work: Coroutine[Any, Any, None]) -> None:
+    """Run work in its own task, so that its failure cannot hide a cancellation, as by Ctrl-C.
+
+    A task group that is cancelled from outside while one of its tasks fails raises the failure.
+
+    Args:
+        work: coroutine to run; it is cancelled with the caller.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # retrieve it, so that asyncio does not warn
+        raise
+    task.result()
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Context manager: ignore Ctrl-C and SIGTERM during a clean-up, so that it finishes."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    """Context manager: ignore Ctrl-C, SIGTERM and SIGHUP during a clean-up, so that it finishes."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDS)}
+    for number, handler in before.items():
+        leaves = number == signal.SIGHUP and handler is not signal.SIG_IGN
+        signal.signal(number, (lambda *_: leave_terminal()) if leaves else signal.SIG_IGN)
     try:
         yield
     finally:
-        for number, handler in zip(signals, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -72,16 +97,9 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
 
     Returns:
         0 after a normal end, 1 after a failure (the cause is on stderr), 2 for a wrong config (one
-        line on stderr), 130 after Ctrl-C, 143 after SIGTERM.
+        line on stderr), 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
     """
-    terminated = False
-
-    def end_as_after_ctrl_c(*_: Any) -> None:  # asyncio shuts down on SIGINT only
-        nonlocal terminated
-        terminated = True
-        signal.raise_signal(signal.SIGINT)
-
-    signal.signal(signal.SIGTERM, end_as_after_ctrl_c)
+    received = _end_on_signals()
     # A shell starts background jobs with SIGINT ignored: then neither signal would end the run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -96,9 +114,10 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         sys.stderr.write(f"error: {place} called sys.exit({end.code!r}) and ended the run\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write(f"{'terminated' if terminated else 'interrupted'}: all roles stopped\n")
-        return 143 if terminated else 130
+        return _interrupted(received)
     except Exception as error:  # show whatever ended the run
+        if received:  # roles may fail because the signal reached them, too
+            return _interrupted(received)
         if isinstance(error, _CONFIG_ERRORS) or not _reached(recipe_main, error):
             text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)
             sys.stderr.write(f"config error: {text}\n")
@@ -110,6 +129,33 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         sys.stderr.write(f"error: {plain(str(cause)) or type(cause).__name__}\n")
         return 1
     return 0
+
+
+def _end_on_signals() -> list[int]:
+    """Let every signal of `_ENDS` end the run as Ctrl-C does; return the list of those received."""
+    received: list[int] = []
+
+    def end_as_after_ctrl_c(number: int, _: Any) -> None:  # asyncio shuts down on SIGINT only
+        if number == signal.SIGHUP:
+            leave_terminal()
+        # A system that shuts down sends both signals, terminal and shell a SIGHUP each.
+        hurried = number == signal.SIGTERM in received
+        is_first = not received
+        received.append(number)
+        if is_first or hurried:
+            signal.raise_signal(signal.SIGINT)
+
+    for number in _ENDS:
+        ignored = signal.getsignal(number) is signal.SIG_IGN  # by nohup
+        if number != signal.SIGHUP or not ignored:
+            signal.signal(number, end_as_after_ctrl_c)
+    return received
+
+
+def _interrupted(received: list[int]) -> int:
+    how, code = _ENDS[signal.Signals(received[0])] if received else ("interrupted", 130)
+    sys.stderr.write(f"{how}: all roles stopped\n")
+    return code
 
 
 def _reached(recipe_main: Callable[[], Any], error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.model_checks import check_model
-from grpo_components.data.prompt_mix import PromptMix
+from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import MAX_MESSAGE, fail
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.models.hf_weights import hf_converter
@@ -55,7 +55,8 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     except ValueError as error:
         text = str(error)
         if key == "eval_dataset" and text.startswith("dataset"):
-            text = f"eval_{text}"  # one function builds both data sets
+            # One function builds both data sets.
+            text = f"eval_{text}".replace("allowed: dataset.", "allowed: eval_dataset.")
         text = text if text.startswith(key) else f"{key}: {text}"
         raise ValueError(shortened(one_line(text), MAX_MESSAGE)) from error
     except BaseException as error:  # a component may raise anything, even SystemExit
@@ -81,7 +82,8 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
     if not hasattr(tokenizer, "encode"):
         problem = f"{cfg.tokenizer._component_} returns an object without `encode`"
         fail("tokenizer", problem, "a tokenizer with the methods of torchtune's")
-    data = {key: build(key, getattr(cfg, key), tokenizer) for key in ("dataset", "eval_dataset")}
+    tools = _tools_of(cfg.environment)
+    data = {key: _build_prompts(cfg, key, tokenizer, tools) for key in ("dataset", "eval_dataset")}
     for key, dataset in data.items():
         _check_rows(key, getattr(cfg, key)._component_, dataset)
         _check_types(key, getattr(cfg, key)._component_, dataset)
@@ -111,6 +113,20 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         elif not isinstance(dataset, RecordedPrompts):  # those were checked above
             _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
     return tokenizer, data["dataset"], data["eval_dataset"]
+
+
+def _tools_of(environment: DictConfig) -> list[Any]:
+    """Return the JSON schemas of the tools that the environment's world offers; may be empty."""
+    world = environment.get("world")
+    if not (isinstance(world, DictConfig) and "_component_" in world):
+        return []
+    return list(getattr(build("environment.world", world), "tool_schemas", ()))
+
+
+def _build_prompts(cfg: Settings, key: str, tokenizer: Any, tools: list[Any]) -> Any:
+    node = getattr(cfg, key)
+    offered = {"tools": tools} if tools and takes_tools(node) else {}
+    return build(key, node, tokenizer, **offered)
 
 
 def _check_rows(key: str, component: str, dataset: Any) -> None:

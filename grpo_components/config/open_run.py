@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+from grpo_components._plugin import recipes_folder
 from grpo_components.config.building import build, shared_prompts
+from grpo_components.config.command_line import resume_command
 from grpo_components.config.component_trial import check_logger
 from grpo_components.evaluation.evaluation import build_evaluation
 from grpo_components.exchange.ledger import Ledger
@@ -14,6 +17,7 @@ from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
 from grpo_components.records.agreement import GeneratorAgreement
 from grpo_components.records.checkpoints import build_checkpoints
+from grpo_components.records.code_snapshot import save_code
 from grpo_components.records.failed_samples import build_failed_samples
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import build_receipts
@@ -33,6 +37,7 @@ def open_run(
     temperature: Schedule,
     dataset: Any,
     held_out: Any,
+    recipe: str | None = None,
 ) -> RunRecords:
     """Create or reopen the run's folder; on a resume, restore the ledger and the prompts.
 
@@ -43,15 +48,17 @@ def open_run(
         temperature: sampling temperature by training step.
         dataset: data set to train on.
         held_out: data set to evaluate on.
+        recipe: path of the recipe's file, for the snapshot of the code; None if it is not known.
 
     Raises:
         ValueError: the checkpoint does not exist, or the data set has changed.
     """
     start = begin_run(cfg, ledger, prompts)
+    save_code(start.output_dir, start.attempt, recipe)
     original = read_original(cfg.replay_events) if cfg.replay_events else None
     event_log = EventLog(Path(cfg.output_dir))
     ledger.events = open_event_order(cfg, start.attempt, event_log, original)
-    log = open_log(cfg, start.attempt, start.note, dataset, held_out)
+    log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
     on_result = (log.evaluation, checkpoints.add_evaluation)
@@ -80,7 +87,14 @@ def open_run(
     )
 
 
-def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any) -> RunLog:
+def open_log(
+    cfg: Settings,
+    attempt: int,
+    note: str,
+    dataset: Any,
+    held_out: Any,
+    recipe: str | None = None,
+) -> RunLog:
     """Open the run log, and show the notes on the start and the data sets.
 
     Args:
@@ -90,15 +104,28 @@ def open_log(cfg: Settings, attempt: int, note: str, dataset: Any, held_out: Any
         dataset: data set to train on; its `note` is shown, if it has one.
         held_out: data set to evaluate on; shown are its `note`, and the number of its prompts that
             are also trained on.
+        recipe: path of the recipe's file; None if it is not known.
     """
     with without_prints(cfg.log_level):
         logger = build("metric_logger", cfg.metric_logger)
     check_logger(cfg.metric_logger._component_, logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
-    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt)
-    left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     trains = not (cfg.eval_only or cfg.rollout_only)
+    resume = resume_command(sys.argv) if trains else ""
+    ideas = _next_ideas(cfg, recipe)
+    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt, resume, ideas)
+    left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if trains else ""
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared)):
         run_log.note(line)
     return run_log
+
+
+def _next_ideas(cfg: Settings, recipe: str | None) -> list[str]:
+    """Suggest what the user of this config and recipe has not done yet."""
+    ideas: list[str] = []
+    if cfg.max_staleness:
+        ideas.append("a synchronous run: add max_staleness=0 pull_every_m_rollouts=1")
+    if recipe is not None and Path(recipe).resolve().parent == recipes_folder().resolve():
+        ideas.append(f"a recipe of your own: tune cp {Path(recipe).stem} my_grpo.py")
+    return ideas

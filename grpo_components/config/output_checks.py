@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def check_inputs(settings: Settings) -> None:
     nearest = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         fail("output_dir", f"{short(nearest)} is not a folder to write to", "a writable place")
+    if nearest == output_dir:  # `lock_folder` writes to it
+        return
+    try:  # in some places, such as /proc, even root can make no folder
+        tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()
+    except OSError as error:
+        problem = f"no folder can be made in {short(nearest)}: {error.strerror}"
+        fail("output_dir", problem, "a writable place")
 
 
 def check_folder(settings: Settings) -> None:

@@ -22,12 +22,18 @@ _LIMITS = {"exclusiveMinimum": "above", "minimum": "at least", "maximum": "at mo
 def read_settings(given: Mapping[str, Any]) -> Settings:
     """Check types, bounds and names of all keys, and fill in the defaults.
 
+    A reward that is null is left out: so a command line removes one, `rewards.format=null`.
+
     Args:
         given: config as plain values, with interpolations replaced.
 
     Raises:
         ValueError: there is an unknown key, or else a wrong value; names the first one.
     """
+    rewards = given.get("rewards")
+    if isinstance(rewards, Mapping):
+        left = {name: node for name, node in rewards.items() if node is not None}
+        given = {**given, "rewards": left}
     try:
         return Settings.model_validate(given)
     except ValidationError as error:

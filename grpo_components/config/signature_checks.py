@@ -8,7 +8,10 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
@@ -118,6 +121,8 @@ def _imported(key: str, path: str) -> Any:
         if isinstance(error, KeyboardInterrupt):
             raise
         cause = error.__cause__ or error
+        if isinstance(cause, ModuleNotFoundError) and f"{path}.".startswith(f"{cause.name}."):
+            _refuse_missing(key, path, str(cause.name))
         place = traceback.extract_tb(cause.__traceback__)[-1]
         problem = f"{path} cannot be imported, {type(cause).__name__}: {cause}"
         if not any(name in place.filename for name in ("torchtune", "importlib")):
@@ -126,6 +131,39 @@ def _imported(key: str, path: str) -> Any:
     if not callable(component):
         fail(key, f"{path} cannot be called", "a class or function")
     return component
+
+
+def _refuse_missing(key: str, path: str, missing: str) -> NoReturn:
+    """Refuse a dotted path whose module, or a name in its module, does not exist.
+
+    Args:
+        key: config key.
+        path: dotted path.
+        missing: the start of the path that does not exist.
+    """
+    parent, _, name = missing.rpartition(".")
+    module = sys.modules.get(parent)
+    if module is not None and name == "py":
+        rest = path.removeprefix(missing)
+        fail(key, f"{path} has the suffix of a file", f"a dotted path: {parent}{rest}")
+    if module is not None:
+        known = [each for each, value in vars(module).items() if _is_of(module, value)]
+        problem, form, cutoff = f"{parent} has no {name}", f"{parent}.{{}}", 0.6
+    else:  # the first name is wrong
+        known = [file.stem for file in Path().glob("*.py")]
+        problem, form = f"there is no module {missing}", f"{{}}{path.removeprefix(missing)}"
+        cutoff = 0.75
+    problem = f"{path} cannot be imported: {problem}"
+    if near := get_close_matches(name, known, n=1, cutoff=cutoff):
+        fail(key, problem, f"did you mean {form.format(near[0])}?")
+    names = "" if module is None else ", ".join(map(form.format, known))
+    fail(key, problem, names or "a dotted path, installed or in the current folder")
+
+
+def _is_of(module: ModuleType, value: Any) -> bool:
+    """Whether a public class or function is defined in a module, not imported into it."""
+    own = callable(value) and getattr(value, "__module__", None) == module.__name__
+    return own and not getattr(value, "__name__", "_").startswith("_")
 
 
 def _check_arguments(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ def prompt_dataset(
     system_prompt: str | None = None,
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptDataset:
     """Load a data set whose rows have a `question` and an `answer` (a text or a number).
 
@@ -80,6 +81,7 @@ def prompt_dataset(
         system_prompt: system message of the chat.
         max_prompt_tokens: longest allowed prompt, in tokens.
         too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
+        tools: JSON schemas for the prompt, see `prompt_encoder`; by default of environment.world.
 
     Returns:
         The prompts. Each prompt_index is the row number in the source, counted from 0 before any
@@ -89,21 +91,20 @@ def prompt_dataset(
         ValueError: a setting is wrong, or a row cannot be used. The message names the key, or the
             source, row (from 1) and field.
     """
-    chat = {"chat_template": chat_template, "system_prompt": system_prompt}
-    lengths = {"num_rows": num_rows, "max_prompt_tokens": max_prompt_tokens}
+    chat = {"chat_template": chat_template, "system_prompt": system_prompt, "columns": columns}
+    lengths = {"num_rows": num_rows, "max_prompt_tokens": max_prompt_tokens, "too_long": too_long}
     _check_keys(source=source, split=split, name=name, **chat, **lengths)
-    _check_keys(columns=columns, too_long=too_long)
     builder = _PromptBuilder(
         source=source,
         read=read,
         columns=columns or {},
-        encode=prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt),
+        encode=prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt, tools),
         keep=RowFilters({} if filters is None else filters),
         in_part=Partition("1/1" if partition is None else partition),
         max_prompt_tokens=max_prompt_tokens,
         drop_too_long=too_long == "drop",
     )
-    return builder.build(read_rows(source, name, split), num_rows)
+    return builder.build(read_rows(source, name, split), num_rows, tools)
 
 
 @dataclass
@@ -123,7 +124,9 @@ class _PromptBuilder:
     num_in_other_parts: int = 0
     num_too_long: int = 0
 
-    def build(self, rows: Iterable[Any], num_rows: int | None) -> PromptDataset:
+    def build(
+        self, rows: Iterable[Any], num_rows: int | None, tools: Sequence[Mapping[str, Any]]
+    ) -> PromptDataset:
         prompts: list[Prompt] = []
         number = 0
         for number, values in enumerate(rows, start=1):
@@ -141,13 +144,22 @@ class _PromptBuilder:
         if not prompts:
             raise ValueError(f"dataset {self.source}: no rows{f' left: {why}' if why else ''}")
         self._check_columns()
-        note = f"dataset {self.source}: {len(prompts)} prompts of {number} rows; {why}"
-        return PromptDataset(prompts, note if why else "")
+        rows_left = f"dataset {self.source}: {len(prompts)} prompts of {number} rows; {why}"
+        notes = (rows_left if why else "", self._unnamed_tools(prompts[0], tools))
+        return PromptDataset(prompts, "\n".join(filter(None, notes)))
+
+    def _unnamed_tools(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return a note on tools that a prompt does not name; empty if it names all."""
+        names = [tool["function"]["name"] for tool in tools]
+        missing = [name for name in names if name not in prompt["prompt_text"]]
+        note = f"dataset {self.source}: its prompts do not name the tool {''.join(missing[:1])}; "
+        note += "{tools} in dataset.system_prompt or dataset.prompt_template describes all tools"
+        return note if missing else ""
 
     def _prompt(self, number: int, values: Any) -> Prompt | None:
         """Return the prompt of a row; None if the row is left out."""
         where = f"dataset {self.source}, row {number}"
-        if not self.keep(Row(values, where, {})):
+        if not self.keep(Row(values, where, None)):
             self.num_filtered += 1
             return None
         row = Row(values, where, self.columns)

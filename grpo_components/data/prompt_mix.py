@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 from torchtune import config
+from torchtune.config._utils import _get_component_from_path
 
 Prompt = dict[str, Any]
 
@@ -58,13 +60,28 @@ class PromptMix(Dataset[Prompt]):
         raise IndexError("PromptMix: index out of range")
 
 
-def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> PromptMix:
+def takes_tools(node: Mapping[str, Any]) -> bool:
+    """Whether a data set's component has the argument `tools`, and its section does not set it."""
+    try:
+        parameters = inspect.signature(_get_component_from_path(node["_component_"])).parameters
+    except (ValueError, TypeError):  # some builtins have no signature
+        return False
+    return "tools" in parameters and "tools" not in node
+
+
+def mixed_dataset(
+    tokenizer: Any,
+    *,
+    parts: Mapping[str, Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> PromptMix:
     """Build a mix of data sets.
 
     Args:
         tokenizer: torchtune's tokenizer.
         parts: for each name, the `_component_` of a data set with its arguments, and a `weight`
             (default 1): its share of the prompts, relative to the weights of the other parts.
+        tools: JSON schemas of the tools that the policy may call, for parts with this argument.
 
     Raises:
         ValueError: a part cannot be built; the message names it.
@@ -84,12 +101,13 @@ def mixed_dataset(tokenizer: Any, *, parts: Mapping[str, Mapping[str, Any]]) -> 
             raise ValueError(f"{key}.weight: {node['weight']} given; allowed: a number above 0")
         arguments = {argument: node[argument] for argument in node if argument != "weight"}
         try:
-            prompts = config.instantiate(OmegaConf.create(arguments), tokenizer)
+            offered = {"tools": tools} if takes_tools(node) and tools else {}
+            prompts = config.instantiate(OmegaConf.create(arguments), tokenizer, **offered)
             if isinstance(prompts, PromptMix):
                 raise ValueError("is a mix itself; allowed: single data sets")
             last = max(prompts[index]["prompt_index"] for index in range(len(prompts)))
         except ValueError as error:
-            text = str(error)
+            text = str(error).replace("allowed: dataset.", f"allowed: {key}.")
             own = text.removeprefix("dataset.")
             raise ValueError(f"{key}.{own}" if own != text else f"{key}: {text}") from error
         except Exception as error:  # a component may raise anything on wrong arguments

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 Encode = Callable[[str], tuple[list[int], str]]
 """Function that turns a question into the token ids [P] of its prompt, and the prompt's text."""
+_TOOLS = "{tools}"
 _LOOP_OVER_PARTS = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.content|\w+\[["']content["']\]|content)(?![\w.(])"""
 )
@@ -19,17 +21,24 @@ _LOOP_OVER_PARTS = re.compile(
 
 
 def prompt_encoder(
-    tokenizer: Any, template: str, chat_template: str | None, system_prompt: str | None
+    tokenizer: Any,
+    template: str,
+    chat_template: str | None,
+    system_prompt: str | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Encode:
     """Make a function that turns a question into a prompt.
 
     Args:
         tokenizer: torchtune's tokenizer.
-        template: text around the question; contains `{question}` once.
+        template: text around the question; contains `{question}` once. `{tools}` in it, or in the
+            system prompt, becomes the JSON schemas of the tools, one a line.
         chat_template: None encodes the plain text. `torchtune` encodes messages with `tokenizer`
             and its `prompt_template`. The path of a model folder selects the Hugging Face chat
             template and tokenizer in it, which give the same ids as vLLM's chat endpoint.
         system_prompt: system message of a chat; None leaves it to the chat template.
+        tools: JSON schemas of the tools that the policy may call. A Hugging Face chat template
+            gets them, unless template or system prompt have them already.
 
     Raises:
         ValueError: a setting cannot be used; the message names its key.
@@ -37,6 +46,11 @@ def prompt_encoder(
     if not isinstance(template, str) or template.count("{question}") != 1:
         allowed = "a text that contains {question} once"
         raise ValueError(f"dataset.prompt_template: {template!r} given; allowed: {allowed}")
+    texts = {"prompt_template": template, "system_prompt": system_prompt or ""}
+    described = _TOOLS in template + texts["system_prompt"] or _has_schemas(texts.values(), tools)
+    filled = {key: _with_tools(key, text, tools) for key, text in texts.items()}
+    template = filled["prompt_template"]
+    system_prompt = None if system_prompt is None else filled["system_prompt"]
     if chat_template is None:
         if system_prompt is not None:
             allowed = "null, or a chat_template with it"
@@ -45,8 +59,22 @@ def prompt_encoder(
     elif chat_template == "torchtune":
         encode = _torchtune_chat(tokenizer, system_prompt)
     else:
-        encode = _hugging_face_chat(chat_template, system_prompt)
+        encode = _hugging_face_chat(chat_template, system_prompt, () if described else tools)
     return lambda question: encode(template.replace("{question}", question))
+
+
+def _with_tools(key: str, text: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    if _TOOLS in text and not tools:
+        problem = f"has {_TOOLS}, and environment.world has no tools"
+        raise ValueError(f"dataset.{key}: {problem}; allowed: a text without {_TOOLS}")
+    return text.replace(_TOOLS, "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+
+
+def _has_schemas(texts: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether texts describe all tools by JSON schemas, as typed by hand."""
+    whole = "\n".join(texts)
+    names = [f'"{tool["function"]["name"]}"' for tool in tools]
+    return '"parameters"' in whole and all(name in whole for name in names)
 
 
 def _plain(tokenizer: Any) -> Encode:
@@ -85,7 +113,9 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
     return encode
 
 
-def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
+def _hugging_face_chat(
+    folder: str, system_prompt: str | None, tools: Sequence[Mapping[str, Any]]
+) -> Encode:
     tokenizer, template = _chat_tokenizer(folder)
     # As in vLLM: some templates expect the content as a text, some as a list of parts.
     in_parts = _LOOP_OVER_PARTS.search(template) is not None
@@ -98,7 +128,10 @@ def _hugging_face_chat(folder: str, system_prompt: str | None) -> Encode:
         ]
         try:
             return tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages,
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except Exception as error:  # a template is a program and may raise anything
             problem = f"the template of {folder} failed: {error}"

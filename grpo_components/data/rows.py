@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import http.client
+import importlib
 import json
 import math
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +19,10 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
+from huggingface_hub import constants as hub_constants
+
+_HUB_ANSWER_S = 5.0
+"""Seconds that the hub may take to answer before it counts as out of reach."""
 
 
 class Row:
@@ -21,11 +31,13 @@ class Row:
     Args:
         values: the row as the source has it; only a mapping has fields.
         where: source and row number, for errors.
-        columns: the source's column name for each field that has another name there.
+        columns: the source's column name for each field that has another name there; None if the
+            fields are columns themselves.
     """
 
-    def __init__(self, values: Any, where: str, columns: Mapping[str, str]) -> None:
-        self._values, self._where, self._columns = values, where, columns
+    def __init__(self, values: Any, where: str, columns: Mapping[str, str] | None) -> None:
+        self._values, self._where, self._columns = values, where, columns or {}
+        self._is_renamed = columns is not None
         self.asked: set[str] = set()
         """Fields that were read or looked for."""
 
@@ -40,8 +52,10 @@ class Row:
         if not isinstance(self._values, dict):
             raise ValueError(f"{self._where}: has no field {column}, nor any other")
         if column not in self._values:
-            has = ", ".join(map(str, self._values))
-            raise ValueError(f"{self._where}: has no field {column}; it has {has}")
+            has = ", ".join(map(str, self._values)) or "nothing"
+            if self._is_renamed:
+                has = f"dataset.columns.{field}=<name>, with a name out of: {has}"
+            raise ValueError(f"{self._where}: has no field {column}; allowed: {has}")
         return self._values[column]
 
     def has(self, field: str) -> bool:
@@ -119,11 +133,44 @@ def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
         raise ValueError(
             f"dataset {source}: not readable; allowed: a file of {kinds}, or a hub name"
         )
+    offline = hub_constants.HF_HUB_OFFLINE or not _hub_answers()
     try:
-        return datasets.load_dataset(source, name, split=split)
+        with _without_hub() if offline else contextlib.nullcontext():
+            return datasets.load_dataset(source, name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
+        if offline and isinstance(error, OSError):
+            problem = f"no copy in the cache, and {hub_constants.ENDPOINT} cannot be reached"
+            allowed = f"a file of {', '.join(_READERS)}, or a connection to the hub"
+            raise ValueError(f"dataset {source}: {problem}; allowed: {allowed}") from error
         cause = f"{error}: {error.__cause__}" if error.__cause__ else error
         raise ValueError(f"dataset {source}: cannot be loaded: {cause}") from error
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached; its own client would try for half a minute."""
+    asked = urllib.request.Request(hub_constants.ENDPOINT, method="HEAD")
+    try:
+        with urllib.request.urlopen(asked, timeout=_HUB_ANSWER_S):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, http.client.HTTPException) as error:
+        # The hub's client may know certificates that this request does not.
+        return isinstance(getattr(error, "reason", None), ssl.SSLError)
+
+
+@contextlib.contextmanager
+def _without_hub() -> Iterator[None]:
+    """Context manager: load data sets from the cache alone."""
+    libraries: list[Any] = [hub_constants, importlib.import_module("datasets.config")]
+    before = [(each, each.HF_HUB_OFFLINE) for each in libraries]
+    for each, _ in before:
+        each.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for each, value in before:
+            each.HF_HUB_OFFLINE = value
 
 
 def _check_there(path: Path) -> None:

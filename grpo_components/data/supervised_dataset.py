@@ -51,7 +51,7 @@ def supervised_dataset(
     examples: list[tuple[list[int], list[int]]] = []
     for number, values in enumerate(read_rows(source, name, split), start=1):
         where = f"ptx {source}, row {number}"
-        row = Row(values, where, {})
+        row = Row(values, where, None)
         prompt, response = row.text(prompt_field), row.text(response_field)
         text = prompt_template.replace("{prompt}", prompt)
         prompt_ids = tokenizer.encode(text, add_bos=True, add_eos=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_components.plain_text import one_line
+from grpo_components.terminal import leave_terminal
 
 REFRESHES_PER_SECOND = 4
 STEPS_FOR_ETA = 20
@@ -96,9 +99,10 @@ class Progress:
 
     def close(self) -> None:
         """End the live display; its last state stays on the screen."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            with _without_terminal():
+                live.stop()
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
         """End the display and print the closing table.
@@ -116,8 +120,9 @@ class Progress:
                 self._print(Text(" " * (width + 2) + line))
 
     def _print(self, text: Text) -> None:
-        # soft_wrap keeps a long path in one piece, and one line per step in a log file.
-        self._console.print(text, soft_wrap=True)
+        with _without_terminal():
+            # soft_wrap keeps a long path in one piece, and one line per step in a log file.
+            self._console.print(text, soft_wrap=True)
 
     def _seconds_left(self) -> float:
         if len(self._step_ends) < 2:
@@ -184,6 +189,17 @@ class Progress:
             "tokens/s {generated} generated, {trained} trained"
         ).format(**self._fields())
         return Text(text, style="dim", no_wrap=True, overflow="crop")
+
+
+@contextlib.contextmanager
+def _without_terminal() -> Iterator[None]:
+    """Context manager: if the terminal was closed, leave it, so that the run goes on without."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_terminal()
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
 from grpo_components.records.checkpoint_folder import point_latest
+from grpo_components.records.code_snapshot import copy_code
 from grpo_components.records.folder_lock import FolderLock, lock_folder
 from grpo_components.records.leftover_roles import wait_for_roles
 from grpo_components.records.output_folder import (
@@ -250,7 +251,8 @@ def last_start(output_dir: Path) -> dict[str, Any]:
 
 
 def _copy_history(run: Path, folder: Path) -> None:
-    """Copy what the audit needs to follow a run from its start: receipts and earlier configs."""
+    """Copy what shows a run from its start: receipts, earlier configs and code snapshots."""
+    copy_code(run, folder)
     for name in (END_FILE, "receipts.jsonl"):  # the copied end file may be older, never newer
         if (run / name).is_file():
             shutil.copy2(run / name, folder)

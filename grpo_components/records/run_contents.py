@@ -21,16 +21,16 @@ PLACEHOLDERS = (
 _REMOVED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
 _FILES = re.compile(
     r"config\.yaml|config_attempt_\d+\.yaml|receipts\.(jsonl|end)|trajectories\.jsonl"
-    r"|report\.html|\.report\.html\..+"
+    r"|report\.html|\.(report\.html|config\.yaml)\..+"
     rf"|{re.escape(LOCK)}|\.{re.escape(LOCK)}\.\w+"
     r"|logs/[^/]+\.(jsonl|log)"
     r"|checkpoints/(latest|best)|checkpoints/\.(latest|best)\.unfinished"
 )
-_FOLDERS = ("logs", "checkpoints", "skipped")
+_FOLDERS = ("logs", "checkpoints", "skipped", "code")
 """Folders of a run whose files are checked one by one."""
 _TREES = re.compile(
     r"checkpoints/step_\d+|checkpoints/\.step_\d+\.(unfinished|discarded)"
-    r"|skipped/step_\d+|profile"
+    r"|skipped/step_\d+|code/attempt_\d+|profile"
 )
 """Folders of a run that may contain files with any name."""
 _TOP = re.compile(

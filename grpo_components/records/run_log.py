@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,15 @@ from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.files import append_line
+from grpo_components.records.checkpoint_folder import latest
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.progress import Progress
 from grpo_components.records.step_metrics import mean
 from grpo_components.report.page import NoStepsError, write_report
 from grpo_components.report.run_files import FAILURES, first_and_last
+
+STEPS_SHOWN = 10
+"""Number of steps over which the display averages the throughput."""
 
 
 class RunLog:
@@ -33,6 +38,8 @@ class RunLog:
         log_every_n_steps: the metric logger gets every n-th step.
         num_steps: training steps of the whole run.
         attempt: number of the run's attempt, from 0.
+        resume: command that goes on from the run's last checkpoint; empty if it saves none.
+        try_next: what the summary suggests after the run.
     """
 
     def __init__(
@@ -42,6 +49,8 @@ class RunLog:
         log_every_n_steps: int,
         num_steps: int,
         attempt: int,
+        resume: str = "",
+        try_next: Sequence[str] = (),
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
@@ -49,7 +58,10 @@ class RunLog:
         self._output_dir, self.attempt = output_dir, attempt
         self._steps: list[Mapping[str, float]] = []
         self._evaluations: list[Mapping[str, float]] = []
-        self._checkpoint = ""
+        self._checkpoint, self._resume, self._try_next = "", resume, "\n".join(try_next)
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=STEPS_SHOWN)
+        """Seconds, generated and trained tokens of the last steps."""
+        self._num_steps = self._steps_left = num_steps
         self._started = self._last = time.perf_counter()
         self._generated_tokens = self._counted_tokens = 0
         self._trained_tokens = 0.0
@@ -71,8 +83,18 @@ class RunLog:
         metrics["throughput/trained_tokens_per_second"] = trained_tokens / seconds
         self._trained_tokens += trained_tokens
         self._steps.append(metrics)
+        self._steps_left = self._num_steps - step
         self._metric_log.log(step, {"attempt": self.attempt, **metrics})
-        self._progress.update(step, metrics)
+        self._recent.append((seconds, generated, trained_tokens))
+        self._progress.update(step, {**metrics, **self._recent_throughput()})
+
+    def _recent_throughput(self) -> dict[str, float]:
+        """Return tokens per second over the last steps: groups arrive between some of them only."""
+        seconds, generated, trained = (sum(column) for column in zip(*self._recent, strict=True))
+        return {
+            "throughput/generated_tokens_per_second": generated / seconds,
+            "throughput/trained_tokens_per_second": trained / seconds,
+        }
 
     def count_generated(self, tokens: int) -> None:
         """Count tokens that were sampled for training."""
@@ -169,11 +191,8 @@ class RunLog:
             rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
         rows.append(("metrics", str(logs / "metrics.jsonl")))
         if self._steps:
-            advice = (
-                "a synchronous run: add max_staleness=0 pull_every_m_rollouts=1\n"
-                "a recipe of your own: tune cp async_grpo_full_finetune_distributed my_grpo.py"
-            )
-            rows += [("sample rollouts", str(logs / "rollouts.jsonl")), ("try next", advice)]
+            rows.append(("sample rollouts", str(logs / "rollouts.jsonl")))
+            rows += [("try next", self._try_next)] if self._try_next else []
         self._progress.summary(rows)
 
     def _change_of_reward(self) -> str:
@@ -194,20 +213,33 @@ class RunLog:
         """End the display, close the files and the logger, and write the report.
 
         An error that is ending the run is first written to `logs/failures.jsonl`, for the report.
+        Last, the user sees how to go on from the last checkpoint.
         """
         if (error := sys.exception()) is not None:
             with contextlib.suppress(OSError):  # the disk may be full
                 self._write_failure(error)
         self._progress.close()
         self._metric_log.close()
-        if not self._steps and not self.attempt:
-            return
+        if self._steps or self.attempt:
+            self._report()
+        if error is not None and self._resume and self._steps_left:
+            self._show_how_to_go_on()
+
+    def _report(self) -> None:
         try:
             self.note(f"report: {write_report(self._output_dir)}")
         except NoStepsError:  # earlier attempts have no steps either
             return
         except Exception as error:  # a failed report must not change how the run ended
             self.note(f"the report could not be written: {type(error).__name__}: {error}")
+
+    def _show_how_to_go_on(self) -> None:
+        checkpoint = latest(self._output_dir / "checkpoints")
+        if checkpoint is None:
+            self.note("last checkpoint: none, the run ended before the first one was saved")
+        else:
+            self.note(f"last checkpoint: {checkpoint}")
+            self.note(f"to go on from it: {self._resume}")
 
     def _write_failure(self, error: BaseException) -> None:
         cause = root_cause(error)

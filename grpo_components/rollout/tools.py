@@ -22,6 +22,7 @@ from typing import Any
 from grpo_components.rollout.environments import Prompt
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
+from grpo_components.rollout.tool_schemas import tool_schemas
 
 Tool = Callable[..., str]
 """Function that takes named arguments, checked against its annotations, and returns a text. The
@@ -111,6 +112,11 @@ def python_tool(run: Callable[[str], str]) -> Tool:
     """
 
     def python(code: str) -> str:
+        """Run a Python program and return what it prints.
+
+        Args:
+            code: source text of the program.
+        """
         if not isinstance(code, str):
             raise ValueError("code must be a text")
         return run(code) or "(the program printed nothing)"
@@ -204,6 +210,11 @@ class ToolUse:
         self._tools = {name: (tool, _signature(tool)) for name, tool in tools.items()}
         self._find_calls, self._arguments_key, self._frame = _FORMATS[call_format]
         self._max_result_characters = max_result_characters
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Descriptions of all tools, for the prompt; see `rollout/tool_schemas.py`."""
+        return tool_schemas({name: tool for name, (tool, _) in self._tools.items()})
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
         """Begin a conversation.

@@ -2,18 +2,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tracked import tracked
 
-from grpo_components import _plugin
+from grpo_components import _plugin, _tune_run
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = "async_grpo_full_finetune_distributed"
@@ -138,9 +139,108 @@ def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install: Instal
     (tmp_path / "my_config.yaml").write_text(
         CONFIGS[TINY].read_text().replace("\ngroup_size:", "\ngroup_size: 1  # was")
     )
-    done = wheel_install.tune("run", "my_grpo.py", "--config", "my_config.yaml", cwd=tmp_path)
-    assert COPY_RUNS in done.stderr
-    assert_refused(done.returncode, done.stdout + done.stderr, key="group_size")
+    for path in ("my_grpo.py", "./my_grpo.py"):
+        done = wheel_install.tune("run", path, "--config", "my_config.yaml", cwd=tmp_path)
+        assert COPY_RUNS in done.stderr
+        assert_refused(done.returncode, done.stderr, key="group_size")
+        (loading,) = done.stdout.splitlines()
+        assert loading.startswith("loading ")
+
+
+class Registry:
+    """A stand-in for torchtune's registry module, with our recipe."""
+
+    def __init__(self):
+        self._ALL_RECIPES = [SimpleNamespace(name=RECIPE)]
+
+    def get_all_recipes(self):
+        return self._ALL_RECIPES
+
+    def Recipe(self, **fields: Any) -> Any:
+        return SimpleNamespace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("async_grpo_full_finetune_distribted", f"did you mean {RECIPE}?"),
+        ("my_gpro.py", "did you mean my_grpo.py?"),
+        ("./my_gpro.py", "did you mean my_grpo.py?"),
+        ("sub/nothing.py", "`tune ls`"),
+        ("/nowhere/at/all.py", "`tune ls`"),
+    ],
+)
+def test_a_recipe_that_is_nowhere_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, given: str, hint: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_grpo.py").touch()
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(SystemExit) as end:
+        _tune_run.complete(cast(Any, Registry()), given)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and given in line and line.endswith(hint) == hint.endswith("?")
+    assert hint in line and "; allowed: " in line
+
+
+@pytest.mark.parametrize("path", ["./my_grpo.py", "../here/my_grpo.py", "{here}/my_grpo.py"])
+def test_a_path_that_torchtune_cannot_run_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "my_grpo.py").touch()
+    registry, given = Registry(), path.format(here=here)
+    _tune_run.complete(cast(Any, registry), given)
+    (found,) = registry.get_all_recipes()[1:]
+    assert found.name == given and Path(found.file_path) == here / "my_grpo.py"
+
+
+@pytest.mark.parametrize("given", [RECIPE, "my_grpo.py", "my_grpo", "sub/mine.py", "timeit"])
+def test_what_torchtune_can_run_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my_grpo.py", "sub/mine.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    registry = Registry()
+    _tune_run.complete(cast(Any, registry), given)
+    assert len(registry.get_all_recipes()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "ours"),
+    [
+        (f"tune run {RECIPE} --config x", RECIPE, True),
+        (f"tune run --nproc_per_node 2 {RECIPE} --config x", RECIPE, True),
+        ("tune run mine.py --config x a=1", "mine.py", True),
+        ("tune run theirs.py --config x", "theirs.py", False),
+        ("tune run lora_finetune_single_device --config x", "lora_finetune_single_device", False),
+        (f"tune cp {RECIPE} .", None, False),
+        ("tune run", None, False),
+        ("tune", None, False),
+        (f"python run {RECIPE}", None, False),
+    ],
+)
+def test_only_commands_that_run_our_recipe_say_that_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, recipe: str, ours: bool
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from grpo_components.cluster import supervision\n")
+    (tmp_path / "theirs.py").write_text("import torch\n")
+    assert _tune_run.recipe_argument(command.split()) == recipe
+    assert _tune_run.is_run_of(command.split(), RECIPE) == ours
+
+
+def test_ctrl_c_before_the_recipe_runs_shows_one_line():
+    code = "from grpo_components import _tune_run as run\nrun.begin()\nraise KeyboardInterrupt\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("interrupted\n", -signal.SIGINT)
+    failing = code.replace("KeyboardInterrupt", "KeyError(1)")
+    done = subprocess.run([sys.executable, "-c", failing], capture_output=True, text=True)
+    assert done.stderr.startswith("Traceback") and done.returncode == 1
 
 
 def assert_refused(code: int, output: str, key: str) -> None:

@@ -156,3 +156,31 @@ def test_the_process_outlives_a_hundred_thousand_brackets(tmp_path, monkeypatch,
     assert exit_code(recipe_main) == 2
     err = capsys.readouterr().err
     assert err.startswith("config error: seed.0.0") and err.count("\n") == 1 and len(err) <= 301
+
+
+REWARDS = "a: {b: 1}\nrewards:\n  format: {_component_: x.Y}\n  other: {_component_: x.Z}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "start", "allowed"),
+    [
+        ("~rewards.format", "~rewards.format: ", "rewards.format=null"),
+        ("~rewards.format._component_", "~rewards.format._component_: ", "rewards.format=null"),
+        ("~rewards.formal", "~rewards.formal: ", "a key of the config"),
+        ("~nothing", "~nothing: ", "a key of the config"),
+        ("~a.b.c", "~a.b.c: ", "a key of the config"),
+        ("rewards.formal=null", "rewards.formal: ", "format, other"),
+    ],
+)
+def test_what_cannot_be_removed_is_refused_with_what_to_write(tmp_path, override, start, allowed):
+    (tmp_path / "c.yaml").write_text(REWARDS)
+    message = refusal(check_command, ["--config", str(tmp_path / "c.yaml"), override])
+    assert message.startswith(start) and message.endswith(f"; allowed: {allowed}")
+
+
+@pytest.mark.parametrize(
+    "override", ["~a.b", "~a", "rewards.format=null", "a.new=null", "~rewards"]
+)
+def test_what_can_be_removed_is_not_refused(tmp_path, override):
+    (tmp_path / "c.yaml").write_text(REWARDS + "day: 2001-99-99\n" * (override == "~a.b"))
+    check_command(["--config", str(tmp_path / "c.yaml"), override])

@@ -1,11 +1,12 @@
 """Runs that end early: interrupted, without a role, or with every step skipped."""
 
+import json
 import os
 import re
 import signal
 
 import pytest
-from whole_runs import SHORT, audit, finish, metrics, records, wait_for_line
+from whole_runs import RECIPE, SHORT, audit, finish, metrics, records, wait_for_line
 
 from grpo_components.training.skipped_steps import load_batch
 from grpo_components.trajectory import batch_hash
@@ -51,18 +52,24 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
 
 
 def test_an_interrupted_run_ends_and_leaves_nothing(tune):
-    process, output_dir = tune("num_steps=1000", "eval_dataset.num_rows=4")
+    knobs = "eval_dataset.num_rows=4 num_steps=1000 save_every_n_steps=1"
+    process, output_dir = tune(*knobs.split())
     wait_for_line(process)
     (output_dir.parent / "link").symlink_to(output_dir)
     refused = finish(tune("output_dir=link/")[0])  # while the first run goes on
     in_use = f"output_dir: {output_dir} is in use by pid {process.pid} on "
-    assert refused[0] == 2 and refused[1].startswith(f"config error: {in_use}"), refused
+    assert refused[0] == 2 and f"\nconfig error: {in_use}" in refused[1], refused
     process.send_signal(signal.SIGINT)
     returncode, output = finish(process)
     assert returncode == 130, output
     assert not (output_dir / "run.lock").exists() and not output_dir.with_name("run0-1").exists()
     assert "Traceback" not in output
     assert f"report: {output_dir / 'report.html'}" in output
+    assert f"last checkpoint: {output_dir / 'checkpoints' / 'step_'}" in output
+    (command,) = re.findall(rf"tune run {RECIPE} --config tiny_async_grpo .*", output)
+    assert command.endswith(f"{knobs} resume_from_checkpoint=true")
+    code = json.loads((output_dir / "code" / "attempt_0" / "environment.json").read_text())
+    assert code["recipe"]["shipped"] and code["files"].keys() == {f"{RECIPE}.py"}
 
 
 def test_a_dead_role_ends_a_run_without_restarts_with_its_name(tune):

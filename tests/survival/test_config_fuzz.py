@@ -59,6 +59,9 @@ def no_hub(path, *_, **__):
     raise ConnectionError(f"nobody asks for {path}")
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @pytest.fixture(scope="module")
 def recipe(tiny_policy, tmp_path_factory):
     """The recipe's entry over the tiny policy with few prompts; called with YAML and overrides."""
@@ -95,7 +98,7 @@ def recipe(tiny_policy, tmp_path_factory):
         """The refusal; "" where the config was accepted."""
         file.write_text(yaml.safe_dump(values | changes) if text is None else text)
         out, err = io.StringIO(), io.StringIO()
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in ENDING}
         argv, sys.argv = sys.argv, ["recipe", "--config", str(file), *overrides]
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -58,8 +58,18 @@ def processes():
 
 
 @pytest.fixture(scope="module")
-def cluster(output_dir, budget, all_notes, processes):
-    options = {"budget": budget, "note": all_notes.append, "object_store_memory": STORE}
+def start_notes():
+    """What the cluster says when it starts roles the first time."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def cluster(output_dir, budget, all_notes, start_notes, processes):
+    def note(line):
+        at_start = line.startswith("starting ") or " is ready after " in line
+        (start_notes if at_start else all_notes).append(line)
+
+    options = {"budget": budget, "note": note, "object_store_memory": STORE}
     cluster = Cluster(output_dir, "WARNING", attempt=0, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parent)  # has the role's class; roles inherit it
@@ -101,7 +111,8 @@ def nothing(*_):
     pass
 
 
-def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir):
+def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir, start_notes):
+    start_notes.clear()
     role = spawn(cluster, "counter", start=3, cpu_threads=1, env={"GREETING": "hello"})
 
     async def run():
@@ -113,6 +124,8 @@ def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir):
         assert await role.call("total", listed, timeout_s=30) == 7  # a part arrives as its value
 
     asyncio.run(run())
+    starting, ready = start_notes
+    assert starting == "starting counter ..." and ready.startswith("counter is ready after ")
     (record,) = starts_of(role, output_dir)
     assert (record["pid"], record["attempt"]) == (role.pid, 0) and psutil.pid_exists(role.pid)
     assert (output_dir / "logs" / "counter.log").exists()
@@ -388,6 +401,91 @@ def test_roles_that_depend_on_each_other_restart_together_with_the_loops(
     before, after = (start["attempt"] for start in starts_of(ranks[0], output_dir))
     assert after == before + 1
     assert notes[0].startswith("rank_1 died") and f"as attempt {after}" in notes[0]
+
+
+@pytest.mark.parametrize("when", ["before", "while it starts", "never"])
+def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
+    cluster, budget, notes, output_dir, tmp_path, when
+):
+    """Nobody watches the roles then; a role that is only replaced by a fresh one is no news."""
+    cluster.roles.clear()
+    budget.allow(3)
+    mark, options = tmp_path / "mark", {"remembers": "add"}
+    rank = spawn(cluster, f"rank_of_{when}", restarts_alone=False)
+    buffer = spawn(cluster, f"buffer_{when}".replace(" ", "_"), dies_if_there=str(mark), **options)
+    refilled, began_again = [], []
+
+    async def recover():
+        refilled.append(await buffer.call("add", 0, timeout_s=30))
+
+    async def loops():
+        buffer.recover = recover
+        await buffer.call("add", 5, timeout_s=30)
+        if not began_again:
+            os.kill(rank.pid, signal.SIGKILL)
+            await rank.call("add", 1, timeout_s=90)
+
+    async def begin_again():  # the ranks are back
+        began_again.append(buffer.pid)
+        if when == "before":
+            os.kill(buffer.pid, signal.SIGKILL)
+        elif when == "while it starts":
+            mark.touch()
+        await buffer.begin_again()
+        assert await buffer.call("add", 1, timeout_s=30) == 1, "it is empty, as after any roll-back"
+
+    asyncio.run(cluster.supervise(loops, begin_again))
+    told = [line for line in notes if line.startswith("buffer_")]
+    if when == "never":
+        assert told == [] and refilled == []
+    else:
+        died, back = told
+        assert died.startswith(f"{buffer.name} died") and "restart 2 of at most 3" in died
+        assert back.startswith(f"{buffer.name} is back after ") and refilled == [0]
+    assert buffer.pid != began_again[0]
+
+
+def test_two_ranks_that_die_at_once_are_both_named(cluster, budget, notes):
+    cluster.roles.clear()
+    budget.allow(3)
+    ranks = spawn(cluster, "twin_0", "twin_1", restarts_alone=False)
+    began_again = []
+
+    async def loops():
+        await ranks[0].call("add", 1, timeout_s=30)
+        if not began_again:
+            for rank in ranks:
+                os.kill(rank.pid, signal.SIGKILL)
+            await ranks[0].call("add", 1, timeout_s=90)
+
+    async def begin_again():
+        began_again.append(True)
+
+    asyncio.run(cluster.supervise(loops, begin_again))
+    assert all(f"{rank.name} died" in notes[0] for rank in ranks)
+
+
+def test_ctrl_c_ends_the_run_even_if_a_role_dies_at_the_same_moment(cluster, budget, notes):
+    """A closed terminal ends them together; the run must not begin to restart them."""
+    cluster.roles.clear()
+    budget.allow(3)
+    rank = spawn(cluster, "hung_up", restarts_alone=False)
+
+    async def run():
+        await cluster.supervise(loops, loops)
+
+    async def loops():
+        running.cancel()
+        raise ExceptionGroup("", [RoleFailedError(rank.name, "died", "a.log", "died")])
+
+    async def main():
+        nonlocal running
+        running = asyncio.create_task(run())
+        await asyncio.wait([running])
+        return running.cancelled()
+
+    running = None
+    assert asyncio.run(main()) and notes == []
 
 
 def test_a_failed_restart_is_repeated_in_the_same_attempt(

@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib
+import os
+import pty
 import signal
 import sys
 
@@ -27,10 +29,11 @@ DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log", "d
 @pytest.fixture(autouse=True)
 def handlers():
     """The signal handlers of a fresh process, and pytest's own again afterwards."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
@@ -226,10 +229,13 @@ def test_a_value_error_of_a_running_loop_is_not_a_config_error(capsys):
     [
         (signal.SIGINT, 130, "interrupted: all roles stopped\n"),
         (signal.SIGTERM, 143, "terminated: all roles stopped\n"),
+        (signal.SIGHUP, 129, "terminal closed: all roles stopped\n"),
     ],
 )
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_ctrl_c_and_sigterm_end_the_run_after_its_clean_up(number, code, line, in_loop, capsys):
+def test_ctrl_c_sigterm_and_sighup_end_a_run_after_its_clean_up(
+    number, code, line, in_loop, capsys
+):
     cleaned_up = []
 
     async def run():
@@ -248,7 +254,67 @@ def test_ctrl_c_and_sigterm_end_the_run_after_its_clean_up(number, code, line, i
     assert cleaned_up == [True]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_roles_that_the_same_signal_ended_are_not_the_cause(number, capsys):
+    def main():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise ExceptionGroup("loops", [DEAD]) from None
+
+    assert exit_code(main) in (129, 143)
+    assert "generator_0" not in capsys.readouterr().err
+
+
+def test_the_second_hangup_is_ignored_and_after_nohup_the_first(capsys):
+    def main():
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+
+    assert exit_code(main) == 129
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert exit_code(lambda: signal.raise_signal(signal.SIGHUP)) == 0
+
+
+CLOSED = """
+import os, signal, sys, threading
+from grpo_components.cluster.supervision import exit_code, undisturbed
+
+def main():
+    try:
+        sys.stdout.write("running\\n")
+        sys.stdout.flush()
+        threading.Event().wait(60)
+    finally:
+        with undisturbed():
+            signal.raise_signal(signal.SIGHUP)
+            sys.stdout.write("cleaning up\\n")
+            sys.stdout.flush()
+            open("cleaned", "w").close()
+
+sys.exit(exit_code(main))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_run_whose_terminal_is_closed_cleans_up(number, tmp_path):
+    """Before, or during its clean-up: no line that it writes then may stop it."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-c", CLOSED], os.environ)
+    assert b"running" in os.read(terminal, 4096)
+    if number == signal.SIGTERM:
+        os.kill(pid, number)
+    os.close(terminal)  # the kernel sends SIGHUP
+    _, status = os.waitpid(pid, 0)
+    assert (tmp_path / "cleaned").exists()
+    assert os.waitstatus_to_exitcode(status) in (129, 128 + number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("fails", [False, True])
 def test_signals_are_ignored_during_a_clean_up_and_work_again_after_it(number, fails):
     received, finished = [], False

@@ -50,6 +50,13 @@ def texts(tokenizer):
 
 def nothing(tokenizer):
     return None
+
+
+class World:
+    tool_schemas = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
+
+    def __call__(self, prompt, seed):
+        raise AssertionError("no conversation begins")
 """
 
 
@@ -73,6 +80,7 @@ def data_cfg(tmp_path, monkeypatch):
             "generator": {"max_response_tokens": 10, "max_model_len": None},
             "tokens_per_micro_batch": 100,
             "train_from": None,
+            "environment": {"_component_": "an.Environment"},
             "ptx": None,
         }
     )
@@ -227,3 +235,41 @@ def test_a_part_of_a_mix_is_named_with_the_row_of_its_own_file(data_cfg):
         build_data(data_cfg)
     source = data_cfg.dataset.parts["b.c"].source
     assert str(refused.value).startswith(f"dataset.parts.b.c {source}, row 2, field question: the ")
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_tools_of_the_world_reach_the_prompts(data_cfg, mixed):
+    data_cfg.environment.world = {"_component_": "my_data.World"}
+    data_cfg.dataset.prompt_template = "{tools} {question}"
+    LIMITS["max_position_embeddings"](data_cfg, 1000)
+    data_cfg.tokens_per_micro_batch = 1000
+    if mixed:
+        parts = {"one": dict(data_cfg.dataset)}
+        component = "grpo_components.data.prompt_mix.mixed_dataset"
+        data_cfg.dataset = {"_component_": component, "parts": parts}
+    _, dataset, held_out = build_data(data_cfg)
+    assert '"name": "lookup"' in dataset[0]["prompt_text"]
+    assert "lookup" in held_out.note and "lookup" not in dataset.note
+    assert "{tools}" in held_out.note
+
+
+@pytest.mark.parametrize(
+    ("key", "start"),
+    [("dataset", "dataset.columns.question"), ("eval_dataset", "eval_dataset.columns.question")],
+)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_missing_column_is_answered_with_the_key_that_names_it(data_cfg, key, start, mixed):
+    path = Path(data_cfg[key].source)
+    path.write_text(json.dumps({"prompt": "1+1?", "answer": "#### 2"}) + "\n")
+    if mixed:
+        component = "grpo_components.data.prompt_mix.mixed_dataset"
+        data_cfg[key] = {"_component_": component, "parts": {"one": dict(data_cfg[key])}}
+        start = start.replace("columns", "parts.one.columns")
+    with pytest.raises(ValueError) as refused:
+        build_data(data_cfg)
+    problem, _, allowed = str(refused.value).partition("; allowed: ")
+    assert problem.startswith(key) and "question" in problem
+    assert allowed.startswith(start) and "prompt" in allowed
+    columns = {"columns": {"question": "prompt"}}
+    (data_cfg[key].parts.one if mixed else data_cfg[key]).update(columns)
+    build_data(data_cfg)

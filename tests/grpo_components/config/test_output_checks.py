@@ -170,3 +170,15 @@ def test_a_folder_of_a_run_is_no_place_for_another(values, tmp_path):
     folder_of(values | {"output_dir": str(run)})
     for inside in ("checkpoints/mine", "logs", "profile"):
         assert str(run) in refusal(folder_of, values, run / inside)
+
+
+@pytest.mark.parametrize("folder", ["/proc/foo", "/proc/self/a/b"])
+def test_a_place_in_which_not_even_root_can_make_a_folder_is_refused(values, folder):
+    with pytest.raises(ValueError, match=r"^output_dir: .*/proc.*; allowed: "):
+        inputs({**values, "output_dir": folder})
+
+
+def test_a_check_of_the_place_leaves_nothing_there(values, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    inputs({**values, "output_dir": str(tmp_path / "a" / "run")})
+    assert sorted(tmp_path.iterdir()) == before

@@ -164,3 +164,38 @@ def test_an_environment_of_several_turns_is_accepted(cfg, check):
     cfg.merge_with_dotlist(list(MULTI_TURN))
     cfg.environment.world.tools = ["calculator"]
     check()
+
+
+@pytest.mark.parametrize(
+    ("path", "problem", "allowed"),
+    [
+        ("own_words.Brevitty", "own_words has no Brevitty", "did you mean own_words.Brevity?"),
+        ("own_words.sub.Brevity", "own_words has no sub", "own_words.Brevity, own_words.made"),
+        ("own_words.py.Brevity", "suffix", "a dotted path: own_words.Brevity"),
+        ("own_word.Brevity", "no module own_word", "did you mean own_words.Brevity?"),
+        ("nothing_like_it.X", "no module nothing_like_it", "a dotted path"),
+    ],
+)
+def test_a_dotted_path_that_leads_nowhere_is_answered_with_one_that_leads_there(
+    cfg, refusal, path, problem, allowed
+):
+    source = "import os\nfrom pathlib import Path\n_private = 1\n"
+    source += "class Brevity:\n    pass\ndef made():\n    pass\n"
+    Path("own_words.py").write_text(source)
+    cfg.rewards.mine = {"_component_": path}
+    message = refusal()
+    assert message.startswith("rewards.mine._component_: ") and problem in message
+    assert message.partition("; allowed: ")[2].startswith(allowed)
+
+
+def test_a_module_that_a_users_module_lacks_is_named_with_the_line(cfg, refusal):
+    Path("own_lacking.py").write_text("import os\nimport not_installed_here\n")
+    cfg.rewards.mine = {"_component_": "own_lacking.Reward"}
+    message = refusal()
+    assert "not_installed_here" in message and "own_lacking.py:2" in message
+
+
+def test_null_removes_a_reward(cfg, check, refusal):
+    left = set(cfg.rewards) - {"format"}
+    assert left and set(check("rewards.format=null").rewards) == left
+    assert refusal(*(f"rewards.{name}=null" for name in cfg.rewards)).startswith("rewards: ")

@@ -1,6 +1,7 @@
 """Prompt data sets: how a row becomes a prompt, and errors about rows that cannot be used."""
 
 import json
+import re
 from functools import partial
 
 import datasets
@@ -153,12 +154,17 @@ def test_a_hub_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
-def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(ConnectionError("offline"), "127.0.0.1:1 cannot"), (ValueError("no split"), "no split")],
+)
+def test_a_hub_data_set_that_cannot_be_loaded_is_named(monkeypatch, error, cause):
     def load_dataset(path, name, split):
-        raise ConnectionError("offline")
+        raise error
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"some/where.*offline"):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ValueError, match=rf"some/where.*{re.escape(cause)}"):
         load("some/where")
 
 

@@ -1,6 +1,7 @@
 """Prompts in a chat format have the same token ids as at vLLM's chat endpoint."""
 
 import asyncio
+import json
 import os
 
 import pytest
@@ -237,3 +238,54 @@ def test_settings_that_do_not_go_together_are_refused(make_folder):
     short = tune_tokenizer(make_folder(None), max_seq_len=8)
     with pytest.raises(ValueError, match=r"^dataset\.chat_template: tokenizer\.max_seq_len, 8"):
         prompt_encoder(short, "{question}", "torchtune", None)(QUESTION)
+
+
+def schema(name):
+    parameters = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [schema("calculator"), schema("search")]
+WITH_TOOLS = (
+    "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("key", ["template", "system_prompt"])
+def test_tools_are_put_where_the_prompt_asks_for_them(make_folder, key):
+    folder = make_folder(WITH_TOOLS + CHAT_ML)
+    texts = {"template": "{question}", "system_prompt": "Be brief."}
+    texts[key] = "Call one of:\n{tools}\n" + texts[key]
+    _, text = prompt_encoder(None, texts["template"], str(folder), texts["system_prompt"], TOOLS)(
+        "1+1?"
+    )
+    lines = "\n".join(json.dumps(tool) for tool in TOOLS)
+    assert f"Call one of:\n{lines}\n" in text and "<calculator>" not in text
+
+
+def test_a_chat_template_that_knows_tools_gets_them(make_folder):
+    ids, text = prompt_encoder(
+        None, "{question}", str(make_folder(WITH_TOOLS + CHAT_ML)), "Use the calculator.", TOOLS
+    )("1+1?")
+    assert "<calculator><search>" in text and ids
+    _, without = prompt_encoder(None, "{question}", str(make_folder(WITH_TOOLS + CHAT_ML)), None)(
+        "1+1?"
+    )
+    assert "<calculator>" not in without
+
+
+def test_schemas_typed_by_hand_are_not_repeated(make_folder):
+    typed = "\n".join(json.dumps(tool) for tool in TOOLS)
+    folder = make_folder(WITH_TOOLS + CHAT_ML)
+    _, text = prompt_encoder(None, "{question}", str(folder), typed, TOOLS)("1+1?")
+    assert "<calculator>" not in text and text.count('"calculator"') == 1
+
+
+@pytest.mark.parametrize("key", ["prompt_template", "system_prompt"])
+def test_a_place_for_tools_without_tools_is_refused(make_folder, key):
+    texts = {"prompt_template": "{question}", "system_prompt": "Be brief."}
+    texts[key] += "{tools}"
+    with pytest.raises(ValueError, match=f"^dataset.{key}: "):
+        prompt_encoder(
+            None, texts["prompt_template"], str(make_folder(CHAT_ML)), texts["system_prompt"]
+        )

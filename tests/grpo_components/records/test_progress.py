@@ -252,3 +252,31 @@ def test_control_characters_in_a_note_are_escaped(make):
     assert "\x1b[2J" not in written and "\x1b]" not in written and "\x07" not in written
     shown = r"'a\x1b[2J\x1b]0;mine\x07 b [bold]c[/bold]'"
     assert shown in written, "all of it, and no markup"
+
+
+def test_a_run_in_the_background_goes_on_after_its_terminal_was_closed(tmp_path):
+    """A shell sends no signal to a job that it disowned; writing to the terminal then fails."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal\n"
+        "from grpo_components.records.progress import Progress\n"
+        "closed = []\n"
+        "signal.signal(signal.SIGHUP, lambda *_: closed.append(True))\n"
+        "progress = Progress(3)\n"
+        "progress.note('running')\n"
+        "while not closed: signal.pause()\n"
+        "for step in range(1, 4): progress.update(step, {})\n"
+        "progress.note('one')\n"
+        "progress.summary([('reward', '1.00')])\n"
+        "open('done', 'w').close()\n"
+    )
+    pid, terminal_end = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, str(script)], {**os.environ, "TERM": "xterm"})
+    shown = b""
+    while b"running" not in shown:
+        shown += _read(terminal_end)
+    os.close(terminal_end)
+    os.waitpid(pid, 0)
+    assert (tmp_path / "done").exists()

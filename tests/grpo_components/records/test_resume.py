@@ -135,11 +135,14 @@ def test_a_run_can_resume_in_another_folder(run, tmp_path):
 
 def test_another_folder_gets_what_the_audit_needs_of_the_earlier_attempts(run, tmp_path):
     (run / "config_attempt_0.yaml").write_text("seed: 1\n")
+    (run / "code" / "attempt_0").mkdir(parents=True)
+    (run / "code" / "attempt_0" / "my_grpo.py").write_text("loss = 1\n")
     receipts(run, parts()[0], 1).close()
     other = tmp_path / "other"
     run_start, ledger, _ = begin(config(other, str(run / "checkpoints/step_4"), num_steps=30))
     receipts(other, ledger, run_start.attempt)
     assert (other / "config_attempt_0.yaml").read_text() == "seed: 1\n"
+    assert (other / "code" / "attempt_0" / "my_grpo.py").read_text() == "loss = 1\n"
     assert OmegaConf.load(other / "config_attempt_1.yaml").num_steps == 20
     assert OmegaConf.load(other / "config.yaml").num_steps == 30
     before = read_end(run / "receipts.jsonl")

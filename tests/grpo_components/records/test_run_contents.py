@@ -15,7 +15,8 @@ WRITTEN = (
     *("logs/disk/log_17.txt", "logs/schedule_generator_0.jsonl", "skipped/step_3/trajectories.npz"),
     *("checkpoints/step_4/state/driver.json", "checkpoints/.step_5.unfinished/a.safetensors"),
     *("checkpoints/.step_3.discarded/a", "profile/iteration_2/trace.json.gz", ".gitkeep"),
-    *(".nfs00000000a1b2c3d4", "checkpoints/latest", "checkpoints/best"),
+    *("code/attempt_0/environment.json", "code/attempt_0/modules/mine/rewards.py"),
+    *(".config.yaml.0a1b.part", ".nfs00000000a1b2c3d4", "checkpoints/latest", "checkpoints/best"),
 )
 
 
@@ -79,6 +80,7 @@ def test_a_folder_with_only_the_lock_of_a_dead_process_is_a_run(tmp_path):
     [
         *("thesis.tex", "config.yml", "config_attempt_x.yaml", "data/train.jsonl", "logs/plot.png"),
         *("logs/disk.txt", "checkpoints/thesis.tex", "checkpoints/step_4b/x", "skipped/mine/x"),
+        *("code/mine.py", "code/attempt_x/a.py"),
         *(".git/config", "__pycache__/a.pyc", ".vscode/settings.json", "receipts.jsonl~", ".x.swp"),
         *("profile/run/run.lock", "logs/disk/run.lock", "checkpoints/step_4/run.lock"),
     ],

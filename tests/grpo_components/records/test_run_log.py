@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from grpo_components._plugin import recipes_folder
 from grpo_components.config.open_run import open_log
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import LedgerEntry
@@ -104,6 +105,18 @@ def test_throughput_is_tokens_per_second_since_the_last_step(make, clock, tmp_pa
     clock.now += 1
     log.step(3, step_metrics(), 10)
     assert [throughput(r) for r in records(tmp_path)] == [[20, 50], [10, 40], [0, 10]]
+
+
+def test_the_display_shows_the_throughput_of_several_steps(make, clock, tmp_path, capsys):
+    """Groups arrive between some steps only: the last step's alone would alternate with 0."""
+    log, _ = make()
+    for step in range(1, 5):
+        clock.now += 1
+        log.count_generated(100 * (step % 2))
+        log.step(step, step_metrics(), 10)
+    shown = [line.split("tokens/s ")[1].split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["100", "50", "67", "50"]
+    assert [throughput(record)[0] for record in records(tmp_path)] == [100, 0, 100, 0]
 
 
 def test_throughput_includes_the_time_of_all_evaluations_but_the_first(make, clock, tmp_path):
@@ -332,6 +345,68 @@ def test_closing_closes_the_logger(make):
     assert logger.closed
 
 
+SHIPPED = recipes_folder() / "async_grpo_full_finetune_distributed.py"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "staleness", "ideas"),
+    [(SHIPPED, 2, 2), (SHIPPED, 0, 1), ("my_grpo.py", 2, 1), ("my_grpo.py", 0, 0), (None, 0, 0)],
+)
+def test_the_summary_suggests_only_what_the_user_has_not_done(
+    cfg, capsys, tmp_path, recipe, staleness, ideas
+):
+    cfg.max_staleness = staleness
+    log = open_log(cfg, 0, "", [], [], recipe and str(recipe))
+    log.step(1, step_metrics(), 1)
+    log.summary({})
+    out = capsys.readouterr().out
+    told = [idea for idea in ("tune cp", "max_staleness=0") if idea in out]
+    assert len(told) == ideas and ("try next" in out) == bool(ideas)
+    assert ("tune cp" in out) == (recipe is SHIPPED)
+    log.close()
+
+
+RESUME = "tune run a --config b resume_from_checkpoint=true"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RoleFailedError("a", "died", "l", "died")])
+def test_a_run_that_ends_early_tells_its_last_checkpoint_and_how_to_go_on(tmp_path, error, capsys):
+    log = RunLog(tmp_path, Logger(), 1, 9, 0, RESUME)
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").symlink_to("step_4")
+    close_during(log, error)
+    last, command = capsys.readouterr().out.splitlines()[-2:]
+    assert last.endswith(str(tmp_path / "checkpoints" / "step_4")) and command.endswith(RESUME)
+
+
+def close_during(log, error=None):
+    try:
+        if error is not None:
+            raise error
+    except BaseException:
+        log.close()
+    else:
+        log.close()
+
+
+def test_without_a_checkpoint_it_says_so(tmp_path, capsys):
+    close_during(RunLog(tmp_path, Logger(), 1, 9, 0, RESUME), KeyboardInterrupt())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "checkpoint: none" in line
+
+
+@pytest.mark.parametrize(
+    ("resume", "steps", "error"), [("", 1, True), (RESUME, 1, False), (RESUME, 9, True)]
+)
+def test_a_run_without_checkpoints_or_without_steps_left_tells_no_command(
+    tmp_path, capsys, resume, steps, error
+):
+    log = RunLog(tmp_path, Logger(), 1, 9, 0, resume)
+    log.step(steps, step_metrics(), 1)
+    close_during(log, KeyboardInterrupt() if error else None)
+    assert "checkpoint" not in capsys.readouterr().out.replace(str(tmp_path), "")
+
+
 class Prompts(list):
     """Prompts of one token each."""
 
@@ -344,7 +419,12 @@ class Prompts(list):
 def cfg(tmp_path):
     disk = "torchtune.training.metric_logging.DiskLogger"
     settings = {"log_every_n_steps": 1, "num_steps": 3, "log_level": "WARNING"}
-    settings |= {"output_dir": str(tmp_path), "eval_only": False, "rollout_only": False}
+    settings |= {
+        "max_staleness": 2,
+        "output_dir": str(tmp_path),
+        "eval_only": False,
+        "rollout_only": False,
+    }
     logger = {"_component_": disk, "log_dir": str(tmp_path)}
     return OmegaConf.create({**settings, "metric_logger": logger})
 

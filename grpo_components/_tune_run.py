@@ -1,0 +1,110 @@
+"""Completes `tune run` where torchtune ends with a traceback: paths, unknown names, Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+
+def recipe_argument(argv: Sequence[str]) -> str | None:
+    """Return the recipe's name or path in a command `tune run ...`; None for other commands.
+
+    Args:
+        argv: `sys.argv` of the command.
+    """
+    if Path(*argv[:1]).name != "tune" or list(argv[1:2]) != ["run"]:
+        return None
+    from torch.distributed.run import get_args_parser  # torchtune parses with it, too
+
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return get_args_parser().parse_args(list(argv[2:])).training_script
+        except SystemExit:  # torchtune's parser will say what is wrong
+            return None
+
+
+def complete(registry: ModuleType, recipe: str) -> None:
+    """Register a recipe's file whose path torchtune cannot run; refuse a recipe that is nowhere.
+
+    torchtune turns a path into a dotted module name, which works for files below the current
+    folder only, and not with a leading `./`.
+
+    Args:
+        registry: the module `torchtune._recipe_registry`, with our recipe.
+        recipe: name or path, as in the command.
+
+    Raises:
+        SystemExit: there is no such recipe; code 2, after one line on stderr.
+    """
+    recipes = registry.get_all_recipes()
+    names = [each.name for each in recipes]
+    path = Path(recipe)
+    module = os.path.splitext(recipe)[0].replace("/", ".")
+    if recipe in names:
+        return
+    if path.is_file() and path.suffix == ".py":
+        if module.startswith("."):
+            given = {"name": recipe, "file_path": str(path.resolve()), "configs": []}
+            registry._ALL_RECIPES.append(registry.Recipe(**given, supports_distributed=True))
+        return
+    if not _is_importable(module):
+        files = [file.name for file in sorted(Path().glob("*.py"))]
+        near = get_close_matches(recipe.removeprefix("./"), [*names, *files], n=1, cutoff=0.6)
+        what = "file" if path.suffix == ".py" or os.sep in recipe else "recipe"
+        allowed = f"did you mean {near[0]}?" if near else "a recipe of `tune ls`, or a file"
+        sys.stderr.write(f"config error: recipe: no {what} {recipe!r:.100}; allowed: {allowed}\n")
+        sys.exit(2)
+
+
+def _is_importable(module: str) -> bool:
+    """Whether torchtune may find a module by its dotted name, here or among the packages."""
+    stems = [Path(root, *module.split(".")) for root in (*sys.path, os.getcwd())]
+    if any(Path(f"{stem}.py").is_file() or (stem / "__main__.py").is_file() for stem in stems):
+        return True
+    try:  # of a dotted name, this would import the packages around it
+        return "." not in module and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def is_run_of(argv: Sequence[str], recipe: str) -> bool:
+    """Whether a command is `tune run` with our recipe, or with a file that uses this package.
+
+    Args:
+        argv: `sys.argv` of the command.
+        recipe: name of our recipe.
+    """
+    if Path(*argv[:1]).name != "tune" or list(argv[1:2]) != ["run"]:
+        return False
+    return any(each == recipe or _uses_us(Path(each)) for each in argv[2:])
+
+
+def _uses_us(path: Path) -> bool:
+    try:
+        return path.suffix == ".py" and b"from grpo_components" in path.read_bytes()
+    except (OSError, ValueError):
+        return False
+
+
+def begin() -> None:
+    """Say that the imports take a while, and let Ctrl-C end them without a traceback."""
+    sys.stdout.write("loading torch, Ray and torchtune, then checking the config ...\n")
+    sys.stdout.flush()
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.stderr.write("interrupted\n")
+        else:
+            before(kind, error, traceback)
+
+    sys.excepthook = hook

@@ -1,0 +1,19 @@
+"""Lets a process end cleanly after its terminal was closed: writing to that one would fail."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+
+def leave_terminal() -> None:
+    """Redirect stdin, stdout and stderr to `/dev/null`, as far as they are not files or pipes."""
+    for descriptor in (0, 1, 2):
+        try:
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        except OSError:  # it is closed
+            continue
+        if is_device:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor)
+            os.close(null)
