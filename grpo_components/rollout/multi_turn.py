@@ -15,6 +15,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 from torchrl.envs import EnvBase
 
+from grpo_components.data.columns import reward_input
 from grpo_components.rewards.pool import RewardInput, Score
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 
@@ -94,7 +95,7 @@ class MultiTurnEnvironment(EnvBase):
         encode: function that converts text to token ids, without tokens for beginning or end of
             sequence.
         score: function that returns the scores of samples (prompt_text, response_text, answer,
-            finish_reason), in their order.
+            finish_reason, and the columns of the row), in their order.
         max_response_tokens: longest response in tokens, including the world's.
         max_turns: largest number of turns of the policy.
         world: function that begins each conversation, see `World`.
@@ -187,13 +188,7 @@ class MultiTurnEnvironment(EnvBase):
         result["finish_reason"] = NonTensorData(finish_reason)
         if not over:
             return result, None
-        sample = {
-            "prompt_text": prompt["prompt_text"],
-            "response_text": text,
-            "answer": prompt["answer"] if reply.answer is None else reply.answer,
-            "finish_reason": finish_reason,
-        }
-        return result, sample
+        return result, reward_input(prompt, text, finish_reason, reply.answer)
 
     def _encode_reply(self, text: str, room: int) -> Tensor | None:
         """Return the token ids [R] of the world's text; None if they do not fit into `room`."""
