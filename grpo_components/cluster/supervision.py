@@ -100,6 +100,7 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         return 143 if terminated else 130
     except Exception as error:  # show whatever ended the run
         if isinstance(error, _CONFIG_ERRORS) or not _reached(recipe_main, error):
+            sys.stderr.write(plain(getattr(error, "user_traceback", "")))
             text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)
             sys.stderr.write(f"config error: {text}\n")
             return 2

@@ -160,6 +160,15 @@ def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
     return traceback.StackSummary.from_list(stack[first:][-_MAX_FRAMES:])
 
 
+def stack_text(stack: traceback.StackSummary) -> str:
+    """Return a stack as text, under a heading; empty for an empty stack.
+
+    Args:
+        stack: stack of a call that hangs, outermost call first.
+    """
+    return "".join(["Where it hangs (innermost call last):\n", *stack.format()]) if stack else ""
+
+
 def _is_users(frame: traceback.FrameSummary) -> bool:
     path = Path(frame.filename)
     ours = _INSTALLED.intersection(path.parts) or any(map(path.is_relative_to, _LIBRARIES))

@@ -22,6 +22,7 @@ from typing import Any
 from grpo_components.objective.component_errors import (
     ComponentError,
     place_in,
+    stack_text,
     users_part,
 )
 from grpo_components.rewards.stuck_stack import StuckStack
@@ -212,12 +213,13 @@ class RewardPool:
         name, stack = worker.running, worker.stack()
         self._late[name] += 1
         self._drop(worker)
-        where, lines = place_in(stack), "".join(stack.format())
+        where, lines = place_in(stack), stack_text(stack)
         missed = self._thread.num_missed = getattr(self._thread, "num_missed", 0) + 1
         if name not in self._answered | worker.answered and missed >= _MISSES_OF_A_HANG:
             problem = f"rewards.{name}: {self._rewards[name].component} hangs{where}: no answer"
             limit = f"{self._timeout_s:g} s each (timeouts.reward_s)"
             problem += f" for the first {missed} samples, {limit}; allowed: one that answers"
+            self._log.error("%s\n%s", problem, lines)
             raise ComponentError(problem, lines)
         error = f"reward {name}: TimeoutError{where}: no score after {self._timeout_s:g} s\n{lines}"
         return Score(math.nan, {}, False, error.strip())

@@ -19,6 +19,7 @@ from grpo_components.objective.component_errors import (
     ComponentError,
     failure_text,
     place_in,
+    stack_text,
     users_part,
 )
 from grpo_components.replay.schedule import open_schedule
@@ -296,7 +297,7 @@ class Generator:
             return f"rewards: no score within the environment's limit: {self._rewards.late()}"
         stack = users_part(error.stack)
         problem = f"environment: TimeoutError{place_in(stack)}: {error}"
-        return f"{problem}\n{''.join(stack.format())}".strip()
+        return f"{problem}\n{stack_text(stack)}".strip()
 
     def _seat(self, num_slots: int) -> _Seat:
         environment = EnvironmentThread(self._environment.timeout_s)

@@ -120,7 +120,7 @@ class MultiTurnEnvironment(EnvBase):
         super().__init__(batch_size=torch.Size([num_slots]), device=None)
         self._decode, self._encode, self._score = decode, encode, score
         self._max_response_tokens, self._max_turns = max_response_tokens, max_turns
-        self._world = world
+        self.world = world
         self._prompts: list[Prompt] = []
         self._conversations: list[_Conversation] = []
         set_token_specs(self, num_slots)
@@ -155,7 +155,7 @@ class MultiTurnEnvironment(EnvBase):
 
     def _begin(self, prompt: Prompt) -> Callable[[str], Reply]:
         # A copy, so that a world that changes its prompt affects no other conversation.
-        respond = self._world(deepcopy(prompt), prompt["seed"])
+        respond = self.world(deepcopy(prompt), prompt["seed"])
         if not callable(respond):
             raise TypeError(f"the world returned {respond!r:.100}; allowed: a function")
         return respond

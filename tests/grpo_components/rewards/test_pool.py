@@ -307,7 +307,7 @@ def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool, folder):
     where = line_of(folder, 'ctypes.PyDLL(None).pause()\n        if response_text == "power"')
     assert math.isnan(score.reward)
     assert line == f"reward thrift: TimeoutError {where}: no score after 1 s"
-    assert "in __call__" in lines[0] and "pause()" in lines[1]
+    assert "in __call__" in lines[1] and "pause()" in lines[2]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -495,7 +495,7 @@ def test_a_world_that_fails_affects_only_its_own_sample(make_generator):
     assert sorted(summary.finish_reasons) == ["error", "stop", "stop"]
     (error,) = summary.errors
     assert error.startswith(f"environment: KeyError ({__file__}:")
-    assert error.splitlines()[1:3][1].endswith(", in respond"), "the world's frames only"
+    assert error.splitlines()[2].endswith(", in respond"), "the world's frames only"
 
 
 def test_the_log_shows_the_turns(make_generator):
