@@ -60,6 +60,11 @@ def plan(cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective) -> s
     return "\n".join(lines)
 
 
+def _counted(number: int, what: str) -> str:
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
 def _trains(cfg: Settings) -> bool:
     return not (cfg.eval_only or cfg.rollout_only)
 
@@ -81,25 +86,26 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
     """Yield a line for each kind of role, as `start_roles` starts them."""
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)
     has_rewards = generator == GENERATOR
-    workers = f", {cfg.reward_workers} reward process(es) each" if has_rewards else ""
-    in_flight = f"{cfg.rollouts_in_flight} prompts in flight each"
+    more = f", each {_counted(cfg.rollouts_in_flight, 'prompt')} at a time"
+    if has_rewards:
+        more += f" and {_counted(cfg.reward_workers, 'reward process')}"
     references = cfg.num_references if objective.needs_reference else 0
     counted = [
-        ("generator", cfg.num_generators, generator, f", {in_flight}{workers}"),
+        ("generator", cfg.num_generators, generator, more),
         ("trainer", cfg.num_trainers, trainer, ""),
         ("reference", references, REFERENCE, ""),
         ("reward_model", int(cfg.reward_model.path is not None), REWARD_MODEL, ""),
         ("replay_buffer", 1, REPLAY_BUFFER, ""),
         ("parameter_server", 1, PARAMETER_SERVER, ""),
     ]
-    for role, count, path, more in counted:
+    for role, count, path, details in counted:
         stands_in = path not in (GENERATOR, TRAINER) and role in ("generator", "trainer")
         device = "cpu" if stands_in or role in ("replay_buffer", "parameter_server") else cfg.device
         share = getattr(cfg, f"gpus_per_{role}", 1.0)
-        device = f"{share:g} GPU each" if device == "cuda" else "cpu"
+        device = f"each {share:g} of a GPU" if device == "cuda" else "cpu"
         if count:
             name = path.rpartition(".")[2]
-            yield f"{count} {role}{'s' if count > 1 else ''} ({name}), {device}{more}"
+            yield f"{_counted(count, role)} ({name}), {device}{details}"
 
 
 def _machine(cfg: Settings) -> str:
@@ -152,7 +158,7 @@ def _objective(objective: Objective) -> Iterator[str]:
 
 def _steps(cfg: Settings, dataset: Any) -> Iterator[str]:
     if cfg.eval_only:
-        yield f"none; one evaluation, {cfg.eval.samples_per_prompt} response(s) to each prompt"
+        yield f"none; one evaluation, {_counted(cfg.eval.samples_per_prompt, 'response')} a prompt"
         return
     prompts = cfg.num_steps * cfg.groups_per_step
     size = f"{cfg.groups_per_step} prompts x {cfg.group_size} responses"
@@ -160,8 +166,9 @@ def _steps(cfg: Settings, dataset: Any) -> Iterator[str]:
     yield f"{cfg.num_steps:,} of {size}{longest}"
     yield f"{prompts:,} prompts, {prompts / len(dataset):.2f} passes over the data"
     if not (cfg.rollout_only or cfg.train_from):
-        answers = f"{cfg.eval.samples_per_prompt} response(s) to each prompt"
-        yield f"evaluated before the first, every {cfg.eval_every_n_steps} and the last, {answers}"
+        answers = _counted(cfg.eval.samples_per_prompt, "response")
+        when = f"before the first, every {cfg.eval_every_n_steps} and after the last"
+        yield f"evaluated {when}, {answers} a prompt"
     if not cfg.rollout_only:
         yield f"saved every {cfg.save_every_n_steps} and after the last"
 
@@ -169,14 +176,12 @@ def _steps(cfg: Settings, dataset: Any) -> Iterator[str]:
 def _output(cfg: Settings) -> Iterator[str]:
     folder = real_path(cfg.output_dir)
     checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
+    yield str(folder)
     if checkpoint is not None:
         done = read_state(checkpoint / "state", "driver")["ledger"]["steps_done"]
-        yield f"{folder}"
         yield f"goes on after step {done}, as attempt {last_attempt(run_of(checkpoint)) + 1}"
         if run_of(checkpoint) == folder:
             return
-    else:
-        yield f"{folder}"
     if is_used(folder):
         yield f"the earlier run there would be moved to {next(free_names(folder))}"
     elif not Path(folder).exists():
