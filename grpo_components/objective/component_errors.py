@@ -94,7 +94,8 @@ def failure_text(what: str, error: BaseException) -> str:
         what: the part of the config that failed, such as `reward correctness`.
         error: what it raised, with its traceback.
     """
-    return f"{what}: {describe(error, MAX_FAILURE_CHARS)}\n{user_traceback(error)}".strip()
+    trace = user_traceback(error, installed=True)
+    return f"{what}: {describe(error, MAX_FAILURE_CHARS)}\n{trace}".strip()
 
 
 def place_of(error: BaseException) -> str:
@@ -122,18 +123,19 @@ def place_in(stack: traceback.StackSummary) -> str:
     return "" if found is None else f" ({found.filename}:{found.lineno})"
 
 
-def user_traceback(error: BaseException) -> str:
+def user_traceback(error: BaseException, *, installed: bool = False) -> str:
     """Return an error's traceback from the first line of the user's code on.
 
     Args:
         error: error with its traceback, causes included.
+        installed: whether the traceback of an installed component counts as well.
 
     Returns:
         The traceback as Python prints it, without the calls that lead to the user's code; empty if
         the error was raised outside of any component.
     """
     report = traceback.TracebackException.from_exception(error)
-    if not users_part(report.stack):
+    if not (users_part(report.stack) if installed else place_of(error)):
         return ""
     parts, seen = [report], 0
     while seen < len(parts):

@@ -73,7 +73,8 @@ class RewardTrial:
                 if not self._connection.poll(limit_s):
                     stack = users_part(self._stuck.ask(self._process.pid))
                     key = "timeouts.reward_s" if doing == "called" else "to import and build it"
-                    hang = f"hangs{place_in(stack)}: not {doing} within {limit_s:g} s, {key}"
+                    what = "no answer" if doing == "called" else "not built"
+                    hang = f"hangs{place_in(stack)}: {what} within {limit_s:g} s, {key}"
                     raise self._error(name, hang, _IN_TIME, stack_text(stack))
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
