@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,27 +77,29 @@ def named_failure(
         raise ComponentError(problem, user_traceback(error)) from error
 
 
-def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS) -> str:
+def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str = "") -> str:
     """Return type, place and message of an error, in one line.
 
     Args:
         error: error with its traceback.
         max_chars: longest message shown.
+        where: place to show if no line of the traceback is in the user's code.
     """
     text = " ".join(f"{error}".split())
     text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
-    return f"{type(error).__name__}{place_of(error)}: {text}"
+    return f"{type(error).__name__}{place_of(error) or where}: {text}"
 
 
-def failure_text(what: str, error: BaseException) -> str:
+def failure_text(what: str, error: BaseException, where: str = "") -> str:
     """Return the text of a failed sample's error: one line, then the traceback of the user's code.
 
     Args:
         what: the part of the config that failed, such as `reward correctness`.
         error: what it raised, with its traceback.
+        where: place to show if no line of the traceback is in the user's code.
     """
     trace = user_traceback(error, installed=True)
-    return f"{what}: {describe(error, MAX_FAILURE_CHARS)}\n{trace}".strip()
+    return f"{what}: {describe(error, MAX_FAILURE_CHARS, where)}\n{trace}".strip()
 
 
 def place_of(error: BaseException) -> str:
@@ -108,6 +112,24 @@ def place_of(error: BaseException) -> str:
         The place; an empty string if no line is in the user's code.
     """
     return place_in(traceback.extract_tb(error.__traceback__))
+
+
+def defined_at(component: Any) -> str:
+    """Return where a function, or the call of an object, begins, as " (file:line)".
+
+    For what it returned wrongly, there is no traceback.
+
+    Args:
+        component: function, or object that can be called.
+
+    Returns:
+        The place; an empty string for code that is not Python.
+    """
+    while isinstance(component, partial):
+        component = cast(Any, component.func)
+    called = component if inspect.isroutine(component) else type(component).__call__
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
 
 
 def place_in(stack: traceback.StackSummary) -> str:

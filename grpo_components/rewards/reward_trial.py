@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_components.objective.component_errors import (
     ComponentError,
+    defined_at,
     describe,
     place_in,
     stack_text,
@@ -111,8 +112,8 @@ def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
         number = float(value)
         _ = number >= getattr(reward, "max_reward", 1.0)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return f"raised {describe(error)}", user_traceback(error)
-    return ("" if math.isfinite(number) else f"gave {number}"), ""
+        return f"raised {describe(error, where=defined_at(reward))}", user_traceback(error)
+    return ("" if math.isfinite(number) else f"gave {number}{defined_at(reward)}"), ""
 
 
 def _serve(connection: Connection, stack_descriptor: int) -> None:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo_components.data.columns import CALL
-from grpo_components.objective.component_errors import describe, failure_text
+from grpo_components.objective.component_errors import defined_at, describe, failure_text
 from grpo_components.rewards.pool import RewardInput, RewardSpec, Score
 from grpo_components.rewards.stuck_stack import answer_on
 
@@ -47,14 +47,15 @@ def score_sample(
         if name in too_costly:
             terms[name] = 0.0
             continue
+        where = defined_at(reward)
         try:
             with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
                 value = float(reward(**arguments_for(reward, sample)))
             at_maximum = value >= getattr(reward, "max_reward", 1.0)
         except (Exception, SystemExit) as error:  # user code may raise anything
-            return Score(math.nan, {}, False, failure_text(f"reward {name}", error))
+            return Score(math.nan, {}, False, failure_text(f"reward {name}", error, where))
         if not math.isfinite(value):
-            return Score(math.nan, {}, False, f"reward {name}: gave {value}")
+            return Score(math.nan, {}, False, f"reward {name}: gave {value}{where}")
         terms[name] = value
         if spec.is_success:
             success = at_maximum

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 
 from grpo_components.data.columns import reward_input
+from grpo_components.objective.component_errors import defined_at
 from grpo_components.rewards.pool import RewardInput, Score
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 
@@ -157,7 +158,8 @@ class MultiTurnEnvironment(EnvBase):
         # A copy, so that a world that changes its prompt affects no other conversation.
         respond = self.world(deepcopy(prompt), prompt["seed"])
         if not callable(respond):
-            raise TypeError(f"the world returned {respond!r:.100}; allowed: a function")
+            where = defined_at(self.world)
+            raise TypeError(f"the world returned {respond!r:.100}{where}; allowed: a function")
         return respond
 
     def _take_turn(
@@ -168,7 +170,8 @@ class MultiTurnEnvironment(EnvBase):
         text = self._decode(slot["response"].tolist())
         reply = conversation.respond(text)
         if not isinstance(reply, Reply):
-            raise TypeError(f"the world replied {reply!r:.100}; allowed: a Reply")
+            where = defined_at(conversation.respond)
+            raise TypeError(f"the world replied {reply!r:.100}{where}; allowed: a Reply")
         conversation.num_turns += 1
         for name, value in reply.rewards.items():
             conversation.terms[name] = conversation.terms.get(name, 0.0) + float(value)

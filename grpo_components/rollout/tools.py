@@ -21,6 +21,7 @@ from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from grpo_components.objective.component_errors import defined_at
 from grpo_components.rollout.environments import Prompt
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
@@ -276,7 +277,8 @@ class ToolUse:
         _check_arguments(signature, arguments)
         result = tool(**arguments)
         if not isinstance(result, str):
-            raise TypeError(f"tools.{name}: returned {result!r:.50}; allowed: a text")
+            where = defined_at(tool)
+            raise TypeError(f"tools.{name}: returned {result!r:.50}{where}; allowed: a text")
         return result
 
 

@@ -131,7 +131,7 @@ def test_tools_that_return_a_text_or_refuse_their_arguments_pass(attempt):
     ("tool", "mark", "what"),
     [
         ("broken", "# raises in a tool", "KeyError"),
-        ("silent", "", "tools.silent"),
+        ("silent", "", "tools.silent: returned None ("),
         ("leaving", "raise SystemExit(0)", "SystemExit"),
     ],
 )
