@@ -28,6 +28,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+class DryRunEnd(Exception):
+    """A dry run is over; the message says what the run would do."""
+
+
 class ReplayError(RuntimeError):
     """A replay cannot follow the recorded run."""
 

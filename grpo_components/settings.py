@@ -166,6 +166,7 @@ class Settings(BaseModel):
     device: Literal["cpu", "cuda"]
     dtype: Precision
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+    dry_run: bool = False
 
     model: Annotated[DictConfig, component(ModelArguments)]
     tokenizer: Annotated[DictConfig, component(TokenizerArguments)]

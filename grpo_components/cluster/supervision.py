@@ -21,6 +21,7 @@ from grpo_components.config_text import check_command
 from grpo_components.errors import (
     MAX_MESSAGE,
     DisagreementError,
+    DryRunEnd,
     FailedSamplesError,
     ReplayError,
     RoleFailedError,
@@ -96,8 +97,9 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         recipe_main: function decorated with torchtune's `config.parse`.
 
     Returns:
-        0 after a normal end, 1 after a failure (the cause is on stderr), 2 for a wrong config (one
-        line on stderr), 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+        0 after a normal end or a dry run, 1 after a failure (the cause is on stderr), 2 for a wrong
+        config (one line on stderr, after the traceback of a component that raised), 130 after
+        Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
     """
     received = _end_on_signals()
     # A shell starts background jobs with SIGINT ignored: then neither signal would end the run.
@@ -108,6 +110,8 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
             # torchtune does this itself, but only if the config has a component at `loss`.
             sys.argv[1:] = [re.sub(r"^loss=(?=[^{])", "loss._component_=", a) for a in sys.argv[1:]]
         recipe_main()
+    except DryRunEnd as end:
+        sys.stdout.write(f"{plain(str(end))}\n")
     except SystemExit as end:
         if (place := _ended_by(recipe_main, end)) is None:
             raise  # raised by torchtune, at the normal end or with a usage message
@@ -119,6 +123,7 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         if received:  # roles may fail because the signal reached them, too
             return _interrupted(received)
         if isinstance(error, _CONFIG_ERRORS) or not _reached(recipe_main, error):
+            sys.stderr.write(plain(getattr(error, "user_traceback", "")))
             text = shortened(one_line(str(error)) or type(error).__name__, MAX_MESSAGE)
             sys.stderr.write(f"config error: {text}\n")
             return 2

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
+from grpo_components.config.column_checks import check_columns
 from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import MAX_MESSAGE, fail
@@ -74,9 +75,9 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         cfg: settings checked by preflight.
 
     Raises:
-        ValueError: a component is no tokenizer or no data set, or a prompt does not fit into the
-            policy's context with its response; names the key, for a prompt also file, row and
-            field.
+        ValueError: a component is no tokenizer or no data set, a row lacks a column that a reward
+            takes, or a prompt does not fit into the policy's context with its response; names the
+            key, for a prompt also file, row and field.
     """
     tokenizer = build("tokenizer", cfg.tokenizer)
     if not hasattr(tokenizer, "encode"):
@@ -112,6 +113,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
                 _check_prompts(cfg, where, nodes[part], parts[part].prompts, limit, vocab_size)
         elif not isinstance(dataset, RecordedPrompts):  # those were checked above
             _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
+    check_columns(cfg, data)
     return tokenizer, data["dataset"], data["eval_dataset"]
 
 

@@ -21,6 +21,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components
 from grpo_components.config.environment_trial import try_environment
+from grpo_components.data.columns import reward_input
 from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
 from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.contracts import (
@@ -34,7 +35,7 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
-from grpo_components.rewards.pool import RewardInput, reward_specs
+from grpo_components.rewards.pool import reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings
 from grpo_components.training.sample import TrainSample
@@ -65,7 +66,7 @@ def try_components(
     check_components(cfg)
     _check_logger(cfg.metric_logger._component_)
     with _undisturbed(), contextlib.ExitStack() as ending:
-        trial = None if cfg.train_from else _begin_rewards(cfg, dataset)
+        trial = _begin_rewards(cfg, dataset)
         if trial is not None:  # it runs in the background meanwhile
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
@@ -257,21 +258,20 @@ def check_logger(path: str, logger: Any) -> None:
 
 
 def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
-    """Start the trial of the rewards, except our own classes: `signature_checks` built those."""
-    theirs = {
+    """Start the trial of the rewards, with the known answers of the first rows as responses.
+
+    A world may judge by other answers than those of the rows, which our rewards could not read.
+    """
+    if cfg.train_from:  # its rewards are recorded
+        return None
+    by_rows = cfg.environment == SHIPPED_ENVIRONMENT
+    tried = {
         name: node
         for name, node in cfg.rewards.items()
-        if not (
-            node._component_.startswith("grpo_components.")
-            and isinstance(_get_component_from_path(node._component_), type)
-        )
+        if by_rows or not node._component_.startswith("grpo_components.")
     }
-    if not theirs:
+    if not tried:
         return None
-    samples: list[RewardInput] = []
-    for row in range(min(len(dataset), _ROWS)):
-        prompt = dataset[row]
-        said = {"prompt_text": prompt["prompt_text"], "answer": prompt["answer"]}
-        samples.append({**said, "response_text": str(prompt["answer"]), "finish_reason": "stop"})
-    limit_s = cfg.timeouts.reward_s
-    return RewardTrial(reward_specs(cast(Any, theirs)), samples, limit_s)
+    prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
+    samples = [reward_input(prompt, str(prompt["answer"]), "stop") for prompt in prompts]
+    return RewardTrial(reward_specs(cast(Any, tried)), samples, cfg.timeouts.reward_s)

@@ -1,4 +1,4 @@
-"""Tries the environment of a config with one made-up response, before anything starts."""
+"""Tries the environment of a config, its world and tools once, before anything starts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,32 @@ from typing import Any
 
 import numpy as np
 
-from grpo_components.config.building import build_environment, has_slots_apart
-from grpo_components.objective.component_errors import ComponentError, named_failure
+from grpo_components.config.building import (
+    build_environment,
+    has_slots_apart,
+    nested_components,
+)
+from grpo_components.objective.component_errors import (
+    ComponentError,
+    named_failure,
+    place_in,
+    stack_text,
+    users_part,
+)
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.environment_thread import EnvironmentThread
+from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.settings import Settings
 
 _ALLOWED = "a torchrl EnvBase with `ask`, see docs/environments.md"
+_ERRORS = "one that returns a text, and raises a ValueError for arguments it cannot use"
+_IN_TIME = "one that answers in time"
+_TRIAL_S = 30.0
+"""Seconds for the trial of an environment; a twentieth of `timeouts.rollout_s` if that is more."""
 
 
 def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> None:
-    """Build the environment, give it one prompt, and send it one response.
+    """Build the environment, call each tool of its world, and send one response to one prompt.
 
     Args:
         cfg: settings checked by preflight.
@@ -27,15 +41,19 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
         prompts: rows of the data set; the environment must work with at least one of them.
 
     Raises:
-        ComponentError: the environment fails, hangs or breaks its contract; says how.
+        ComponentError: the environment, its world or a tool fails, hangs or breaks its contract;
+            says how, with the traceback of its own code.
     """
-    name = cfg.environment._component_
+    key, name = "environment", cfg.environment._component_
+    if "world" in nested_components(cfg.environment):
+        key, name = "environment.world", cfg.environment.world._component_
     num_slots = 1 if has_slots_apart(cfg.environment) else min(cfg.group_size, 2)
-    thread = EnvironmentThread(cfg.timeouts.rollout_s / 2)
+    limit_s = cfg.timeouts.rollout_s
+    thread = EnvironmentThread(min(limit_s / 2, max(_TRIAL_S, limit_s / 20)))
 
-    def call(function: Any, *args: Any) -> Any:
+    def call(function: Any, *args: Any, called: str = name, allowed: str = _ALLOWED) -> Any:
         """Call a function in the environment's thread, in which `sys.exit` must be caught."""
-        return thread.call(_guarded, name, function, *args)
+        return thread.call(_guarded, key, called, allowed, function, *args)
 
     build = partial(
         build_environment,
@@ -49,6 +67,9 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
     try:
         env = call(build)
         _check_kind(name, env, num_slots)
+        for tool, attempt in _tool_trials(env).items():
+            thread.begin()
+            call(attempt, called=f"{name}, tool {tool},", allowed=_ERRORS)
         problems: list[ComponentError] = []
         for row, prompt in enumerate(prompts):
             asked = {**prompt, "seed": row}
@@ -63,13 +84,23 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
                 env = call(build)
         else:
             raise problems[0]
-    except TimeoutError as error:
-        raise ComponentError(f"environment: {name}, {error}; allowed: {_ALLOWED}") from error
+    except HungCallError as error:
+        stack = users_part(error.stack)
+        problem = f"{key}: {name} hangs{place_in(stack)}: {error}"
+        raise ComponentError(f"{problem}; allowed: {_IN_TIME}", stack_text(stack)) from error
     thread.leave(getattr(env, "close", lambda: None))
 
 
-def _guarded(name: str, function: Any, *args: Any) -> Any:
-    with named_failure("environment", name, (Exception, SystemExit), _ALLOWED):
+def _tool_trials(env: Any) -> dict[str, Any]:
+    """Return a function for each tool of an environment's world, which calls the tool once."""
+    from grpo_components.rollout.tools import ToolUse  # imports torchrl, as the environment did
+
+    world = getattr(env, "world", None)
+    return world.trials() if isinstance(world, ToolUse) else {}
+
+
+def _guarded(key: str, name: str, allowed: str, function: Any, *args: Any) -> Any:
+    with named_failure(key, name, (Exception, SystemExit), allowed):
         return function(*args)
 
 

@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.building import build
 from grpo_components.config.component_trial import try_components
+from grpo_components.config.dry_run import plan
+from grpo_components.errors import DryRunEnd
 from grpo_components.objective.dynamic_sampling import DynamicSampling
 from grpo_components.objective.losses import at_step
 from grpo_components.objective.objective import Objective
@@ -67,6 +69,7 @@ def build_objective(
 
     Raises:
         ValueError: a component cannot be built or breaks its kind's contract; names its key.
+        DryRunEnd: with `dry_run: true`, after the trial; says what the run would do.
     """
     dynamic = cfg.dynamic_sampling
     objective = Objective(
@@ -81,4 +84,6 @@ def build_objective(
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
     try_components(cfg, tokenizer, dataset, objective)
+    if cfg.dry_run:
+        raise DryRunEnd(plan(cfg, tokenizer, dataset, objective))
     return objective

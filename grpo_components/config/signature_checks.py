@@ -24,8 +24,10 @@ from grpo_components.config.building import (
     nested_components,
     parameters_of,
 )
+from grpo_components.config.column_checks import call_of, columns_taken
 from grpo_components.config.moved import moved_to
 from grpo_components.config.reading import nearest
+from grpo_components.data.columns import CALL
 from grpo_components.errors import fail, shown
 from grpo_components.setting_types import PENALTIES
 from grpo_components.settings import Settings
@@ -41,7 +43,6 @@ _ADDED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 _OF_REWARDS = ("weight", "is_success")
 """Keys of a reward that the recipe reads, not the component."""
-_REWARD_CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 
 
 def check_components(settings: Settings) -> None:
@@ -76,7 +77,7 @@ def check_components(settings: Settings) -> None:
 def _check_reward(key: str, node: DictConfig, limit_s: float) -> None:
     arguments = {str(name): node[name] for name in node if name not in _OF_REWARDS}
     reward = _check_arguments(key, arguments)
-    _check_call(key, reward, _REWARD_CALL, by_name=True)
+    _check_call(key, reward, (*CALL, *columns_taken(reward)), by_name=True)
     if not (inspect.isclass(reward) and node["_component_"].startswith("grpo_components.")):
         return
     try:  # our rewards are built quickly, and check their arguments
@@ -101,11 +102,10 @@ def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: 
     """Refuse a class whose objects cannot be called with these arguments."""
     if not inspect.isclass(component):
         return  # what a function returns is not known before it is called
-    calls = [vars(base)["__call__"] for base in component.__mro__ if "__call__" in vars(base)]
     places, names = ((), dict.fromkeys(arguments)) if by_name else (arguments, {})
     try:
-        inspect.signature(calls[0]).bind(None, *places, **names)
-    except (IndexError, TypeError) as error:
+        inspect.signature(call_of(component)).bind(None, *places, **names)
+    except TypeError as error:
         path = f"{component.__module__}.{component.__qualname__}"
         problem = f"objects of {path} cannot be called: {error}"
         fail(key, problem, f"a class called with {', '.join(arguments)}")
@@ -195,7 +195,7 @@ def _check_arguments(
             fail(f"{key}.{name}", "given, and the recipe sets it", "without it")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given and name not in by_name:
-            if is_reward and name in _REWARD_CALL:
+            if is_reward and name in CALL:
                 allowed = "a class whose objects do, or a function that makes one"
                 fail(f"{key}._component_", f"{path} itself takes a sample", allowed)
             fail(f"{key}.{name}", "missing", f"the argument of {path}")

@@ -14,10 +14,10 @@ from grpo_components.cluster.handles import (
     Roles,
     TrainersHandle,
 )
-from grpo_components.config.objective import Objective
 from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import roles_of
 from grpo_components.settings import Settings
 from grpo_components.training.trainer_options import ObjectiveOptions

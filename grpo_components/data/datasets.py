@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from grpo_components.data.columns import OWN_FIELDS, filled, plain_value
 from grpo_components.data.prompts import Encode, prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Row, read_rows
@@ -24,7 +25,8 @@ class PromptDataset(Dataset[Prompt]):
     """Data set of prompts, in the order of their source.
 
     Args:
-        prompts: each with prompt_index, prompt_ids [P], prompt_text and answer.
+        prompts: each with prompt_index, prompt_ids [P], prompt_text and answer, and with the other
+            columns of its row, which are None where a row lacks them.
         note: line that tells the user how many rows were left out and why; empty if none were.
     """
 
@@ -84,8 +86,8 @@ def prompt_dataset(
         tools: JSON schemas for the prompt, see `prompt_encoder`; by default of environment.world.
 
     Returns:
-        The prompts. Each prompt_index is the row number in the source, counted from 0 before any
-        row is left out.
+        The prompts, each with the other columns of its row. Each prompt_index is the row number in
+        the source, counted from 0 before any row is left out.
 
     Raises:
         ValueError: a setting is wrong, or a row cannot be used. The message names the key, or the
@@ -144,6 +146,7 @@ class _PromptBuilder:
         if not prompts:
             raise ValueError(f"dataset {self.source}: no rows{f' left: {why}' if why else ''}")
         self._check_columns()
+        prompts = filled(prompts)
         rows_left = f"dataset {self.source}: {len(prompts)} prompts of {number} rows; {why}"
         notes = (rows_left if why else "", self._unnamed_tools(prompts[0], tools))
         return PromptDataset(prompts, "\n".join(filter(None, notes)))
@@ -181,7 +184,14 @@ class _PromptBuilder:
             self.num_too_long += 1
             return None
         prompt = {"prompt_ids": ids, "prompt_text": text, "answer": answer}
-        return {"prompt_index": number - 1, **prompt}
+        return {**self._others(values), "prompt_index": number - 1, **prompt}
+
+    def _others(self, values: Any) -> Prompt:
+        """Return the columns of a row besides question and answer, under their own names."""
+        if not isinstance(values, dict):
+            return {}
+        used = {*OWN_FIELDS, *(self.columns.get(name, name) for name in ("question", "answer"))}
+        return {name: plain_value(values[name]) for name in values if name not in used}
 
     def _check_columns(self) -> None:
         for name in sorted(self.columns.keys() - self.fields_read):

@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
+from grpo_components.data.columns import other_columns
+
 Prompt = dict[str, Any]
 
 
@@ -26,13 +28,16 @@ class MixedPart(Dataset[Prompt]):
 
     def __init__(self, prompts: Any, weight: float, first_index: int) -> None:
         self.prompts, self.weight, self.first_index = prompts, weight, first_index
+        self.columns: dict[str, None] = {}
+        """Columns of the whole mix: those that a row lacks are None."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Prompt:
         prompt = self.prompts[index]
-        return {**prompt, "prompt_index": self.first_index + prompt["prompt_index"]}
+        index = self.first_index + prompt["prompt_index"]
+        return {**self.columns, **prompt, "prompt_index": index}
 
 
 class PromptMix(Dataset[Prompt]):
@@ -48,6 +53,12 @@ class PromptMix(Dataset[Prompt]):
         """Length of the longest prompt, in tokens."""
         notes = [getattr(part.prompts, "note", "") for part in parts.values()]
         self.note = "\n".join(filter(None, notes))
+        columns: dict[str, None] = {}
+        for part in parts.values():
+            for row in range(len(part)):
+                columns.update(dict.fromkeys(other_columns(part[row])))
+        for part in parts.values():
+            part.columns = columns
 
     def __len__(self) -> int:
         return sum(map(len, self.parts.values()))

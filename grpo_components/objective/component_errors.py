@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-_LIBRARIES = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
+from grpo_components.plain_text import shortened
+
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = (_PACKAGE, Path(sysconfig.get_path("stdlib")))
 _INSTALLED = {"site-packages", "dist-packages"}
 MAX_ERROR_CHARS = 120
 """Longest text shown of an error that a component raised: the text may hold a whole tensor."""
+MAX_FAILURE_CHARS = 1000
+"""Longest message of a failed sample's error, which may quote the whole response."""
+MAX_TRACEBACK_CHARS = 6000
+"""Length to which a traceback is cut: it ends with the text of the error."""
+_MAX_FRAMES = 20
 
 
 class ComponentError(ValueError):
     """Raised when a component of the config breaks the contract of its kind.
 
-    Restarting its role would not help. The message is one line, "key: what is wrong; allowed: ...".
+    Restarting its role would not help.
+
+    Args:
+        message: one line, "key: what is wrong; allowed: ...".
+        user_traceback: traceback of the component's own code, see `user_traceback`; may be empty.
     """
+
+    def __init__(self, message: str, user_traceback: str = "") -> None:
+        super().__init__(message)
+        self.user_traceback = user_traceback
 
 
 def name_of(component: Any) -> str:
@@ -55,19 +73,33 @@ def named_failure(
     except ComponentError:
         raise
     except kinds as error:
-        what = describe(error)
-        raise ComponentError(f"{key}: {name} raised {what}; allowed: {allowed}") from error
+        problem = f"{key}: {name} raised {describe(error)}; allowed: {allowed}"
+        raise ComponentError(problem, user_traceback(error)) from error
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str = "") -> str:
     """Return type, place and message of an error, in one line.
 
     Args:
         error: error with its traceback.
+        max_chars: longest message shown.
+        where: place to show if no line of the traceback is in the user's code.
     """
     text = " ".join(f"{error}".split())
-    text = text if len(text) <= MAX_ERROR_CHARS else f"{text[: MAX_ERROR_CHARS - 3]}..."
-    return f"{type(error).__name__}{place_of(error)}: {text}"
+    text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    return f"{type(error).__name__}{place_of(error) or where}: {text}"
+
+
+def failure_text(what: str, error: BaseException, where: str = "") -> str:
+    """Return the text of a failed sample's error: one line, then the traceback of the user's code.
+
+    Args:
+        what: the part of the config that failed, such as `reward correctness`.
+        error: what it raised, with its traceback.
+        where: place to show if no line of the traceback is in the user's code.
+    """
+    trace = user_traceback(error, installed=True)
+    return f"{what}: {describe(error, MAX_FAILURE_CHARS, where)}\n{trace}".strip()
 
 
 def place_of(error: BaseException) -> str:
@@ -79,9 +111,89 @@ def place_of(error: BaseException) -> str:
     Returns:
         The place; an empty string if no line is in the user's code.
     """
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        ours = _INSTALLED.intersection(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
-        if path.is_absolute() and not ours:
-            return f" ({path}:{frame.lineno})"
-    return ""
+    return place_in(traceback.extract_tb(error.__traceback__))
+
+
+def defined_at(component: Any) -> str:
+    """Return where a function, or the call of an object, begins, as " (file:line)".
+
+    For what it returned wrongly, there is no traceback.
+
+    Args:
+        component: function, or object that can be called.
+
+    Returns:
+        The place; an empty string for code that is not Python.
+    """
+    while isinstance(component, partial):
+        component = cast(Any, component.func)
+    called = component if inspect.isroutine(component) else type(component).__call__
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+
+
+def place_in(stack: traceback.StackSummary) -> str:
+    """Return the innermost line of the user's own code in a stack, as " (file:line)".
+
+    Args:
+        stack: stack, outermost call first.
+
+    Returns:
+        The place; an empty string if no line is in the user's code.
+    """
+    found = next(filter(_is_users, reversed(stack)), None)
+    return "" if found is None else f" ({found.filename}:{found.lineno})"
+
+
+def user_traceback(error: BaseException, *, installed: bool = False) -> str:
+    """Return an error's traceback from the first line of the user's code on.
+
+    Args:
+        error: error with its traceback, causes included.
+        installed: whether the traceback of an installed component counts as well.
+
+    Returns:
+        The traceback as Python prints it, without the calls that lead to the user's code; empty if
+        the error was raised outside of any component.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    if not (users_part(report.stack) if installed else place_of(error)):
+        return ""
+    parts, seen = [report], 0
+    while seen < len(parts):
+        part = parts[seen]
+        part.stack = users_part(part.stack)
+        others = [part.__cause__, part.__context__, *(part.exceptions or ())]
+        parts += [other for other in others if other is not None]
+        seen += 1
+    return shortened("".join(report.format()), MAX_TRACEBACK_CHARS)
+
+
+def users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Return the part of a stack from its first line in the user's code on.
+
+    For an installed component, it is what follows the last line of this package.
+
+    Args:
+        stack: stack, outermost call first.
+    """
+    first = next((n for n, frame in enumerate(stack) if _is_users(frame)), None)
+    if first is None:
+        ours = [n for n, frame in enumerate(stack) if _PACKAGE in Path(frame.filename).parents]
+        first = max(ours, default=-1) + 1
+    return traceback.StackSummary.from_list(stack[first:][-_MAX_FRAMES:])
+
+
+def stack_text(stack: traceback.StackSummary) -> str:
+    """Return a stack as text, under a heading; empty for an empty stack.
+
+    Args:
+        stack: stack of a call that hangs, outermost call first.
+    """
+    return "".join(["Where it hangs (innermost call last):\n", *stack.format()]) if stack else ""
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    path = Path(frame.filename)
+    ours = _INSTALLED.intersection(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
+    return path.is_absolute() and not ours

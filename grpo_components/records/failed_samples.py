@@ -13,15 +13,16 @@ from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.settings import Settings
 from grpo_components.trajectory import GroupSummary
 
-MAX_ERROR_CHARS = 200
-"""Length to which a message cuts an error; the file has the whole error."""
+MAX_ERROR_CHARS = 300
+"""Length to which a message cuts an error's first line; the file has the whole error."""
 
 
 class FailedSamples:
     """Counts and records the failed samples of training and evaluation; ends a run with too many.
 
     The count restarts with each training step. Every failed sample is written to
-    `failed_samples.jsonl` with its prompt; the first after each step is also shown to the user.
+    `failed_samples.jsonl` with its prompt and traceback; the first after each step is also shown to
+    the user.
 
     Args:
         max_failed_samples: number of failures since the last training step that ends the run.
@@ -74,9 +75,10 @@ class FailedSamples:
             self._record(result, errors, f"the evaluation at step {step}", {"evaluation": step})
         scored = [result for result in results if result["error"] is None]
         if not scored:
-            error = results[0]["error"]
+            error = f"{first_line(results[0]['error']):.{MAX_ERROR_CHARS}}"
             raise FailedSamplesError(
-                f"every sample of the evaluation at step {step} failed; the first error: {error}"
+                f"every sample of the evaluation at step {step} failed; the first error: {error}; "
+                f"all errors: {self._path}"
             )
         return scored
 
@@ -95,11 +97,14 @@ class FailedSamples:
             **what,
             "prompt_index": prompt["prompt_index"],
             "prompt": prompt["prompt_text"],
-            "errors": dict(Counter(errors)),  # error -> number of samples
+            "errors": dict(Counter(first_line(error) for error in errors)),  # -> samples
         }
+        tracebacks = {first_line(error): error.partition("\n")[2] for error in reversed(errors)}
+        if any(tracebacks.values()):
+            record["tracebacks"] = {line: text for line, text in tracebacks.items() if text}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        shown = f"{errors[-1]:.{MAX_ERROR_CHARS}}"
+        shown = f"{first_line(errors[-1]):.{MAX_ERROR_CHARS}}"
         if self._count == 0:
             self._note(f"{len(errors)} failed in {where}: {shown} (all errors: {self._path})")
         self._count += len(errors)
@@ -109,6 +114,11 @@ class FailedSamples:
                 f"failed since the last training step; the last error, for prompt "
                 f"{prompt['prompt_index']}: {shown}; all errors: {self._path}"
             )
+
+
+def first_line(error: str) -> str:
+    """Return an error without its traceback, which follows in the lines after the first."""
+    return error.partition("\n")[0]
 
 
 def build_failed_samples(cfg: Settings, attempt: int, note: Callable[[str], None]) -> FailedSamples:

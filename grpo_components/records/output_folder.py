@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -118,13 +120,20 @@ def _is_used(folder: Path) -> bool:
     return True
 
 
+def free_names(folder: Path) -> Iterator[Path]:
+    """Yield the paths to which an earlier run may be moved, `<name>-1`, `-2`, ..., if not taken.
+
+    Args:
+        folder: folder of the earlier run.
+    """
+    for number in itertools.count(1):
+        path = folder.with_name(f"{folder.name}-{number}")
+        if not os.path.lexists(path):
+            yield path
+
+
 def _move_aside(folder: Path) -> Path:
-    number = 0
-    while True:
-        number += 1
-        moved_to = folder.with_name(f"{folder.name}-{number}")
-        if os.path.lexists(moved_to):
-            continue
+    for moved_to in free_names(folder):
         try:
             folder.rename(moved_to)
         except OSError as error:
@@ -133,6 +142,7 @@ def _move_aside(folder: Path) -> Path:
             problem = f"{short(folder)} contains an earlier run and cannot be moved aside"
             fail("output_dir", f"{problem}: {error.strerror}", "another folder")
         return moved_to
+    raise AssertionError("the names do not end")
 
 
 def reopen_output_folder(folder: Path, cfg: Settings, attempt: int, identity: RunIdentity) -> None:

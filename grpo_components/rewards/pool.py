@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
 import logging
 import math
 import os
@@ -13,26 +11,36 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
+from traceback import StackSummary
 from typing import Any
+
+from grpo_components.objective.component_errors import (
+    ComponentError,
+    place_in,
+    stack_text,
+    users_part,
+)
+from grpo_components.rewards.stuck_stack import StuckStack
 
 _START_TIMEOUT_S = 120.0
 """Seconds for a process to import and build all rewards."""
 _EXIT_TIMEOUT_S = 10.0
 """Seconds for a process to exit after it closed its connection."""
-_PR_SET_PDEATHSIG = 1
-
-MAX_ERROR_CHARS = 1000
-"""An error message is cut to this many characters, because it may quote the whole response."""
+_MISSES_OF_A_HANG = 2
+"""Missed deadlines in a row, in one process's thread, after which a reward that has not answered
+once is taken to hang always."""
 
 _LOGGED_CHARS = 80
 """Number of characters from the end of a response that a log message shows."""
 
-RewardInput = dict[str, str]
-"""Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason."""
+RewardInput = dict[str, Any]
+"""Keyword arguments of a reward: prompt_text, response_text, answer, finish_reason, and the other
+columns of the row; a reward gets those columns that its signature takes."""
 
 
 class RewardPoolError(RuntimeError):
@@ -61,7 +69,8 @@ class Score:
     """Unweighted value of each reward, by name."""
     success: bool
     error: str | None
-    """Name of the reward that failed, and why it failed; None if all succeeded."""
+    """Name of the reward that failed, with file, line and message of its error; further lines are
+    the traceback of its code. None if all succeeded."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -94,6 +103,9 @@ class RewardPool:
     process, this reward counts as 0, and a new process runs the other rewards. A sample that misses
     the deadline for any other reason has failed.
 
+    A reward that misses its first deadlines and has never answered would fail every sample of the
+    run. So it ends the run: `score` raises a `ComponentError` that names it and its line.
+
     Args:
         rewards: spec of each reward, by name.
         num_workers: number of worker processes; each is driven by a thread of this process.
@@ -105,6 +117,10 @@ class RewardPool:
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
         self._log = logging.getLogger(__name__)
+        self._answered: set[str] = set()
+        """Names of the rewards that have answered for at least one sample."""
+        self._late: Counter[str] = Counter()
+        """Missed deadlines by the name of the reward."""
         self._thread = threading.local()
         self._workers: set[_Worker] = set()
         self._lock, self._closed = threading.Lock(), False
@@ -124,8 +140,16 @@ class RewardPool:
         Raises:
             RewardPoolError: the rewards cannot be built, their processes cannot start, or the pool
                 is closed.
+            ComponentError: a reward has missed its first deadlines and never answered.
         """
         return list(self._threads.map(self._score_one, samples))
+
+    def late(self) -> str:
+        """Return which rewards missed their deadlines, for an error of what waited for them."""
+        if not self._late:
+            return "none missed its deadline, but more samples wait than reward_workers can score"
+        limit = f"missed the deadline of {self._timeout_s:g} s (timeouts.reward_s) for"
+        return ", ".join(f"{name} {limit} {count} samples" for name, count in self._late.items())
 
     def close(self) -> None:
         """Kill all reward processes, even those that are scoring a sample."""
@@ -166,21 +190,39 @@ class RewardPool:
     ) -> Score | None:
         """Score a sample in one process; return None if a reward exceeded its CPU limit."""
         try:
-            return worker.score(sample, too_costly, self._timeout_s)
+            score = worker.score(sample, too_costly, self._timeout_s)
+            self._thread.num_missed = 0
+            return score
         except TimeoutError:
-            problem = f"TimeoutError after {self._timeout_s:g} s"
+            return self._missed(worker)
         except (EOFError, ConnectionError):
             if worker.exceeded_cpu_limit():
                 self._drop(worker)
                 return None
-            problem = "its process died"
         except RewardPoolError:
-            if not self._closed:
+            if not self._closed:  # else killed by `close` during its start
                 self._drop(worker)
                 raise
-            problem = "its process died"  # killed by `close` during its start
+        finally:
+            self._answered |= worker.answered
         self._drop(worker)
-        return Score(math.nan, {}, False, f"reward {worker.running}: {problem}")
+        return Score(math.nan, {}, False, f"reward {worker.running}: its process died")
+
+    def _missed(self, worker: _Worker) -> Score:
+        """Return the score of a sample whose deadline passed; refuse a reward that always hangs."""
+        name, stack = worker.running, worker.stack()
+        self._late[name] += 1
+        self._drop(worker)
+        where, lines = place_in(stack), stack_text(stack)
+        missed = self._thread.num_missed = getattr(self._thread, "num_missed", 0) + 1
+        if name not in self._answered | worker.answered and missed >= _MISSES_OF_A_HANG:
+            problem = f"rewards.{name}: {self._rewards[name].component} hangs{where}: no answer"
+            limit = f"{self._timeout_s:g} s each (timeouts.reward_s)"
+            problem += f" for the first {missed} samples, {limit}; allowed: one that answers"
+            self._log.error("%s\n%s", problem, lines)
+            raise ComponentError(problem, lines)
+        error = f"reward {name}: TimeoutError{where}: no score after {self._timeout_s:g} s\n{lines}"
+        return Score(math.nan, {}, False, error.strip())
 
     def _drop(self, worker: _Worker) -> None:
         self._thread.worker = None
@@ -193,17 +235,22 @@ class _Worker:
 
     def __init__(self, rewards: dict[str, RewardSpec], max_cpu_s: float) -> None:
         self._connection, theirs = Pipe()
+        self._stuck = StuckStack()
+        descriptors = [theirs.fileno(), self._stuck.theirs]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_components.rewards.pool", str(theirs.fileno())],
+            [sys.executable, "-m", "grpo_components.rewards.scoring", *map(str, descriptors)],
             # Pass on sys.path, because a Ray worker extends it without setting PYTHONPATH.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno()],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # own process group: `kill` also ends what rewards start
         )
         theirs.close()
+        self._stuck.release()
         self._connection.send((rewards, max_cpu_s))
         self._ready, self._names = False, tuple(rewards)
+        self.answered: set[str] = set()
+        """Names of the rewards that have returned or raised."""
         self.running = next(iter(rewards), "")
         """Name of the reward that is running, or ran last."""
 
@@ -219,12 +266,15 @@ class _Worker:
         if not self._ready:
             self._wait_until_ready()
         self._connection.send((sample, too_costly))
-        deadline = time.monotonic() + timeout_s
+        deadline, begun = time.monotonic() + timeout_s, False
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
             message = self._connection.recv()
             if isinstance(message, Score):
+                self.answered.add(self.running)
                 return message
-            self.running = message
+            if begun:
+                self.answered.add(self.running)
+            self.running, begun = message, True
         raise TimeoutError
 
     def exceeded_cpu_limit(self) -> bool:
@@ -232,6 +282,10 @@ class _Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_EXIT_TIMEOUT_S) == -signal.SIGPROF
         return False
+
+    def stack(self) -> StackSummary:
+        """Return where the process is in the user's code, outermost call first."""
+        return users_part(self._stuck.ask(self._process.pid))
 
     def kill(self) -> None:
         """Kill the process and its process group. Any thread may call this."""
@@ -252,98 +306,3 @@ class _Worker:
         if problem is not None:
             raise RewardPoolError(problem)
         self._ready = True
-
-
-def score_sample(
-    rewards: Mapping[str, tuple[RewardSpec, Callable[..., float]]],
-    sample: RewardInput,
-    announce: Callable[[str], None],
-    too_costly: Sequence[str] = (),
-    max_cpu_s: float = _START_TIMEOUT_S,
-) -> Score:
-    """Apply all rewards to one sample.
-
-    Args:
-        rewards: spec and instance of each reward, by name.
-        sample: keyword arguments, the same for each reward.
-        announce: function that receives the name of each reward before the reward starts.
-        too_costly: rewards to skip and count as 0, because the sample exceeded their CPU limit.
-        max_cpu_s: upper bound of each reward's `response_cpu_s`. If a sample exceeds the limit, the
-            kernel kills this process.
-    """
-    terms: dict[str, float] = {}
-    success = False
-    for name, (spec, reward) in rewards.items():
-        announce(name)
-        if name in too_costly:
-            terms[name] = 0.0
-            continue
-        try:
-            with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
-                value = float(reward(**sample))
-            at_maximum = value >= getattr(reward, "max_reward", 1.0)
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            problem = f"reward {name}: {type(error).__name__}: {error}"
-            return Score(math.nan, {}, False, problem[:MAX_ERROR_CHARS])
-        if not math.isfinite(value):
-            return Score(math.nan, {}, False, f"reward {name}: gave {value}")
-        terms[name] = value
-        if spec.is_success:
-            success = at_maximum
-    total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
-    if not math.isfinite(total):
-        return Score(math.nan, {}, False, f"rewards: the weighted sum is {total}")
-    return Score(total, terms, success, None)
-
-
-@contextlib.contextmanager
-def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
-    """Context manager: the kernel kills this process if the block takes more CPU time than allowed.
-
-    The limit is the lesser of both arguments, in seconds; if `cpu_s` is None, there is no limit.
-    """
-    # No signal handler: during a huge power, for example, Python would run it only afterwards.
-    if cpu_s is not None:
-        signal.setitimer(signal.ITIMER_PROF, min(cpu_s, max_cpu_s))
-    try:
-        yield
-    finally:
-        if cpu_s is not None:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable[..., float]]]:
-    built = {}
-    for name, spec in specs.items():
-        module, _, attribute = spec.component.rpartition(".")
-        factory = getattr(importlib.import_module(module), attribute)
-        built[name] = spec, factory(**spec.kwargs)
-    return built
-
-
-def _serve(connection: Connection) -> None:
-    """Run a reward process: build the rewards, then score samples until the owner exits."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    try:
-        specs, max_cpu_s = connection.recv()
-        rewards = _build(specs)
-    except Exception as error:  # sent to the owner, which raises it
-        connection.send(f"rewards cannot be built: {type(error).__name__}: {error}")
-        return
-    connection.send(None)
-    while True:
-        try:
-            sample, too_costly = connection.recv()
-        except EOFError:
-            return
-        limits = {"too_costly": too_costly, "max_cpu_s": max_cpu_s}
-        connection.send(score_sample(rewards, sample, announce=connection.send, **limits))
-
-
-if __name__ == "__main__":
-    # Pickle names classes by module: import this file under the name that the owner uses.
-    from grpo_components.rewards import pool as reward_pool
-
-    reward_pool._serve(Connection(int(sys.argv[1])))

@@ -12,12 +12,23 @@ import sys
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from grpo_components.objective.component_errors import ComponentError, describe
+from grpo_components.objective.component_errors import (
+    ComponentError,
+    defined_at,
+    describe,
+    place_in,
+    stack_text,
+    user_traceback,
+    users_part,
+)
 from grpo_components.rewards.pool import RewardInput, RewardSpec
+from grpo_components.rewards.scoring import arguments_for
+from grpo_components.rewards.stuck_stack import StuckStack, answer_on
 
-_START_TIMEOUT_S = 120.0
-"""Seconds to import and build one reward."""
+_START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
+"""Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
+_IN_TIME = "one that answers in time"
 
 
 class RewardTrial:
@@ -34,17 +45,21 @@ class RewardTrial:
         self, rewards: dict[str, RewardSpec], samples: list[RewardInput], timeout_s: float
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
+        self._start_s = max(_START_TIMEOUT_S, _START_DEADLINES * timeout_s)
         self._connection, theirs = Pipe()
+        self._stuck = StuckStack()
+        descriptors = [theirs.fileno(), self._stuck.theirs]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_components.rewards.reward_trial", str(theirs.fileno())],
+            [sys.executable, "-m", "grpo_components.rewards.reward_trial", *map(str, descriptors)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno()],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # own process group: `close` also ends what rewards start
         )
         theirs.close()
+        self._stuck.release()
         self._connection.send((rewards, samples))
 
     def finish(self) -> None:
@@ -53,22 +68,25 @@ class RewardTrial:
         Raises:
             ComponentError: a reward cannot be built, failed for all samples, or missed a deadline.
         """
-        name, doing, limit_s = next(iter(self._rewards), ""), "built", _START_TIMEOUT_S
+        name, doing, limit_s = next(iter(self._rewards), ""), "built", self._start_s
         while True:
             try:
                 if not self._connection.poll(limit_s):
-                    problem = f"was not {doing} within {limit_s:g} s"
-                    raise self._error(name, problem, "one that answers in time")
+                    stack = users_part(self._stuck.ask(self._process.pid))
+                    key = "timeouts.reward_s" if doing == "called" else "to import and build it"
+                    what = "no answer" if doing == "called" else "not built"
+                    hang = f"hangs{place_in(stack)}: {what} within {limit_s:g} s, {key}"
+                    raise self._error(name, hang, _IN_TIME, stack_text(stack))
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
                 problem = f"ended its process while it was {doing}"
                 raise self._error(name, problem, _ALLOWED) from None
             if message is None:
                 return
-            name, doing, problem = message
+            name, doing, problem, traceback = message
             if problem:
-                raise self._error(name, problem, _ALLOWED)
-            limit_s = self._timeout_s if doing == "called" else _START_TIMEOUT_S
+                raise self._error(name, problem, _ALLOWED, traceback)
+            limit_s = self._timeout_s if doing == "called" else self._start_s
 
     def close(self) -> None:
         """Kill the process and its process group."""
@@ -78,44 +96,49 @@ class RewardTrial:
         self._process.wait()
         self._connection.close()
 
-    def _error(self, name: str, problem: str, allowed: str) -> ComponentError:
+    def _error(
+        self, name: str, problem: str, allowed: str, user_traceback: str = ""
+    ) -> ComponentError:
         where = f"rewards.{name}: {self._rewards[name].component}"
-        return ComponentError(f"{where} {problem}; allowed: {allowed}")
+        return ComponentError(f"{where} {problem}; allowed: {allowed}", user_traceback)
 
 
-def _problem_of(reward: Any, sample: RewardInput) -> str:
+def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
+    """Return what is wrong with one call of a reward, and its traceback; both may be empty."""
     if not callable(reward):
-        return f"makes a {type(reward).__name__}, which cannot be called"
+        return f"makes a {type(reward).__name__}, which cannot be called", ""
     try:
-        value: Any = reward(**sample)
+        value: Any = reward(**arguments_for(reward, sample))
         number = float(value)
         _ = number >= getattr(reward, "max_reward", 1.0)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return f"raised {describe(error)}"
-    return "" if math.isfinite(number) else f"gave {number}"
+        return f"raised {describe(error, where=defined_at(reward))}", user_traceback(error)
+    return ("" if math.isfinite(number) else f"gave {number}{defined_at(reward)}"), ""
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, stack_descriptor: int) -> None:
+    answer_on(stack_descriptor)
     rewards, samples = connection.recv()
     for name, spec in rewards.items():
-        connection.send((name, "built", ""))
+        connection.send((name, "built", "", ""))
         try:
             module, _, attribute = spec.component.rpartition(".")
             reward = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
         except (Exception, SystemExit) as error:  # user code may raise anything
-            connection.send((name, "built", f"cannot be built, {describe(error)}"))
+            problem = f"cannot be built, {describe(error)}"
+            connection.send((name, "built", problem, user_traceback(error)))
             return
         problems = []
         for sample in samples:
-            connection.send((name, "called", ""))
+            connection.send((name, "called", "", ""))
             problems.append(_problem_of(reward, sample))
-            if not problems[-1]:  # failing for some samples is allowed
+            if not problems[-1][0]:  # failing for some samples is allowed
                 break
         else:
-            connection.send((name, "called", problems[0]))
+            connection.send((name, "called", *problems[0]))
             return
     connection.send(None)
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from traceback import StackSummary, walk_stack
 from typing import Any
+
+
+class HungCallError(TimeoutError):
+    """The calls of a rollout took too long.
+
+    Args:
+        problem: which call, and how long.
+        stack: where the call is, outermost call first.
+    """
+
+    def __init__(self, problem: str, stack: StackSummary) -> None:
+        super().__init__(problem)
+        self.stack = stack
 
 
 class EnvironmentThread:
@@ -23,7 +38,8 @@ class EnvironmentThread:
         self._timeout_s = self._remaining_s = timeout_s
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], Any, Future[Any]] | None]
         self._calls = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="environment", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        self._thread.start()
 
     def begin(self) -> None:
         """Begin a rollout: reset the time for its calls."""
@@ -37,7 +53,7 @@ class EnvironmentThread:
             args: arguments of the function.
 
         Raises:
-            TimeoutError: the calls of this rollout took too long.
+            HungCallError: the calls of this rollout took too long.
         """
         future: Future[Any] = Future()
         self._calls.put((function, args, future))
@@ -49,9 +65,16 @@ class EnvironmentThread:
                 raise
             name = getattr(function, "__name__", "call")
             limit = f"{self._timeout_s:g} s, the limit for all calls of a rollout"
-            raise TimeoutError(f"the environment did not end its {name} within {limit}") from None
+            problem = f"the environment did not end its {name} within {limit}"
+            raise HungCallError(problem, self._stack()) from None
         finally:
             self._remaining_s = max(0.0, self._remaining_s - (time.monotonic() - started))
+
+    def _stack(self) -> StackSummary:
+        """Return what the thread is doing, outermost call first."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        found = [] if frame is None else StackSummary.extract(walk_stack(frame))
+        return StackSummary.from_list(found[::-1])
 
     def leave(self, close: Callable[[], Any]) -> Future[Any]:
         """Let the thread end after its current call.
@@ -75,5 +98,7 @@ class EnvironmentThread:
             except Exception as error:  # passed on to the caller
                 future.set_exception(error)
             except BaseException as error:  # sys.exit, for example, must not end this thread
-                future.set_exception(RuntimeError(repr(error)))
+                named = RuntimeError(repr(error)).with_traceback(error.__traceback__)
+                future.set_exception(named)
+                del named
             del call, function, args, future  # else an idle thread would keep the environment alive

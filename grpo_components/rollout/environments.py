@@ -10,11 +10,12 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
+from grpo_components.data.columns import reward_input
 from grpo_components.rewards.pool import RewardInput, Score
 
 Prompt = dict[str, Any]
-"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and perhaps
-other columns. The generator adds `seed`, for anything random in the environment."""
+"""One row of a prompt data set: prompt_index, prompt_ids [P], prompt_text and answer, and the
+other columns of the row. The generator adds `seed`, for anything random in the environment."""
 
 
 def set_token_specs(env: EnvBase, num_slots: int) -> None:
@@ -65,7 +66,7 @@ class SingleTurnEnvironment(EnvBase):
         num_slots: number of prompts at once; a group contains its prompt `group_size` times.
         decode: function that converts token ids to text.
         score: function that returns the scores of samples (prompt_text, response_text, answer,
-            finish_reason), in their order.
+            finish_reason, and the columns of the row), in their order.
         encode: not used.
         max_response_tokens: not used.
     """
@@ -98,12 +99,7 @@ class SingleTurnEnvironment(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> LazyStackedTensorDict:
         slots = tensordict.unbind(0)
         samples = [
-            {
-                "prompt_text": prompt["prompt_text"],
-                "response_text": self._decode(slot["response"].tolist()),
-                "answer": prompt["answer"],
-                "finish_reason": slot["finish_reason"],
-            }
+            reward_input(prompt, self._decode(slot["response"].tolist()), slot["finish_reason"])
             for prompt, slot in zip(self._prompts, slots, strict=True)
         ]
         results = []

@@ -15,6 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
+from grpo_components.objective.component_errors import (
+    ComponentError,
+    failure_text,
+    place_in,
+    stack_text,
+    users_part,
+)
 from grpo_components.replay.schedule import open_schedule
 from grpo_components.rewards.pool import RewardPool, RewardPoolError
 from grpo_components.rollout.collector import (
@@ -24,7 +31,7 @@ from grpo_components.rollout.collector import (
     SlotRollout,
     sampling_seed,
 )
-from grpo_components.rollout.environment_thread import EnvironmentThread
+from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
 from grpo_components.rollout.generator_options import (
     EngineOptions,
     EnvironmentOptions,
@@ -43,8 +50,6 @@ _CLOSING_S = 5.0
 """Seconds for the environments to close; one that hangs ends with the process."""
 _NO_REPLAY = ReplayOptions()
 _log = logging.getLogger(__name__)
-MAX_ERROR_CHARS = 1000
-"""An environment's error message is cut to this many characters."""
 
 
 @dataclass(frozen=True)
@@ -269,16 +274,30 @@ class Generator:
             if longest > self._sampling.max_response_tokens:
                 limit = f"generator.max_response_tokens is {self._sampling.max_response_tokens}"
                 raise ValueError(f"the response has {longest} tokens, but {limit}")
-        except (EngineStoppedError, RewardPoolError):
+        except (EngineStoppedError, RewardPoolError, ComponentError):
             raise
         except Exception as error:  # from a user's environment: these samples fail
             # The state of the environment is unknown, so the next group gets a new environment.
             seat.environment.leave(seat.env.close)
-            _log.warning("an environment failed", exc_info=True)
-            problem = f"environment: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-            return [SlotRollout.failed(np.asarray(p["prompt_ids"]), problem) for p in prompts]
-        free.append(seat)
+            problem = self._problem_of(error)
+            slots = [SlotRollout.failed(np.asarray(p["prompt_ids"]), problem) for p in prompts]
+        else:
+            free.append(seat)
+        for name, slot in zip(names, slots, strict=True):
+            if slot.score is not None and slot.score.error is not None:
+                _log.error("%s failed: %s", name, slot.score.error)
         return slots
+
+    def _problem_of(self, error: Exception) -> str:
+        """Return what failed in a rollout, with the place in the user's code."""
+        if not isinstance(error, HungCallError):
+            return failure_text("environment", error)
+        score = self._rewards.score.__code__
+        if (score.co_filename, score.co_name) in {(f.filename, f.name) for f in error.stack}:
+            return f"rewards: no score within the environment's limit: {self._rewards.late()}"
+        stack = users_part(error.stack)
+        problem = f"environment: TimeoutError{place_in(stack)}: {error}"
+        return f"{problem}\n{stack_text(stack)}".strip()
 
     def _seat(self, num_slots: int) -> _Seat:
         environment = EnvironmentThread(self._environment.timeout_s)
@@ -290,7 +309,12 @@ class Generator:
             score=self._rewards.score,
             max_response_tokens=self._sampling.max_response_tokens,
         )
-        env = environment.call(build)
+        try:
+            env = environment.call(build)
+        except Exception as error:  # from a user's environment
+            if isinstance(error, TimeoutError):
+                raise
+            raise RuntimeError(failure_text("environment: cannot be built", error)) from error
         policy = EnginePolicy(
             self._engine,
             max_response_tokens=self._sampling.max_response_tokens,

@@ -15,6 +15,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 from torchrl.envs import EnvBase
 
+from grpo_components.data.columns import reward_input
+from grpo_components.objective.component_errors import defined_at
 from grpo_components.rewards.pool import RewardInput, Score
 from grpo_components.rollout.environments import Prompt, set_token_specs, slot_state
 
@@ -94,7 +96,7 @@ class MultiTurnEnvironment(EnvBase):
         encode: function that converts text to token ids, without tokens for beginning or end of
             sequence.
         score: function that returns the scores of samples (prompt_text, response_text, answer,
-            finish_reason), in their order.
+            finish_reason, and the columns of the row), in their order.
         max_response_tokens: longest response in tokens, including the world's.
         max_turns: largest number of turns of the policy.
         world: function that begins each conversation, see `World`.
@@ -119,7 +121,7 @@ class MultiTurnEnvironment(EnvBase):
         super().__init__(batch_size=torch.Size([num_slots]), device=None)
         self._decode, self._encode, self._score = decode, encode, score
         self._max_response_tokens, self._max_turns = max_response_tokens, max_turns
-        self._world = world
+        self.world = world
         self._prompts: list[Prompt] = []
         self._conversations: list[_Conversation] = []
         set_token_specs(self, num_slots)
@@ -154,9 +156,10 @@ class MultiTurnEnvironment(EnvBase):
 
     def _begin(self, prompt: Prompt) -> Callable[[str], Reply]:
         # A copy, so that a world that changes its prompt affects no other conversation.
-        respond = self._world(deepcopy(prompt), prompt["seed"])
+        respond = self.world(deepcopy(prompt), prompt["seed"])
         if not callable(respond):
-            raise TypeError(f"the world returned {respond!r:.100}; allowed: a function")
+            where = defined_at(self.world)
+            raise TypeError(f"the world returned {respond!r:.100}{where}; allowed: a function")
         return respond
 
     def _take_turn(
@@ -167,7 +170,8 @@ class MultiTurnEnvironment(EnvBase):
         text = self._decode(slot["response"].tolist())
         reply = conversation.respond(text)
         if not isinstance(reply, Reply):
-            raise TypeError(f"the world replied {reply!r:.100}; allowed: a Reply")
+            where = defined_at(conversation.respond)
+            raise TypeError(f"the world replied {reply!r:.100}{where}; allowed: a Reply")
         conversation.num_turns += 1
         for name, value in reply.rewards.items():
             conversation.terms[name] = conversation.terms.get(name, 0.0) + float(value)
@@ -187,13 +191,7 @@ class MultiTurnEnvironment(EnvBase):
         result["finish_reason"] = NonTensorData(finish_reason)
         if not over:
             return result, None
-        sample = {
-            "prompt_text": prompt["prompt_text"],
-            "response_text": text,
-            "answer": prompt["answer"] if reply.answer is None else reply.answer,
-            "finish_reason": finish_reason,
-        }
-        return result, sample
+        return result, reward_input(prompt, text, finish_reason, reply.answer)
 
     def _encode_reply(self, text: str, room: int) -> Tensor | None:
         """Return the token ids [R] of the world's text; None if they do not fit into `room`."""

@@ -6,6 +6,7 @@ The policy reads the error messages of its calls, so a new wording would change 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -13,12 +14,14 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from grpo_components.objective.component_errors import defined_at
 from grpo_components.rollout.environments import Prompt
 from grpo_components.rollout.multi_turn import Reply
 from grpo_components.rollout.observation_text import quoted
@@ -45,6 +48,8 @@ _TYPE_NAMES: dict[type, str] = {
     dict: "an object",
 }
 """Annotations that are checked (the types of JSON), and their names in error messages."""
+_MADE: dict[Any, Any] = {str: "1", int: 1, float: 1.0, bool: True}
+"""Arguments with which a tool is tried, by annotation."""
 _OPENING_TAG = re.compile(r"<tool_call>\s*")
 _ANY_TAG = re.compile(r"</?tool_call>")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -225,6 +230,23 @@ class ToolUse:
         """
         return partial(self._respond, _ProgramTime())
 
+    def trials(self) -> dict[str, Callable[[], None]]:
+        """Return for each tool a function that calls it once, with arguments of the right types.
+
+        An error that the policy would read is none of the tool; any other is raised.
+        """
+        return {name: partial(self._try, name) for name in self._tools}
+
+    def _try(self, name: str) -> None:
+        parameters = self._tools[name][1].parameters.values()
+        given = {
+            p.name: _made(p.annotation)
+            for p in parameters
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        with contextlib.suppress(ValueError):
+            self._run(json.dumps({"name": name, self._arguments_key: given}))
+
     def _respond(self, time: _ProgramTime, text: str) -> Reply:
         calls = self._find_calls(text)
         if not calls:
@@ -266,8 +288,22 @@ class ToolUse:
         _check_arguments(signature, arguments)
         result = tool(**arguments)
         if not isinstance(result, str):
-            raise TypeError(f"tools.{name}: returned {result!r:.50}; allowed: a text")
+            where = defined_at(tool)
+            raise TypeError(f"tools.{name}: returned {result!r:.50}{where}; allowed: a text")
         return result
+
+
+def _made(annotation: Any) -> Any:
+    """Return a value of JSON that fits an argument's annotation; a text if any may fit."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return inner[0]
+    if origin in (Union, UnionType, Annotated):
+        return _made(inner[0])
+    kind = origin or annotation
+    if kind in (list, tuple, set, Sequence, Iterable, Set):
+        return [_made(inner[0])] if inner else []
+    return {} if kind in (dict, Mapping) else _MADE.get(kind, "1")
 
 
 def _signature(tool: Tool) -> inspect.Signature:

@@ -325,7 +325,15 @@ def assert_failures_cost_their_samples_only(output_dir, steps):
     groups = [record for record in failed if "group_id" in record]
     lost = [record for record in groups if any("no such level" in e for e in record["errors"])]
     assert lost and all(list(record["errors"].values()) == [4] for record in lost)
-    assert any("reward correctness: ValueError" in e for r in groups for e in r["errors"])
+    place = rf"reward correctness: ValueError \({tmp_path}/unreliable.py:\d+\): "
+    unread = [(r, e) for r in groups for e in r["errors"] if re.match(place, e)]
+    assert unread
+    for record, error in unread:
+        trace = record["tracebacks"][error].splitlines()
+        assert trace[0].startswith("Traceback") and "unreliable.py" in trace[1]
+        assert not any("grpo_components" in line for line in trace), "the user's frames only"
+    assert re.search(r"failed in .*unreliable\.py:\d+\)", output)
+    assert "unreliable.py" in (output_dir / "logs" / "generator_0.log").read_text()
     assert len(groups) < len(failed), "evaluations' failures are there, too"
     counted = sum(record["rollout/failed_samples"] for record in steps)
     assert 0 < counted <= sum(sum(record["errors"].values()) for record in failed)

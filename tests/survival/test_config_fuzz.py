@@ -111,6 +111,9 @@ def recipe(tiny_policy, tmp_path_factory):
                 signal.signal(number, handler)
             shutil.rmtree(folder / "run", ignore_errors=True)
         refusal = err.getvalue()
+        if code == 0:  # a dry run ends where another would reach Ray
+            assert out.getvalue().startswith("dry run") and not refusal
+            return ""
         assert code == 2, refusal
         assert len(refusal.rstrip("\n")) <= 300, refusal
         assert re.fullmatch(r"config error: [^\n]+\n", refusal), refusal

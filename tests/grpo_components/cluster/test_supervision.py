@@ -15,6 +15,7 @@ from yaml import YAMLError
 from grpo_components.cluster.role_host import named_failure
 from grpo_components.cluster.supervision import exit_code, root_cause, undisturbed
 from grpo_components.errors import (
+    DryRunEnd,
     FailedSamplesError,
     RoleFailedError,
     SkippedStepsError,
@@ -150,6 +151,18 @@ def test_a_component_that_fails_in_a_loop_is_1_and_one_line_and_in_setup_2(capsy
     assert exit_code(raising(ExceptionGroup("loops", [error]))) == 1
     assert exit_code(raising(error)) == 2
     assert capsys.readouterr() == ("", f"error: {error}\nconfig error: {error}\n")
+
+
+def test_a_component_that_raised_before_the_start_shows_its_traceback_then_the_line(capsys):
+    trace = 'Traceback (most recent call last):\n  File "/here/my.py", line 3, in f\nKeyError: 1\n'
+    error = ComponentError("loss: my.Loss raised KeyError (/here/my.py:3): 1; allowed: ...", trace)
+    assert exit_code(raising(error)) == 2
+    assert capsys.readouterr() == ("", f"{trace}config error: {error}\n")
+
+
+def test_the_end_of_a_dry_run_is_0_and_its_text_goes_to_stdout(capsys):
+    assert exit_code(raising(DryRunEnd("roles  1 generator\nsteps  \x1b[2J"))) == 0
+    assert capsys.readouterr() == ("roles  1 generator\nsteps  \\x1b[2J\n", "")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,18 @@ def test_each_failure_is_written_with_its_prompt_and_counted_until_the_step(
     assert failures.take_count() == 0
 
 
+def test_a_traceback_goes_to_the_file_and_its_first_line_to_the_user(failures, tmp_path, notes):
+    error = "reward mood: KeyError (/here/my_rewards.py:12): 'x'"
+    trace = 'Traceback (most recent call last):\n  File "/here/my_rewards.py", line 12, in __call__'
+    failures.count_group(entry(3), summary(f"{error}\n{trace}", "b", f"{error}\n{trace}"))
+    (record,) = records(tmp_path)
+    assert record["errors"] == {error: 2, "b": 1}
+    assert record["tracebacks"] == {error: trace}
+    failures.take_count()
+    failures.count_group(entry(3), summary(f"{error}\n{trace}"))
+    assert error in notes[1] and "Traceback" not in notes[1]
+
+
 def test_a_group_whose_samples_all_failed_is_reported(failures):
     assert failures.count_group(entry(3), summary("a", "b", scored=0)) is True
 

@@ -15,8 +15,8 @@ import pytest
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.errors import RoleFailedError
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.rewards.pool import (
-    MAX_ERROR_CHARS,
     RewardPool,
     RewardPoolError,
     RewardSpec,
@@ -55,6 +55,8 @@ class Moody:
             raise ValueError("x" * 10_000)
         if response_text == "nan":
             return float("nan")
+        if response_text == "forget":
+            return None
         if response_text == "leave":
             sys.exit(4)
         if response_text == "children":
@@ -117,6 +119,20 @@ class Process:
 
     def __call__(self, *, prompt_text, response_text, answer, finish_reason):
         return os.getpid()
+
+
+class Leveled:
+    '''The column `level` plus the default of a column that no row has.'''
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason, level, missing=100):
+        return float(level) + missing
+
+
+class Counted:
+    '''The number of columns.'''
+
+    def __call__(self, prompt_text, response_text, answer, finish_reason, **columns):
+        return float(len(columns) if columns.get("tags") == ["a", "b"] else -1)
 
 
 class Loaded:
@@ -205,12 +221,17 @@ def test_work_is_spread_over_the_processes(make_pool):
     assert len({score.reward for scores in rounds for score in scores}) == 2
 
 
-def test_a_failed_sample_has_an_error_and_leaves_the_others_alone(make_pool):
+def test_a_failed_sample_has_an_error_and_leaves_the_others_alone(make_pool, folder):
+    file = folder / "some_rewards.py"
+    # What is returned has no traceback: the line of the call.
+    number = 1 + REWARDS.split('if response_text == "raise"')[0].count("\n")
+    own = f" ({file}:{number - 1})"
     problems = {
-        "raise": "reward mood: KeyError: 'no luck'",
-        "long": f"reward mood: ValueError: {'x' * 10_000}"[:MAX_ERROR_CHARS],
-        "nan": "reward mood: gave nan",
-        "leave": "reward mood: SystemExit: 4",
+        "raise": f"reward mood: KeyError {line_of(folder, 'raise KeyError')}: 'no luck'",
+        "long": f"reward mood: ValueError {line_of(folder, 'raise ValueError')}: {'x' * 900}",
+        "nan": f"reward mood: gave nan{own}",
+        "forget": f"reward mood: TypeError{own}: ",
+        "leave": f"reward mood: SystemExit {line_of(folder, 'sys.exit(4)')}: 4",
         "exit": "reward mood: its process died",
     }
     pool = make_pool(process=reward("Process"), mood=reward("Moody", is_success=True))
@@ -219,7 +240,30 @@ def test_a_failed_sample_has_an_error_and_leaves_the_others_alone(make_pool):
         assert good.success and good.error is None
     for bad, problem in zip(scores[1::2], problems.values(), strict=True):
         assert math.isnan(bad.reward)
-        assert (bad.terms, bad.success, bad.error) == ({}, False, problem)
+        assert (bad.terms, bad.success) == ({}, False)
+        line, *lines = bad.error.splitlines()
+        assert line.startswith(problem) and len(line) < 1200
+        # The traceback begins in the user's file: none of our calls, whose order may change.
+        assert bool(lines) == (" (" in problem and own not in problem), bad.error
+        if lines:
+            assert lines[0] == "Traceback (most recent call last):"
+            assert lines[1].startswith(f'  File "{file}", line ') and "in __call__" in lines[1]
+            assert "grpo_components" not in bad.error.replace(str(file), "")
+
+
+def test_a_reward_gets_the_columns_that_its_signature_takes(make_pool):
+    """By name or all of them; the others need not know of them."""
+    pool = make_pool(
+        by_name=reward("Leveled"), all_of_them=reward("Counted"), size=reward("Number", weight=0.0)
+    )
+    columns = {"level": 3, "tags": ["a", "b"], "Problem ID": None}
+    (score,) = pool.score([{**columns, **samples("1")[0]}])
+    assert score.terms == {"by_name": 103.0, "all_of_them": 3.0, "size": 1.0}
+
+
+def test_a_sample_without_the_column_that_a_reward_takes_has_failed(make_pool):
+    (score,) = make_pool(by_name=reward("Leveled")).score(samples("1"))
+    assert "reward by_name: TypeError" in score.error and "'level'" in score.error
 
 
 def test_an_infinite_sum_is_a_failed_sample(make_pool):
@@ -230,7 +274,7 @@ def test_an_infinite_sum_is_a_failed_sample(make_pool):
 
 def test_a_maximum_that_is_not_a_number_is_a_failed_sample(make_pool):
     (score,) = make_pool(size=reward("Unsure", is_success=True)).score(samples("1"))
-    assert score.error and score.error.startswith("reward size: TypeError: ")
+    assert score.error and score.error.startswith("reward size: TypeError (")
 
 
 def test_processes_that_a_reward_started_die_with_the_pool(make_pool, begun):
@@ -270,10 +314,49 @@ def test_a_response_beyond_the_cpu_limit_of_a_reward_scores_0_there(make_pool, c
     assert before.terms["process"] != runaway.terms["process"] != 0.0
 
 
-def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool):
+def line_of(folder, text):
+    """Where a text of REWARDS is, as errors show it."""
+    return f"({folder / 'some_rewards.py'}:{1 + REWARDS.split(text)[0].count(chr(10))})"
+
+
+def test_a_reward_that_waits_too_long_is_a_failed_sample(make_pool, folder):
     """Not a score of 0: a busy machine may be the reason."""
     (score,) = make_pool(timeout_s=1, thrift=reward("Thrifty")).score(samples("sleep"))
-    assert math.isnan(score.reward) and score.error == "reward thrift: TimeoutError after 1 s"
+    line, *lines = score.error.splitlines()
+    where = line_of(folder, 'ctypes.PyDLL(None).pause()\n        if response_text == "power"')
+    assert math.isnan(score.reward)
+    assert line == f"reward thrift: TimeoutError {where}: no score after 1 s"
+    assert "in __call__" in lines[1] and "pause()" in lines[2]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_reward_that_always_hangs_is_refused_after_two_deadlines_with_its_line(
+    make_pool, folder, num_workers
+):
+    """All of its samples would fail: it is to blame, not the responses."""
+    pool = make_pool(
+        num_workers=num_workers, timeout_s=1, process=reward("Process"), mood=reward("Moody")
+    )
+    with pytest.raises(ComponentError) as refused:
+        pool.score(samples(*["endless"] * 20))
+    message = str(refused.value)
+    assert message.startswith("rewards.mood: some_rewards.Moody ") and len(message) <= 300
+    assert line_of(folder, "ctypes.PyDLL(None).pause()  # holds the") in message
+    assert "timeouts.reward_s" in message and "in __call__" in refused.value.user_traceback
+
+
+def test_samples_that_hang_a_reward_which_answers_others_only_fail_themselves(make_pool):
+    pool = make_pool(timeout_s=1, mood=reward("Moody"))
+    (fine, *hung) = pool.score(samples("fine", *["endless"] * 3))
+    assert fine.error is None
+    assert all("TimeoutError" in score.error for score in hung)
+    assert "mood" in pool.late() and " 3 " in pool.late()
+
+
+def test_a_reward_that_raises_for_the_first_samples_does_answer(make_pool):
+    pool = make_pool(timeout_s=1, mood=reward("Moody"))
+    scores = pool.score(samples("raise", "endless", "endless", "fine"))
+    assert [score.error is None for score in scores] == [False, False, False, True]
 
 
 def test_a_huge_number_is_wrong_and_the_samples_after_it_are_scored(make_pool):
@@ -288,7 +371,7 @@ def test_a_reward_that_takes_too_long_is_named_and_its_process_killed(make_pool)
     pool = make_pool(timeout_s=2, process=reward("Process"), mood=reward("Moody"))
     (first,) = pool.score(samples("fine"))
     (endless,) = pool.score(samples("endless"))
-    assert endless.error == "reward mood: TimeoutError after 2 s"
+    assert endless.error.startswith("reward mood: TimeoutError ")
     assert not psutil.pid_exists(int(first.terms["process"]))
     (last,) = pool.score(samples("fine"))
     assert last.terms["process"] != first.terms["process"]

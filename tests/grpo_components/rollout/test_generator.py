@@ -703,7 +703,37 @@ def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking
     assert results[4]["oldest_version"] is None
 
 
-@pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError"])
+@pytest.mark.parametrize("how", ["raises in reset", "raises in step", "exits", "hangs"])
+def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(breaking, how, caplog):
+    bad = prompt(7) | {"prompt_text": how}
+    packed, *_ = asyncio.run(breaking.generate_group(bad, 0, 3, 1, 1.0))
+    line, *lines = unpack(packed)[0].error.splitlines()
+    assert f"({__file__}:" in line
+    frames = [text for text in lines if text.startswith("  File ")]
+    assert frames[0].startswith(f'  File "{__file__}", line ')
+    assert not any("grpo_components/rollout/generator.py" in frame for frame in frames)
+    logged = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert sum(line in text and frames[0] in text for text in logged) == 3
+
+
+def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator, module, monkeypatch):
+    released = threading.Event()
+
+    def score(samples):
+        released.wait(30)
+        return scores(samples)
+
+    pool = SimpleNamespace(score=score, late=lambda: "mood was late", close=released.set)
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
+    generator = make_generator(SingleTurnEnvironment, timeout_s=0.5, rollouts_in_flight=1)
+    _, summary, _ = group(generator, number=4, group_id=4)
+    released.set()
+    assert len(summary.errors) == 3
+    assert all(error.startswith("rewards: ") for error in summary.errors)
+    assert all("mood was late" in error for error in summary.errors)
+
+
+@pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError", "ComponentError"])
 def test_a_failure_that_is_no_environments_is_the_generators(breaking, engines, module, error):
     """Without an engine, or without rewards, there is nothing to go on with."""
 

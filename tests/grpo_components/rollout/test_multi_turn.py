@@ -493,7 +493,9 @@ def test_a_world_that_fails_affects_only_its_own_sample(make_generator):
 
     _, summary, _ = asyncio.run(generate(make_generator(world), group_id=1))
     assert sorted(summary.finish_reasons) == ["error", "stop", "stop"]
-    assert summary.errors == ["environment: KeyError: 'inventory'"]
+    (error,) = summary.errors
+    assert error.startswith(f"environment: KeyError ({__file__}:")
+    assert error.splitlines()[2].endswith(", in respond"), "the world's frames only"
 
 
 def test_the_log_shows_the_turns(make_generator):

@@ -1,0 +1,188 @@
+"""Says what a run would do, for `dry_run: true`: roles, model, data, steps and where it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_components.config.building import build
+from grpo_components.config.start_roles import (
+    GENERATOR,
+    PARAMETER_SERVER,
+    REFERENCE,
+    REPLAY_BUFFER,
+    REWARD_MODEL,
+    TRAINER,
+)
+from grpo_components.objective.component_errors import name_of
+from grpo_components.objective.objective import Objective
+from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of
+from grpo_components.records.output_folder import free_names, is_used, real_path
+from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
+from grpo_components.replay.recorded_run import available_cpus, run_folder
+from grpo_components.settings import Settings
+from grpo_components.state_files import read_state
+
+_DONE = "the config is right and its components were called; nothing was started or written"
+
+
+def plan(cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective) -> str:
+    """Return what the run would do, as lines of text under headings.
+
+    Args:
+        cfg: settings checked by preflight.
+        tokenizer: tokenizer of the config.
+        dataset: data set of the prompts to train on.
+        objective: built objective.
+    """
+    evaluates = not (cfg.rollout_only or cfg.train_from)
+    held_out = build("eval_dataset", cfg.eval_dataset, tokenizer) if evaluates else []
+    sections = {
+        "dry run": [_DONE],
+        "kind": [_kind(cfg)],
+        "roles": list(_roles(cfg, objective)),
+        "machine": [_machine(cfg)],
+        "model": list(_model(cfg)),
+        "data": list(_data(cfg, dataset, held_out)),
+        "rewards": list(_rewards(cfg)),
+        "objective": list(_objective(objective)) if _trains(cfg) else ["none: nothing is trained"],
+        "steps": list(_steps(cfg, dataset)),
+        "output": list(_output(cfg)),
+    }
+    width = max(map(len, sections)) + 2
+    lines = []
+    for heading, texts in sections.items():
+        for number, text in enumerate(texts):
+            lines.append(f"{'' if number else heading:<{width}}{text}")
+    return "\n".join(lines)
+
+
+def _counted(number: int, what: str) -> str:
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def _trains(cfg: Settings) -> bool:
+    return not (cfg.eval_only or cfg.rollout_only)
+
+
+def _kind(cfg: Settings) -> str:
+    if cfg.replay_events:
+        return f"a replay of {run_folder(cfg.replay_events)}"
+    if cfg.eval_only:
+        return f"an evaluation only, of {_weights(cfg)}"
+    if cfg.rollout_only:
+        return f"rollouts only: no training, groups go to {TRAJECTORIES}"
+    if cfg.train_from:
+        return f"training only, on the groups of {cfg.train_from}"
+    synchronous = cfg.max_staleness == 0
+    return f"training, {'synchronous' if synchronous else 'asynchronous'}"
+
+
+def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
+    """Yield a line for each kind of role, as `start_roles` starts them."""
+    trainer, generator = roles_of(cfg, TRAINER, GENERATOR)
+    has_rewards = generator == GENERATOR
+    more = f", each {_counted(cfg.rollouts_in_flight, 'prompt')} at a time"
+    if has_rewards:
+        more += f" and {_counted(cfg.reward_workers, 'reward process')}"
+    references = cfg.num_references if objective.needs_reference else 0
+    counted = [
+        ("generator", cfg.num_generators, generator, more),
+        ("trainer", cfg.num_trainers, trainer, ""),
+        ("reference", references, REFERENCE, ""),
+        ("reward_model", int(cfg.reward_model.path is not None), REWARD_MODEL, ""),
+        ("replay_buffer", 1, REPLAY_BUFFER, ""),
+        ("parameter_server", 1, PARAMETER_SERVER, ""),
+    ]
+    for role, count, path, details in counted:
+        stands_in = path not in (GENERATOR, TRAINER) and role in ("generator", "trainer")
+        device = "cpu" if stands_in or role in ("replay_buffer", "parameter_server") else cfg.device
+        share = getattr(cfg, f"gpus_per_{role}", 1.0)
+        device = f"each {share:g} of a GPU" if device == "cuda" else "cpu"
+        if count:
+            name = path.rpartition(".")[2]
+            yield f"{_counted(count, role)} ({name}), {device}{details}"
+
+
+def _machine(cfg: Settings) -> str:
+    cpus = f"{available_cpus(cfg.replay_events)} CPU cores"
+    return f"{cpus}, {torch.cuda.device_count()} GPUs" if cfg.device == "cuda" else cpus
+
+
+def _weights(cfg: Settings) -> str:
+    return cfg.eval_only if isinstance(cfg.eval_only, str) else cfg.base_model_path
+
+
+def _model(cfg: Settings) -> Iterator[str]:
+    with torch.device("meta"):
+        model = build("model", cfg.model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    yield f"{cfg.model._component_}, {count:,} parameters, computed in {cfg.dtype}"
+    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, real_path(cfg.output_dir))
+    yield f"weights of {checkpoint or _weights(cfg)}"
+
+
+def _data(cfg: Settings, dataset: Any, held_out: Any) -> Iterator[str]:
+    if not cfg.eval_only:
+        source = cfg.train_from or cfg.dataset.get("source", cfg.dataset._component_)
+        longest = f"the longest has {dataset.max_prompt_length} tokens"
+        yield f"{len(dataset):,} prompts of {source}, {longest}"
+    if len(held_out):
+        source = cfg.eval_dataset.get("source", cfg.eval_dataset._component_)
+        longest = f"the longest has {held_out.max_prompt_length} tokens"
+        yield f"{len(held_out):,} held-out prompts of {source}, {longest}"
+
+
+def _rewards(cfg: Settings) -> Iterator[str]:
+    if cfg.train_from:
+        yield "as recorded"
+        return
+    for name, node in cfg.rewards.items():
+        success = ", decides on success" if node.is_success else ""
+        yield f"{name}: {node._component_}, weight {node.weight:g}{success}"
+    if cfg.reward_model.path:
+        yield f"reward_model: {cfg.reward_model.path}, weight {cfg.reward_model.weight:g}"
+    yield f"in {cfg.environment._component_}"
+
+
+def _objective(objective: Objective) -> Iterator[str]:
+    for key in ("loss", "advantages", "aggregation", "off_policy"):
+        yield f"{key}: {name_of(getattr(objective, key))}"
+    if objective.ptx is not None:
+        yield f"ptx: {name_of(objective.ptx)}"
+
+
+def _steps(cfg: Settings, dataset: Any) -> Iterator[str]:
+    if cfg.eval_only:
+        yield f"none; one evaluation, {_counted(cfg.eval.samples_per_prompt, 'response')} a prompt"
+        return
+    prompts = cfg.num_steps * cfg.groups_per_step
+    size = f"{cfg.groups_per_step} prompts x {cfg.group_size} responses"
+    longest = "" if cfg.train_from else f" of up to {cfg.generator.max_response_tokens} tokens"
+    yield f"{cfg.num_steps:,} of {size}{longest}"
+    yield f"{prompts:,} prompts, {prompts / len(dataset):.2f} passes over the data"
+    if not (cfg.rollout_only or cfg.train_from):
+        answers = _counted(cfg.eval.samples_per_prompt, "response")
+        when = f"before the first, every {cfg.eval_every_n_steps} and after the last"
+        yield f"evaluated {when}, {answers} a prompt"
+    if not cfg.rollout_only:
+        yield f"saved every {cfg.save_every_n_steps} and after the last"
+
+
+def _output(cfg: Settings) -> Iterator[str]:
+    folder = real_path(cfg.output_dir)
+    checkpoint = find_checkpoint(cfg.resume_from_checkpoint, folder)
+    yield str(folder)
+    if checkpoint is not None:
+        done = read_state(checkpoint / "state", "driver")["ledger"]["steps_done"]
+        yield f"goes on after step {done}, as attempt {last_attempt(run_of(checkpoint)) + 1}"
+        if run_of(checkpoint) == folder:
+            return
+    if is_used(folder):
+        yield f"the earlier run there would be moved to {next(free_names(folder))}"
+    elif not Path(folder).exists():
+        yield "a new folder"

@@ -1,0 +1,71 @@
+"""The columns of a row besides question and answer, which worlds and rewards receive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", "seed")
+"""Fields of a prompt that the recipe sets; all others are columns of its row."""
+CALL = ("prompt_text", "response_text", "answer", "finish_reason")
+"""Keyword arguments of every reward, besides the columns."""
+
+
+def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a prompt's row, without those that are named like another argument.
+
+    Args:
+        prompt: one item of a data set of prompts.
+    """
+    taken = {*OWN_FIELDS, *CALL}
+    return {name: value for name, value in prompt.items() if name not in taken}
+
+
+def reward_input(
+    prompt: Mapping[str, Any], response_text: str, finish_reason: str, answer: Any = None
+) -> dict[str, Any]:
+    """Return what the rewards judge: one response to one prompt, with the columns of its row.
+
+    Args:
+        prompt: one item of a data set of prompts.
+        response_text: text of the response, or of its last turn.
+        finish_reason: why the response ended, for example `stop` or `length`.
+        answer: answer to judge by; None for the prompt's own.
+    """
+    return {
+        **other_columns(prompt),
+        "prompt_text": prompt["prompt_text"],
+        "response_text": response_text,
+        "answer": prompt["answer"] if answer is None else answer,
+        "finish_reason": finish_reason,
+    }
+
+
+def plain_value(value: Any) -> Any:
+    """Return a column's value as a checkpoint can store it: a date, for example, becomes a text.
+
+    Args:
+        value: value of a row, as its source has it.
+
+    Returns:
+        None, a bool, number or text, or lists and mappings of these; anything else as text.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    return str(value)
+
+
+def filled(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return prompts that all have the same columns: a column that a row lacks is None.
+
+    Args:
+        prompts: items of a data set of prompts.
+    """
+    names: dict[str, None] = {}
+    for prompt in prompts:
+        names.update(dict.fromkeys(other_columns(prompt)))
+    return [{**names, **prompt} for prompt in prompts]

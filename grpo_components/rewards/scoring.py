@@ -1,0 +1,133 @@
+"""What a reward process does: builds the rewards, and scores one sample after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import inspect
+import logging
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from grpo_components.data.columns import CALL
+from grpo_components.objective.component_errors import defined_at, describe, failure_text
+from grpo_components.rewards.pool import RewardInput, RewardSpec, Score
+from grpo_components.rewards.stuck_stack import answer_on
+
+_MAX_CPU_S = 120.0
+_PR_SET_PDEATHSIG = 1
+
+
+def score_sample(
+    rewards: Mapping[str, tuple[RewardSpec, Callable[..., float]]],
+    sample: RewardInput,
+    announce: Callable[[str], None],
+    too_costly: Sequence[str] = (),
+    max_cpu_s: float = _MAX_CPU_S,
+) -> Score:
+    """Apply all rewards to one sample.
+
+    Args:
+        rewards: spec and instance of each reward, by name.
+        sample: keyword arguments, the same for each reward.
+        announce: function that receives the name of each reward before the reward starts.
+        too_costly: rewards to skip and count as 0, because the sample exceeded their CPU limit.
+        max_cpu_s: upper bound of each reward's `response_cpu_s`. If a sample exceeds the limit, the
+            kernel kills this process.
+    """
+    terms: dict[str, float] = {}
+    success = False
+    for name, (spec, reward) in rewards.items():
+        announce(name)
+        if name in too_costly:
+            terms[name] = 0.0
+            continue
+        where = defined_at(reward)
+        try:
+            with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
+                value = float(reward(**arguments_for(reward, sample)))
+            at_maximum = value >= getattr(reward, "max_reward", 1.0)
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return Score(math.nan, {}, False, failure_text(f"reward {name}", error, where))
+        if not math.isfinite(value):
+            return Score(math.nan, {}, False, f"reward {name}: gave {value}{where}")
+        terms[name] = value
+        if spec.is_success:
+            success = at_maximum
+    total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
+    if not math.isfinite(total):
+        return Score(math.nan, {}, False, f"rewards: the weighted sum is {total}")
+    return Score(total, terms, success, None)
+
+
+def arguments_for(reward: Callable[..., Any], sample: RewardInput) -> RewardInput:
+    """Return the arguments of one call of a reward: the columns only as far as it takes them.
+
+    Args:
+        reward: what the config's component made.
+        sample: arguments of every reward, and the columns of the row.
+    """
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # a builtin, or nothing that can be called
+        parameters = {}
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return sample
+    return {name: value for name, value in sample.items() if name in parameters or name in CALL}
+
+
+@contextlib.contextmanager
+def _cpu_limit(cpu_s: float | None, max_cpu_s: float) -> Iterator[None]:
+    """Context manager: the kernel kills this process if the block takes more CPU time than allowed.
+
+    The limit is the lesser of both arguments, in seconds; if `cpu_s` is None, there is no limit.
+    """
+    # No signal handler: during a huge power, for example, Python would run it only afterwards.
+    if cpu_s is not None:
+        signal.setitimer(signal.ITIMER_PROF, min(cpu_s, max_cpu_s))
+    try:
+        yield
+    finally:
+        if cpu_s is not None:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _build(specs: dict[str, RewardSpec]) -> dict[str, tuple[RewardSpec, Callable[..., float]]]:
+    built = {}
+    for name, spec in specs.items():
+        module, _, attribute = spec.component.rpartition(".")
+        factory = getattr(importlib.import_module(module), attribute)
+        built[name] = spec, factory(**spec.kwargs)
+    return built
+
+
+def _serve(connection: Connection, stack_descriptor: int) -> None:
+    """Run a reward process: build the rewards, then score samples until the owner exits."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
+    answer_on(stack_descriptor)
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    try:
+        specs, max_cpu_s = connection.recv()
+        rewards = _build(specs)
+    except Exception as error:  # sent to the owner, which raises it
+        logging.getLogger(__name__).exception("rewards cannot be built")  # into the owner's log
+        connection.send(f"rewards cannot be built: {describe(error)}")
+        return
+    connection.send(None)
+    while True:
+        try:
+            sample, too_costly = connection.recv()
+        except EOFError:
+            return
+        limits = {"too_costly": too_costly, "max_cpu_s": max_cpu_s}
+        connection.send(score_sample(rewards, sample, announce=connection.send, **limits))
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,127 @@
+"""A dry run says what would run: roles, model, data, steps and folder; and it writes nothing."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_components.config.dry_run import plan
+from grpo_components.objective.losses import GRPOLoss
+from grpo_components.offline.partial_runs import RecordedPrompts
+from grpo_components.offline.trajectory_file import group_line
+from grpo_components.records.output_folder import prepare_output_folder
+from grpo_components.records.run_identity import new_identity
+from grpo_components.state_files import write_state
+from grpo_components.trajectory import Trajectory
+
+
+class Tokenizer:
+    def encode(self, text, **_):
+        return [ord(character) % 300 for character in text]
+
+
+class Prompts(list):
+    max_prompt_length = 41
+
+
+@pytest.fixture
+def planned(settings_with, tmp_path):
+    """The sections of a plan: its heading -> its lines."""
+    source = tmp_path / "held_out.jsonl"
+    source.write_text(json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n")
+    part = GRPOLoss()
+
+    def planned(*, needs_reference=False, dataset=None, **changes):
+        changes = {"output_dir": str(tmp_path / "run"), **changes}
+        cfg = settings_with(eval_dataset__source=str(source), **changes)
+        parts = dict.fromkeys(("loss", "advantages", "aggregation", "off_policy"), part)
+        objective = SimpleNamespace(**parts, ptx=None, needs_reference=needs_reference)
+        data = Prompts(range(1000)) if dataset is None else dataset
+        before = sorted(tmp_path.rglob("*"))
+        sections = {}
+        for line in plan(cfg, Tokenizer(), data, objective).splitlines():
+            heading, text = line[:11].strip(), line[11:]
+            sections[heading or next(reversed(sections))] = [
+                *(sections[next(reversed(sections))] if not heading else []),
+                text,
+            ]
+        assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
+        return sections
+
+    return planned
+
+
+def test_a_whole_run(planned, tmp_path):
+    found = planned(num_generators=2, num_trainers=3, needs_reference=True, num_steps=250)
+    roles = "\n".join(found["roles"])
+    for role in ("2 generators", "3 trainers", "1 reference ", "replay_buffer", "parameter_server"):
+        assert role in roles
+    assert "reward_model" not in roles
+    assert "2,000,896 parameters" in found["model"][0]
+    assert "1,000 prompts" in found["data"][0] and "41 tokens" in found["data"][0]
+    assert "1 held-out" in found["data"][1]
+    assert found["steps"][0].startswith("250 of 8 prompts x 8 responses")
+    assert "2,000 prompts, 2.00 passes" in found["steps"][1]
+    assert found["output"] == [str(tmp_path / "run"), "a new folder"]
+
+
+def test_without_a_kl_no_reference_is_started(planned):
+    assert not any("reference" in line for line in planned()["roles"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "present", "absent"),
+    [
+        ({"rollout_only": True}, "rollouts only", "TrajectoryWriter", "held-out"),
+        ({"eval_only": True}, "evaluation only", "TrajectoryWriter", "1,000 prompts"),
+        ({"max_staleness": 0}, "synchronous", "Trainer", "TrajectoryWriter"),
+        ({"num_generators": 3}, "asynchronous", "3 generators", "TrajectoryWriter"),
+    ],
+)
+def test_a_partial_run_has_other_roles(planned, changes, kind, present, absent):
+    found = planned(**changes)
+    text = "\n".join(line for lines in found.values() for line in lines)
+    assert kind in found["kind"][0] and present in text and absent not in text
+    if "eval_only" in changes or "rollout_only" in changes:
+        assert found["objective"] == ["none: nothing is trained"]
+
+
+def test_training_from_a_file_needs_no_rewards_and_evaluates_nothing(planned, tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    ids, mask = np.arange(2), np.ones(2, bool)
+    identity = dict.fromkeys(("prompt_index", "epoch", "group_id", "attempt"), 0)
+    recorded = Trajectory(
+        prompt_ids=np.arange(3),
+        response_ids=ids,
+        response_mask=mask,
+        generator_logprobs=np.zeros(2, np.float32),
+        token_versions=np.zeros(2, np.int32),
+        finish_reason="stop",
+        reward=1.0,
+        **identity,
+    )
+    path.write_text(group_line([recorded] * 8) + "\n")
+    found = planned(train_from=str(path), dataset=RecordedPrompts(str(path)))
+    assert "RecordedGroups" in found["roles"][0] and "reward process" not in found["roles"][0]
+    assert found["rewards"] == ["as recorded"] and len(found["data"]) == 1
+    assert str(path) in found["kind"][0] and not any("evaluated" in s for s in found["steps"])
+
+
+def test_an_earlier_run_in_the_folder_would_be_moved_aside(planned, settings_with, tmp_path):
+    run = tmp_path / "run"
+    lock, _ = prepare_output_folder(run, settings_with(output_dir=str(run)), new_identity())
+    lock.release()
+    (run / "receipts.jsonl").write_text('{"record": "start", "attempt": 0}\n')
+    (tmp_path / "run-1").mkdir()
+    assert str(tmp_path / "run-2") in planned()["output"][1]
+
+
+def test_a_resume_goes_on_in_its_folder(planned, tmp_path):
+    run = tmp_path / "run"
+    write_state(run / "checkpoints" / "step_7" / "state", "driver", {"ledger": {"steps_done": 7}})
+    (run / "checkpoints" / "latest").symlink_to("step_7")
+    (run / "receipts.jsonl").write_text('{"record": "start", "attempt": 0}\n')
+    found = planned(resume_from_checkpoint=True)
+    assert found["output"] == [str(run), "goes on after step 7, as attempt 1"]
+    assert "step_7" in found["model"][1]

@@ -1,0 +1,96 @@
+"""Rows keep their other columns, from the file to the rewards."""
+
+import json
+from datetime import date
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_components.data.columns import other_columns, plain_value, reward_input
+from grpo_components.data.datasets import math_dataset, prompt_dataset
+from grpo_components.data.prompt_mix import mixed_dataset
+from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.state_files import read_state, write_state
+
+
+class Tokenizer:
+    def encode(self, text, **_):
+        return [ord(character) for character in text]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Write rows to a file."""
+
+    def write(name, *rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def test_all_columns_but_question_and_answer_are_kept_and_a_missing_one_is_none(source):
+    rows = (
+        {"question": "1+1", "answer": "2", "level": 3, "tags": ["a", {"b": None}]},
+        {"question": "1+2", "answer": 3, "Problem ID": "x"},
+    )
+    data = prompt_dataset(Tokenizer(), source=source("rows.jsonl", *rows))
+    assert other_columns(data[0]) == {"level": 3, "tags": ["a", {"b": None}], "Problem ID": None}
+    assert other_columns(data[1]) == {"level": None, "tags": None, "Problem ID": "x"}
+
+
+def test_renamed_columns_and_those_that_a_format_reads(source):
+    path = source("renamed.jsonl", {"ask": "1+1", "gold": "2", "kind": "sum"})
+    named = {"question": "ask", "answer": "gold"}
+    assert other_columns(prompt_dataset(Tokenizer(), source=path, columns=named)[0]) == {
+        "kind": "sum"
+    }
+    row = {"problem": "1+1", "solution": r"\boxed{2}", "answer": "two"}
+    (prompt,) = math_dataset(Tokenizer(), source=source("math.jsonl", row))
+    assert other_columns(prompt) == {"problem": "1+1", "solution": r"\boxed{2}"}
+    assert prompt["answer"] == "2"
+
+
+def test_a_column_cannot_take_the_place_of_what_the_recipe_sets(source):
+    row = {"question": "1", "answer": "2", "prompt_index": 9, "seed": 1, "response_text": "x"}
+    (prompt,) = prompt_dataset(Tokenizer(), source=source("taken.jsonl", row))
+    assert prompt["prompt_index"] == 0 and other_columns(prompt) == {}
+    judged = reward_input(prompt | {"seed": 5}, "said", "stop")
+    assert judged == {
+        "prompt_text": "1",
+        "response_text": "said",
+        "answer": "2",
+        "finish_reason": "stop",
+    }
+
+
+def test_the_parts_of_a_mix_have_the_same_columns(source):
+    component = "grpo_components.data.datasets.prompt_dataset"
+    parts = {
+        "a": {"_component_": component, "source": source("a.jsonl", {**ROW, "level": 1})},
+        "b": {"_component_": component, "source": source("b.jsonl", {**ROW, "kind": "x"})},
+    }
+    mix = mixed_dataset(Tokenizer(), parts=OmegaConf.create(parts))
+    assert [other_columns(mix[row]) for row in range(2)] == [
+        {"level": 1, "kind": None},
+        {"level": None, "kind": "x"},
+    ]
+    drawn = [next(PromptStream(mix, shuffle=True, seed=0))[0] for _ in range(1)]
+    assert set(other_columns(drawn[0])) == {"level", "kind"}
+
+
+ROW = {"question": "1+1", "answer": "2"}
+
+
+def test_a_column_survives_the_stream_of_prompts_and_a_checkpoint(source, tmp_path):
+    columns = {"level": 1.5, "tags": ["a", {"b": [None, True]}]}
+    data = prompt_dataset(Tokenizer(), source=source("rows.jsonl", {**ROW, **columns}))
+    prompt, _ = next(PromptStream(data, shuffle=True, seed=0))
+    write_state(tmp_path, "driver", {"reissued": [(prompt, 0)]})
+    restored = read_state(tmp_path, "driver")["reissued"][0][0]
+    assert other_columns(prompt) == other_columns(restored) == columns
+
+
+def test_other_types_become_text():
+    assert plain_value({"day": date(2026, 1, 2), 3: (1, 2)}) == {"day": "2026-01-02", "3": [1, 2]}

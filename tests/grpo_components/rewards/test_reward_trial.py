@@ -1,0 +1,71 @@
+"""Each reward is built and called once before the start; what fails shows its own line."""
+
+import pytest
+
+from grpo_components.objective.component_errors import ComponentError
+from grpo_components.rewards.pool import RewardSpec
+from grpo_components.rewards.reward_trial import RewardTrial
+
+REWARDS = """
+import time
+
+
+class Reward:
+    def __init__(self, kind="right"):
+        self.kind = kind
+        if kind == "unbuilt":
+            raise RuntimeError("no licence")  # unbuilt
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason, level=None):
+        if self.kind == "raises":
+            return float(self.deeper(answer))
+        while self.kind == "hangs":
+            time.sleep(0.1)  # hangs
+        return 1.0 / (level == 3)
+
+    def deeper(self, answer):
+        return {}[answer]  # raises
+
+
+def counting():
+    return lambda **columns: float(len(columns) == 5 and columns["level"] == 3) or float("nan")
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "tried_rewards.py"
+    path.write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return path
+
+
+def attempt(component, timeout_s=30.0, **kwargs):
+    sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
+    spec = RewardSpec(f"tried_rewards.{component}", kwargs, 1.0, False)
+    trial = RewardTrial({"own": spec}, [{**sample, "level": 3}], timeout_s)
+    try:
+        trial.finish()
+    finally:
+        trial.close()
+
+
+@pytest.mark.parametrize("component", ["Reward", "counting"])
+def test_a_reward_gets_the_columns_of_the_row(file, component):
+    attempt(component)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "timeout_s"),
+    [("raises", "KeyError", 30.0), ("unbuilt", "RuntimeError", 30.0), ("hangs", "hangs", 1.0)],
+)
+def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, what, timeout_s):
+    with pytest.raises(ComponentError) as refused:
+        attempt("Reward", timeout_s, kind=kind)
+    message, trace = str(refused.value), refused.value.user_traceback
+    line = next(n for n, text in enumerate(REWARDS.splitlines(), 1) if f"# {kind}" in text)
+    assert message.startswith("rewards.own: tried_rewards.Reward ") and len(message) <= 300
+    assert what in message and f"({file}:{line})" in message
+    frames = [text for text in trace.splitlines() if text.startswith("  File ")]
+    assert all(f'"{file}"' in frame for frame in frames), trace
+    assert f"line {line}, in " in frames[-1]
