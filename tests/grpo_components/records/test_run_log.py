@@ -126,6 +126,7 @@ def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path
     log.evaluation(0, eval_metrics(success=0.25))
     [record] = records(tmp_path)
     expected = {"attempt": 2, "policy_version": 0, **eval_metrics(success=0.25)}
+    expected |= {"time/wall_clock": record["time/wall_clock"], "restarts": 0}
     assert record == {"step": 0, **expected}
     assert logger.logged == [(0, expected)]
 

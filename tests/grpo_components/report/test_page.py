@@ -70,7 +70,7 @@ def run(tmp_path):
 def test_no_text_of_a_run_becomes_a_tag(run):
     html = write_report(run).read_text(encoding="utf-8")
     found = Page(html)
-    assert len(found.scripts) == 4, "charts, rollouts, plotly's and the page's"
+    assert len(found.scripts) == 6, "four of data, plotly's and the page's"
     assert not [tag for tag, _ in found.tags if tag in ("img", "iframe", "object", "link")]
     assert not [name for _, attrs in found.tags for name in attrs if name.startswith("on")]
     assert "\x1b" not in html and "\u202e" not in html
