@@ -49,7 +49,7 @@ class LiveReport:
                 self._note(f"the live report is still being written after {_STOP_S:g} s")
 
     def _write_pages(self) -> None:
-        pause_s, next_s = self._first_s, _SHORTEST_S
+        pause_s, next_s, failed = self._first_s, _SHORTEST_S, False
         while not self._ended.wait(pause_s):
             began = time.thread_time()
             try:
@@ -57,6 +57,7 @@ class LiveReport:
             except NoStepsError:
                 continue
             except Exception as error:  # a failed report must not change how the run goes on
-                self._note(f"no live report: {type(error).__name__}: {error}")
-                return
+                if not failed:  # e.g. the disk is full: say so once, and try again
+                    self._note(f"no live report: {type(error).__name__}: {error}")
+                failed = True
             pause_s = next_s = max(_SHORTEST_S, (time.thread_time() - began) / _MAX_SHARE)

@@ -127,7 +127,7 @@ PANELS = {
         ),
         Panel(
             "Effective sample size",
-            "of the tokens under the ratios' weights, as a share",
+            "share of the tokens that is left when each is weighted by its ratio",
             {"mismatch/effective_sample_size": "share"},
         ),
     ),
