@@ -69,8 +69,11 @@ def _page(folders: Sequence[Path]) -> str:
     metrics, names = [run.metrics for run in runs], [run.name for run in runs]
     parts = PageParts()
     parts.add("Runs", _table("", names, [run.figures for run in runs]))
-    parts.metrics(metric_charts(*metrics, names=names))
+    sections = metric_charts(*metrics, names=names)
+    others = sections.pop("Other metrics")
+    parts.metrics(sections)
     parts.add("Differences in the configs", _differences(runs))
+    parts.others(others)
     parts.data = {
         "rollouts": [],
         "answers": [],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -24,6 +25,8 @@ MAX_OTHER_CHARTS = 300
 """Maximum number of charts for metrics that have no panel of their own."""
 _FEW_STEPS = 8
 """With at most this many steps, only steps get ticks; plotly would add ticks between them."""
+_MAX_CURVES_PER_RUN = 2
+"""With several runs, a chart has at most this many curves of each."""
 _HEIGHT, _ROW_HEIGHT = 270, 20
 """Height in pixels of a chart, and of each extra row in its legend or on its vertical axis."""
 _FREE_ROWS = 8
@@ -47,9 +50,24 @@ def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict
     others = [Panel(key, "", {key: key}) for key in keys if key not in drawn | BOOKKEEPING]
     panels["Other metrics"] = others[:MAX_OTHER_CHARTS]
     return {
-        section: [chart for panel in of_section if (chart := _chart(runs, names, panel))]
+        section: [
+            chart
+            for panel in of_section
+            for part in (_parts(panel) if len(runs) > 1 else [panel])
+            if (chart := _chart(runs, names, part))
+        ]
         for section, of_section in panels.items()
     }
+
+
+def _parts(panel: Panel) -> list[Panel]:
+    """Return a panel for each curve if there are many: several runs in one would be unreadable."""
+    if len(panel.curves) <= _MAX_CURVES_PER_RUN:
+        return [panel]
+    return [
+        replace(panel, title=f"{panel.title}: {name}", curves={key: name})
+        for key, name in panel.curves.items()
+    ]
 
 
 def chart(

@@ -101,9 +101,7 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
     dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
     parts.add("Dropped groups", dropped)
     parts.add("Config", _config(folder, unread))
-    if others:
-        folded = f"<summary>{len(others)} more</summary>{parts.charts(others)}"
-        parts.add("Other metrics", f"<details>{folded}</details>")
+    parts.others(others)
     parts.data = {
         "rollouts": rollouts.groups,
         "answers": answers.groups,

@@ -57,6 +57,12 @@ class PageParts:
             if found:
                 self.add(name, self.charts(found))
 
+    def others(self, found: Sequence[Chart]) -> None:
+        """Add a folded section with the charts that have no section of their own, if any."""
+        if found:
+            folded = f"<summary>{len(found)} more</summary>{self.charts(found)}"
+            self.add("Other metrics", f"<details>{folded}</details>")
+
     def html(self, title: str, state: str, top: str, footer: str) -> str:
         """Return the page.
 

@@ -158,3 +158,14 @@ def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
     [own] = charts["Other metrics"]
     assert own["figure"]["layout"]["showlegend"] and own["figure"]["data"][0]["name"] == "b"
     assert go.Figure(reward["figure"])
+
+
+def test_several_runs_share_no_chart_of_many_curves():
+    """A chart of four curves becomes one for each curve."""
+    keys = ("step", "wait_for_batch", "train", "push")
+    steps = [{"step": s, **{f"time/{key}": 1.0 for key in keys}} for s in (1, 2)]
+    [one] = metric_charts(steps)["Speed"]
+    apart = metric_charts(steps, steps, names=("a", "b"))["Speed"]
+    assert len(one["figure"]["data"]) == 4
+    assert [len(chart["figure"]["data"]) for chart in apart] == [2] * 4
+    assert len({chart["title"] for chart in apart}) == 4
