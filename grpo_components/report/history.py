@@ -48,6 +48,8 @@ def state_text(
         start = receipts.starts[-1]
         how = _ending(receipts, failures, start["attempt"]) or how
         planned = f" of {start.get('num_steps')}"
+        if start.get("num_steps") == 0:
+            return f"{how}; only an evaluation"
     several = f", {attempts} attempts" if attempts > 1 else ""
     return f"{how}; {last}{planned} steps{several}"
 

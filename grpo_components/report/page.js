@@ -113,7 +113,9 @@ function layout(figure, chosen) {
   };
 }
 
-const weightOf = (slider) => (slider.value === "0" ? 0 : 1 - 1 / (1 + Number(slider.value)));
+/* A page without curves of training has no slider. */
+const weightOf = (slider) =>
+  (!slider || slider.value === "0" ? 0 : 1 - 1 / (1 + Number(slider.value)));
 
 function drawCharts() {
   const charts = read("data-charts"), { clocks } = read("data-page");
@@ -143,10 +145,12 @@ function drawCharts() {
     slider.setAttribute("aria-valuetext", shown);
     redraw();
   };
-  remember(slider);
-  smooth();
+  if (slider) {
+    remember(slider);
+    smooth();
+    slider.addEventListener("input", smooth);
+  }
   document.querySelectorAll(".plot").forEach((node) => seen.observe(node));
-  slider.addEventListener("input", smooth);
   if (axis) {
     remember(axis);
     axis.addEventListener("input", redraw);

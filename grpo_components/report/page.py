@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from grpo_components.report.curves import MAX_OTHER_CHARTS, metric_charts
 from grpo_components.report.dropped import dropped_section
+from grpo_components.report.held_out import held_out_table
 from grpo_components.report.history import history_tables, state_line
 from grpo_components.report.page_parts import PageParts, clock, controls
 from grpo_components.report.rollouts import MAX_GROUPS, read_answers, read_rollouts
@@ -24,7 +26,7 @@ from grpo_components.report.run_files import (
 from grpo_components.report.safe_text import escaped
 from grpo_components.report.tiles import tiles
 from grpo_components.report.timeline import timeline
-from grpo_components.report.unread import Unread
+from grpo_components.report.unread import INCOMPLETE, Unread
 from grpo_components.report.viewer import answers_section, rollouts_section
 from grpo_components.whole_files import write_whole
 
@@ -93,15 +95,18 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
         unread.skip_file(
             logs / "metrics.jsonl", f"only {MAX_OTHER_CHARTS} of the other metrics are drawn"
         )
-    parts.metrics(sections)
-    parts.add("Evaluation samples", answers_section(answers))
-    parts.add("Rollouts", rollouts_section(rollouts))
+    trained = any(record["step"] > 0 for record in metrics)  # else it has no curves, only values
+    if trained:
+        parts.metrics(sections)
+    parts.add("Evaluation", held_out_table(metrics) + answers_section(answers))
+    if trained or rollouts.logged:
+        parts.add("Rollouts", rollouts_section(rollouts))
     history = parts.charts(over_time) + history_tables(receipts, failures, role_events)
     parts.add("Timeline", history)
     dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
     parts.add("Dropped groups", dropped)
     parts.add("Config", _config(folder, unread))
-    parts.others(others)
+    parts.others(others if trained else ())
     parts.data = {
         "rollouts": rollouts.groups,
         "answers": answers.groups,
@@ -110,12 +115,14 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
             "live": None if live is None else {"written": time.time(), "next_s": live.next_s},
         },
     }
+    choices = controls(metrics) if trained else ""
     state = state_line(receipts, failures, metrics, live=live is not None)
     return parts.html(
         f"Run {folder.resolve().name}",
-        state + read_facts(folder).html() + _unread(unread),
-        f'<div class="tiles">{tiles(metrics, receipts)}</div>{controls(metrics)}',
-        f"written by <code>python -m grpo_components.report {escaped(folder)}</code>",
+        state + read_facts(folder).html() + _unread(unread, live),
+        f'<div class="tiles">{tiles(metrics, receipts)}</div>' + choices,
+        f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by "
+        f"<code>python -m grpo_components.report {escaped(folder)}</code>",
     )
 
 
@@ -124,9 +131,12 @@ def _natural_order(path: Path) -> tuple[int, str]:
     return len(path.name), path.name
 
 
-def _unread(unread: Unread) -> str:
+def _unread(unread: Unread, live: Live | None) -> str:
     """Return HTML that lists what could not be read."""
-    notes = "\n".join(map(escaped, unread.notes()))
+    found = unread.notes()
+    if live is not None:  # the run is writing these lines now
+        found = [note for note in found if not note.endswith(INCOMPLETE)]
+    notes = "\n".join(map(escaped, found))
     return f'<pre class="warn">not read:\n{notes}</pre>' if notes else ""
 
 

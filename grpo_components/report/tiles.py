@@ -50,9 +50,8 @@ def key_figures(
         speed = _per_second(steps, receipts, f"throughput/{kind}_tokens_per_second")
         found.append((f"{kind} tokens per second", speed))
     dropped = Counter(str(drop.get("reason")) for drop in receipts.drops)
-    found.append(
-        ("groups dropped", ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none")
-    )
+    each = ", ".join(f"{n} {why}" for why, n in dropped.items())
+    found.append(("groups dropped", each or ("none" if steps else "-")))
     if restarts := max(_values(metrics, "restarts"), default=0):
         found.append(("restarts", f"{restarts:.0f}"))
     # E.g. a run of `eval_only` has no steps.

@@ -185,6 +185,18 @@ def test_an_evaluation_alone_shows_what_it_has(run):
     (run / "logs/metrics.jsonl").write_text(json.dumps(record) + "\n")
     html = write_report(run).read_text(encoding="utf-8")
     assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
+    headings = re.findall(r'<h2 id="([^"]*)">', html)
+    assert {"evaluation", "config"} <= set(headings)
+    assert not {"learning", "speed", "other-metrics"} & set(headings), "one point is no curve"
+    assert 'id="smoothing"' not in html
+
+
+def test_only_an_evaluation_is_the_state_of_a_run_that_trains_no_step(run):
+    (run / "logs/metrics.jsonl").write_text(json.dumps({"step": 0, "attempt": 0}) + "\n")
+    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 0}
+    (run / "receipts.jsonl").write_text(json.dumps(start) + "\n")
+    top = write_report(run).read_text(encoding="utf-8").partition("<main>")[0]
+    assert "only an evaluation" in top and " steps" not in top
 
 
 def test_a_long_run_states_how_many_steps_a_point_combines(run):
@@ -227,7 +239,11 @@ def test_only_a_live_page_says_that_it_reloads_itself(run):
     live = write_report(run, live=Live(30.0)).read_text(encoding="utf-8")
     assert data_of(live, "page")["live"]["next_s"] == 30.0
     assert "running; 1 of 9 steps" in live
-    assert data_of(write_report(run).read_text(encoding="utf-8"), "page")["live"] is None
+    ended = write_report(run).read_text(encoding="utf-8")
+    assert data_of(ended, "page")["live"] is None
+    assert "incomplete last line" in ended and "incomplete last line" not in live, (
+        "the run is still writing that line"
+    )
 
 
 def test_date_duration_host_and_versions_are_on_top(run):
