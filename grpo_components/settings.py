@@ -129,6 +129,7 @@ class EvalSettings(BaseModel):
         | None
     ) = None  # null: generator.temperature
     allow_other_prompts: bool = False
+    prompts_logged: CountOrZero = 16  # spread evenly over eval_dataset
 
 
 class RewardModelSettings(BaseModel):

@@ -274,6 +274,10 @@ class GroupSummary:
     finish_reasons: list[str]
     errors: list[str]
     """Messages of the failed samples."""
+    reward_terms: list[dict[str, float]]
+    """[G] unweighted rewards of each response by name; those of a failed sample may be missing."""
+    turns: list[int]
+    """[G] turns of the policy in each response: its stretches between the environment's tokens."""
 
 
 def summarize(group: PackedTrajectories) -> GroupSummary:
@@ -300,4 +304,11 @@ def summarize(group: PackedTrajectories) -> GroupSummary:
         newest_version=int(versions.max()),
         finish_reasons=list(group["finish_reason"]),
         errors=[error for error in group["error"] if error is not None],
+        reward_terms=list(group["reward_terms"]),
+        turns=[_num_stretches(mask) for mask in masks],
     )
+
+
+def _num_stretches(mask: NDArray[np.bool_]) -> int:
+    """Return how many stretches of True values a mask has."""
+    return int(np.count_nonzero(mask & ~np.concatenate([[False], mask[:-1]])))

@@ -90,6 +90,7 @@ class GeneratorHandle:
         prompts: Sequence[Any],
         temperature: float,
         samples: int,
+        logged: Sequence[int] = (),
         *,
         step: int,
         timeout_s: float,
@@ -98,7 +99,7 @@ class GeneratorHandle:
         events = self._ledger.events
         turn = events.replay_wait("evaluate", role=self.name, step=step)
         results = await self.role.call(
-            "evaluate", prompts, temperature, samples, timeout_s=timeout_s, turn=turn
+            "evaluate", prompts, temperature, samples, logged, timeout_s=timeout_s, turn=turn
         )
         events.record("evaluate", role=self.name, step=step)
         return results

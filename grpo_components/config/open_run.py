@@ -61,7 +61,16 @@ def open_run(
     log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
-    on_result = (log.evaluation, checkpoints.add_evaluation)
+    ledger.events.listen(log.follow)
+    evaluation = build_evaluation(
+        cfg,
+        held_out,
+        temperature,
+        failures.count_evaluation,
+        ledger.pin_weights,
+        log.evaluation_answers,
+        (log.evaluation, checkpoints.add_evaluation),
+    )
     journal = Journal(
         start,
         ledger,
@@ -77,9 +86,7 @@ def open_run(
         event_log,
         journal,
         log,
-        evaluation=build_evaluation(
-            cfg, held_out, temperature, failures.count_evaluation, ledger.pin_weights, on_result
-        ),
+        evaluation=evaluation,
         failures=failures,
         agreement=GeneratorAgreement(cfg.max_generator_kl),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_components.cluster.handles import GeneratorHandle
@@ -16,14 +17,36 @@ from grpo_components.offline.partial_runs import evaluated_version
 from grpo_components.settings import Settings
 
 Results = list[dict[str, Any]]
+_VERSIONS = ("oldest_version", "newest_version")
 Scored = Callable[[int, Results], Results]
 """Function of step and results; returns those results that have a score, and counts the others."""
 OnResult = Callable[[int, dict[str, float]], None]
 """Function of step and metrics; called with each evaluation."""
+OnAnswers = Callable[[int, Results], None]
+"""Function of step and results; called with the results of each evaluation, failed ones too."""
 Pull = Callable[[GeneratorHandle, str], Awaitable[None]]
 """Function of generator and purpose; loads the published weights into the generator."""
 PinWeights = Callable[[], AbstractContextManager[None]]
 """Returns a context manager that keeps the generators' weights; see `Ledger.pin_weights`."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How the held-out prompts are answered, and how many answers are logged."""
+
+    samples: int
+    """Number of responses to each prompt."""
+    batch: int
+    """Number of responses that one generator samples at a time."""
+    prompts_logged: int
+    """Number of prompts, spread evenly over the data set, whose responses are logged as text."""
+    timeout_s: float
+    """Longest wait for one batch, in seconds."""
+
+    def logged(self, num_prompts: int) -> set[int]:
+        """Return the rows of the prompts that are logged, the same in every evaluation."""
+        count = min(self.prompts_logged, num_prompts)
+        return {i * num_prompts // count for i in range(count)}
 
 
 class Evaluation:
@@ -35,12 +58,11 @@ class Evaluation:
         num_steps: training steps of the run.
         contract: staleness contract; bounds how far training runs ahead of evaluated weights.
         first_version: policy version of the weights that generators start with.
-        samples: number of responses to each row.
-        batch: number of responses that one generator samples at a time.
+        options: how the rows are answered.
         temperature: schedule of the sampling temperature by training step; 0 is greedy.
-        timeout_s: longest wait for one batch, in seconds.
         scored: function of step and results; returns those that have a score.
         pin_weights: returns a context manager, entered while generators must keep their weights.
+        on_answers: function called with step and results of each evaluation, before `scored`.
         on_result: functions called with step and metrics of each evaluation.
     """
 
@@ -52,20 +74,20 @@ class Evaluation:
         num_steps: int,
         contract: StalenessContract,
         first_version: int,
-        samples: int,
-        batch: int,
+        options: EvaluationOptions,
         temperature: Schedule,
-        timeout_s: float,
         scored: Scored,
         pin_weights: PinWeights,
+        on_answers: OnAnswers,
         on_result: Sequence[OnResult],
     ) -> None:
-        self._held_out, self._samples, self._batch = held_out, samples, batch
+        self._held_out, self._options = held_out, options
+        self._logged = options.logged(len(held_out))
         self._every_n_steps, self._num_steps = every_n_steps, num_steps
         self._contract, self._began = contract, 0
         self._first_version = first_version
-        self._temperature, self._timeout_s = temperature, timeout_s
-        self._scored, self._pin_weights, self._on_result = scored, pin_weights, on_result
+        self._temperature, self._scored, self._pin_weights = temperature, scored, pin_weights
+        self._on_answers, self._on_result = on_answers, on_result
         self._running: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
 
@@ -126,8 +148,12 @@ class Evaluation:
             results = None
             while results is None:
                 results = await self._try(step, generators, pull, pinned)
+        for result in results:
+            for name in _VERSIONS:
+                if result[name] is not None:
+                    result[name] += self._first_version
+        self._on_answers(step, results)
         self._metrics = evaluation_metrics(self._scored(step, results))
-        self._metrics["eval/policy_version"] += self._first_version
         for call in self._on_result:
             call(step, self._metrics)
 
@@ -153,15 +179,16 @@ class Evaluation:
             return None
         results = [result for share in shares for result in share]
         # A restarted generator loads the newest weights, which may be newer than the others'.
-        versions = {result[v] for result in results for v in ("oldest_version", "newest_version")}
+        versions = {result[name] for result in results for name in _VERSIONS}
         return results if len(versions - {None}) <= 1 else None
 
     async def _ask(self, generator: GeneratorHandle, rows: Sequence[int], step: int) -> Results:
         prompts = [self._held_out[row] for row in rows]
-        timeout_s = self._timeout_s * (2 + len(prompts) * self._samples // self._batch)
-        return await generator.evaluate(
-            prompts, self._temperature(step), self._samples, step=step, timeout_s=timeout_s
-        )
+        logged = [i for i, row in enumerate(rows) if row in self._logged]
+        samples, batch = self._options.samples, self._options.batch
+        timeout_s = self._options.timeout_s * (2 + len(prompts) * samples // batch)
+        asked = (prompts, self._temperature(step), samples, logged)
+        return await generator.evaluate(*asked, step=step, timeout_s=timeout_s)
 
 
 async def _none_lost(calls: Iterable[Awaitable[Any]]) -> list[Any] | None:
@@ -180,6 +207,7 @@ def build_evaluation(
     temperature: Schedule,
     scored: Scored,
     pin_weights: PinWeights,
+    on_answers: OnAnswers,
     on_result: Sequence[OnResult],
 ) -> Evaluation:
     """Build `Evaluation` from the config.
@@ -190,6 +218,7 @@ def build_evaluation(
         temperature: schedule of training's temperature, used unless `eval.temperature` is set.
         scored: function of step and results; returns those that have a score.
         pin_weights: returns a context manager, entered while generators must keep their weights.
+        on_answers: function called with step and results of each evaluation.
         on_result: functions called with step and metrics of each evaluation.
     """
     eval_temperature = cfg.eval.temperature
@@ -199,13 +228,17 @@ def build_evaluation(
         num_steps=cfg.num_steps,
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),
         first_version=evaluated_version(cfg),
-        samples=cfg.eval.samples_per_prompt,
-        batch=cfg.group_size * cfg.rollouts_in_flight,
+        options=EvaluationOptions(
+            samples=cfg.eval.samples_per_prompt,
+            batch=cfg.group_size * cfg.rollouts_in_flight,
+            prompts_logged=cfg.eval.prompts_logged,
+            timeout_s=cfg.timeouts.rollout_s,
+        ),
         temperature=temperature
         if eval_temperature is None
         else as_schedule("eval.temperature", eval_temperature),
-        timeout_s=cfg.timeouts.rollout_s,
         scored=scored,
         pin_weights=pin_weights,
+        on_answers=on_answers,
         on_result=on_result,
     )

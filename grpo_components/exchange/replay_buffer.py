@@ -15,7 +15,13 @@ from torchrl.data.replay_buffers import Sampler, Writer
 
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.state_files import read_state, write_state
-from grpo_components.trajectory import GroupSummary, PackedTrajectories, batch_hash, concatenate
+from grpo_components.trajectory import (
+    GroupSummary,
+    PackedTrajectories,
+    batch_hash,
+    concatenate,
+    summarize,
+)
 
 
 @dataclass(frozen=True)
@@ -297,7 +303,8 @@ class ReplayBuffer:
             that the call has several results even without groups.
         """
         saved = {
-            each["summary"]["group_id"]: (each["group"], GroupSummary(**each["summary"]))
+            # Not the saved summary, which may be of a version with other fields.
+            each["summary"]["group_id"]: (each["group"], summarize(each["group"]))
             for each in read_state(Path(folder), "buffer")
         }
         missing = sorted(set(group_ids) - saved.keys())

@@ -12,13 +12,15 @@ from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
 from grpo_components.files import append_line
 from grpo_components.records.rollout_table import log_rollout_table
+from grpo_components.report.run_files import ANSWERS
 
 
 class MetricLog:
     """Writes metrics to `{output_dir}/logs/metrics.jsonl` and, every n steps, to a logger.
 
     The file gets every step. Each line is flushed, so that the file is complete after a crash.
-    Sampled groups go to `rollouts.jsonl` in the same folder.
+    Sampled groups go to `rollouts.jsonl` in the same folder, an evaluation's answers to
+    `evaluation_answers.jsonl`.
 
     Args:
         output_dir (str): folder of the run.
@@ -33,6 +35,7 @@ class MetricLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._rollouts = (folder / "rollouts.jsonl").open("a", encoding="utf-8")
+        self._answers = (folder / ANSWERS).open("a", encoding="utf-8")
         self._metric_logger = metric_logger
         self._log_every_n_steps = log_every_n_steps
 
@@ -71,10 +74,21 @@ class MetricLog:
             except OSError as error:
                 raise OSError(f"metric_logger cannot log step {step}: {error}") from error
 
+    def log_answers(self, step: int, prompts: Sequence[Mapping[str, Any]]) -> None:
+        """Write an evaluation's answers to `logs/evaluation_answers.jsonl`.
+
+        Args:
+            step (int): training steps done.
+            prompts (Sequence[Mapping[str, Any]]): texts, rewards and version for each prompt.
+        """
+        for prompt in prompts:
+            append_line(self._answers, _line({"step": step, **_plain(prompt)}))
+
     def close(self) -> None:
         """Close the files, then the logger, which may have to wait for a server."""
         self._metrics.close()
         self._rollouts.close()
+        self._answers.close()
         self._metric_logger.close()
 
 

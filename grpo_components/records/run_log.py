@@ -21,7 +21,9 @@ from grpo_components.files import append_line
 from grpo_components.records.checkpoint_folder import latest
 from grpo_components.records.metrics import MetricLog
 from grpo_components.records.progress import Progress
+from grpo_components.records.run_totals import RunTotals
 from grpo_components.records.step_metrics import mean
+from grpo_components.report.live import LiveReport
 from grpo_components.report.page import NoStepsError, write_report
 from grpo_components.report.run_files import FAILURES, first_and_last
 
@@ -65,6 +67,9 @@ class RunLog:
         self._started = self._last = time.perf_counter()
         self._generated_tokens = self._counted_tokens = 0
         self._trained_tokens = 0.0
+        self._live_report = LiveReport(output_dir, self._progress.note)
+        self._totals = RunTotals(output_dir / "logs")
+        self.follow = self._totals.follow
         self.phase, self.note = self._progress.phase, self._progress.note
 
     def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
@@ -84,9 +89,10 @@ class RunLog:
         self._trained_tokens += trained_tokens
         self._steps.append(metrics)
         self._steps_left = self._num_steps - step
-        self._metric_log.log(step, {"attempt": self.attempt, **metrics})
+        self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals.metrics()})
         self._recent.append((seconds, generated, trained_tokens))
         self._progress.update(step, {**metrics, **self._recent_throughput()})
+        self._live_report.start()
 
     def _recent_throughput(self) -> dict[str, float]:
         """Return tokens per second over the last steps: groups arrive between some of them only."""
@@ -114,14 +120,33 @@ class RunLog:
         if step == 0:
             version = metrics["eval/policy_version"]
             record = {"attempt": self.attempt, "policy_version": version, **metrics}
-            self._metric_log.log(0, record)
+            self._metric_log.log(0, record | self._totals.metrics())
             self._progress.update(0, metrics)
+            self._live_report.start()
         version, prompts = metrics["eval/policy_version"], metrics["eval/prompts"]
         success = metrics["eval/success_rate"]
         self.note(
             f"step {step}: held-out success {success:.3f} on {prompts} prompts "
             f"(policy version {version})"
         )
+
+    def evaluation_answers(self, step: int, results: Sequence[Mapping[str, Any]]) -> None:
+        """Log an evaluation's answers as text, one line per prompt.
+
+        Args:
+            step: training steps done.
+            results: results of the evaluation; those without `readable` are not logged.
+        """
+        versions = (result["oldest_version"] for result in results)
+        version = next((version for version in versions if version is not None), None)
+        lines: dict[int, dict[str, Any]] = {}
+        for result in results:
+            if "readable" in result:
+                index, prompt = result["prompt_index"], result["prompt_text"]
+                line = {"attempt": self.attempt, "policy_version": version, "prompt_index": index}
+                line |= {"prompt": prompt, "answer": result["answer"], "responses": []}
+                lines.setdefault(index, line)["responses"].append(result["readable"])
+        self._metric_log.log_answers(step, list(lines.values()))
 
     def rollouts(
         self,
@@ -219,8 +244,9 @@ class RunLog:
             with contextlib.suppress(OSError):  # the disk may be full
                 self._write_failure(error)
         self._progress.close()
+        self._live_report.stop()
         self._metric_log.close()
-        if self._steps or self.attempt:
+        if self._steps or self._evaluations or self.attempt:
             self._report()
         if error is not None and self._resume and self._steps_left:
             self._show_how_to_go_on()

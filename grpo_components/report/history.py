@@ -14,7 +14,11 @@ _MAX_STATE_CHARS = 200
 
 
 def state_line(
-    receipts: Receipts, failures: Mapping[int, str | None], metrics: Sequence[Record]
+    receipts: Receipts,
+    failures: Mapping[int, str | None],
+    metrics: Sequence[Record],
+    *,
+    live: bool = False,
 ) -> str:
     """Return HTML with the run's state in one line, and the error that ended it, if any.
 
@@ -22,18 +26,32 @@ def state_line(
         receipts: content of the run's receipts.jsonl.
         failures: attempt -> error that ended it, or None if a person stopped it.
         metrics: metrics of each step, in order.
+        live: whether the run itself writes the report, while it goes on.
     """
+    state = escaped(state_text(receipts, failures, metrics, live=live), _MAX_STATE_CHARS)
+    state = f'<p class="state">{state}</p>'
+    why = failures.get(receipts.starts[-1]["attempt"]) if receipts.starts else None
+    return state + (f'<pre class="warn">{escaped(why, _MAX_ERROR_CHARS)}</pre>' if why else "")
+
+
+def state_text(
+    receipts: Receipts,
+    failures: Mapping[int, str | None],
+    metrics: Sequence[Record],
+    *,
+    live: bool = False,
+) -> str:
+    """Return the run's state in a few words; the arguments are those of `state_line`."""
     last, attempts = metrics[-1]["step"] if metrics else 0, len(receipts.starts)
-    how, planned, why = "running or killed", "", None
+    how, planned = "running" if live else "running or killed", ""
     if receipts.starts:
         start = receipts.starts[-1]
         how = _ending(receipts, failures, start["attempt"]) or how
         planned = f" of {start.get('num_steps')}"
-        why = failures.get(start["attempt"])
+        if start.get("num_steps") == 0:
+            return f"{how}; only an evaluation"
     several = f", {attempts} attempts" if attempts > 1 else ""
-    state = escaped(f"{how}; {last}{planned} steps{several}", _MAX_STATE_CHARS)
-    state = f'<p class="state">{state}</p>'
-    return state + (f'<pre class="warn">{escaped(why, _MAX_ERROR_CHARS)}</pre>' if why else "")
+    return f"{how}; {last}{planned} steps{several}"
 
 
 def history_tables(

@@ -109,7 +109,7 @@ class Idle:
         for role in sorted(self._known):
             values = [shares.get(role, 1.0) for shares in self.shares]
             steps, means = thinned(self.steps, values, fmean)
-            traces.append(curve(role, steps, means, meta="smooth"))
+            traces.append(curve(role, steps, means, meta={"smooth": True}))
         about = "share of the time between two steps in which a role had no group or batch; "
         about += "evaluations and checkpoints count as idle"
         return chart("Idle time by role", about, traces, yaxis={"range": [-0.02, 1.02]})

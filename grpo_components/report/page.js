@@ -15,88 +15,152 @@ function number(value, digits = 3) {
   return typeof value === "number" ? String(Number(value.toFixed(digits))) : String(value);
 }
 
+// ---- What the reader chose, kept while a live page reloads itself
+
+/* Storage of this tab; a browser may refuse it to a file. */
+const memory = {
+  get(name) {
+    try { return sessionStorage.getItem(`${location.pathname} ${name}`); } catch { return null; }
+  },
+  set(name, value) {
+    try { sessionStorage.setItem(`${location.pathname} ${name}`, value); } catch { /* refused */ }
+  },
+};
+
+function remember(field) {
+  const kept = memory.get(field.id);
+  if (kept !== null) field.value = kept;
+  field.addEventListener("input", () => memory.set(field.id, field.value));
+}
+
 // ---- Charts
 
-const COLORS = ["#2563a8", "#d9822b", "#1b7f4b", "#8e4ec6", "#b42318", "#5b6774", "#0e7c86"];
-const DASHES = ["solid", "dash", "dot"]; // for curves beyond the number of colours
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const LIGHT_COLORS = ["#2563a8", "#d9822b", "#1b7f4b", "#8e4ec6", "#b42318", "#5b6774", "#0e7c86"];
+const DARK_COLORS = ["#79b0f2", "#f0a45d", "#62cf95", "#c79bf2", "#ff8f82", "#aab6c4", "#4fcbd6"];
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/* Exponential moving average with bias correction. */
+/* Exponential moving average with bias correction; equal values stay exactly as they are. */
 function smoothed(values, weight) {
-  let sum = 0, norm = 0;
+  let level = 0, norm = 0;
   return values.map((value) => {
-    sum = sum * weight + value * (1 - weight);
     norm = norm * weight + (1 - weight);
-    return sum / norm;
+    level += (value - level) * ((1 - weight) / norm);
+    return level;
   });
 }
 
-function traces(figure, weight) {
-  return figure.data.flatMap((trace, i) => {
-    const color = COLORS[i % COLORS.length];
-    if (trace.type !== "scatter" || trace.mode === "markers") return [trace];
-    const dash = DASHES[Math.floor(i / COLORS.length) % DASHES.length];
+/* Wall-clock minutes at a step, between those of the steps that were measured. */
+function minutesAt(clock, step) {
+  const after = clock.steps.findIndex((other) => other >= step);
+  if (after < 0) return clock.minutes[clock.minutes.length - 1];
+  const [left, right] = [clock.steps[after - 1], clock.steps[after]];
+  if (after === 0 || right === step) return clock.minutes[after];
+  const part = (step - left) / (right - left);
+  return clock.minutes[after - 1] + part * (clock.minutes[after] - clock.minutes[after - 1]);
+}
+
+const isOverSteps = (figure) => figure.layout.xaxis.title.text === "step";
+
+/* `chosen`: weight of the smoothing, and clocks of the runs if minutes are the horizontal axis. */
+function traces(figure, chosen) {
+  const colors = DARK.matches ? DARK_COLORS : LIGHT_COLORS;
+  const clocks = isOverSteps(figure) ? chosen.clocks : null;
+  return figure.data.flatMap((given, i) => {
+    const style = given.meta || {};
+    const order = style.color === undefined ? i : style.color;
+    const color = colors[order % colors.length];
+    const dash = DASHES[(style.dash || Math.floor(order / colors.length)) % DASHES.length];
+    if (given.type === "bar") {
+      return [{ ...given, marker: { color: theme("--bar"), line: { color: theme("--card"), width: 2 } } }];
+    }
+    const x = clocks ? given.x.map((step) => minutesAt(clocks[style.run || 0], step)) : given.x;
+    const trace = { ...given, x, marker: { color, ...given.marker } };
+    if (trace.mode === "markers") return [trace];
     const line = { width: 1.8, color, dash, ...trace.line };
-    if (trace.meta !== "smooth" || weight === 0) return [{ ...trace, line }];
-    const raw = { ...trace, line: { ...line, width: 1 }, opacity: 0.25 };
+    if (!style.smooth || chosen.weight === 0) return [{ ...trace, line }];
+    const raw = { ...trace, line: { ...line, width: 1 }, opacity: DARK.matches ? 0.35 : 0.25 };
+    const group = `${trace.name} ${i}`;
     return [
-      { ...raw, showlegend: false, hoverinfo: "skip", legendgroup: trace.name },
-      { ...trace, line, y: smoothed(trace.y, weight), customdata: trace.y,
-        legendgroup: trace.name,
+      { ...raw, showlegend: false, hoverinfo: "skip", legendgroup: group },
+      { ...trace, line, y: smoothed(trace.y, chosen.weight), customdata: trace.y,
+        legendgroup: group,
         hovertemplate: "%{y:.4g} (here %{customdata:.4g})" },
     ];
   });
 }
 
-function layout(figure) {
+function layout(figure, chosen) {
   const axis = {
-    gridcolor: "#e8ecf0", zeroline: false, automargin: true, exponentformat: "e",
+    gridcolor: theme("--grid"), zeroline: false, automargin: true, exponentformat: "e",
     ticks: "outside", tickcolor: "rgba(0,0,0,0)", // room between the labels of the two axes
   };
+  const minutes = chosen.clocks && isOverSteps(figure);
+  const xaxis = minutes ? { title: { text: "minutes" } } : figure.layout.xaxis;
   return {
     ...figure.layout,
     margin: { l: 46, r: 10, t: 8, b: 44 },
-    font: { size: 11, color: "#1f2933" },
+    font: { size: 11, color: theme("--ink") },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     hovermode: figure.data.some((trace) => trace.type === "bar") ? "closest" : "x unified",
-    hoverlabel: { namelength: -1 },
+    hoverlabel: { namelength: -1, bgcolor: theme("--card"), bordercolor: theme("--line"),
+      font: { color: theme("--ink") } },
     legend: { orientation: "h", y: 1.01, yanchor: "bottom", x: 0, font: { size: 11 } },
-    xaxis: { ...axis, automargin: false, ...figure.layout.xaxis },
+    xaxis: { ...axis, automargin: false, ...xaxis },
     yaxis: { ...axis, ...figure.layout.yaxis },
   };
 }
 
-const weightOf = (slider) => (slider.value === "0" ? 0 : 1 - 1 / (1 + Number(slider.value)));
+/* A page without curves of training has no slider. */
+const weightOf = (slider) =>
+  (!slider || slider.value === "0" ? 0 : 1 - 1 / (1 + Number(slider.value)));
 
 function drawCharts() {
-  const charts = read("data-charts");
-  const slider = document.getElementById("smoothing");
+  const charts = read("data-charts"), { clocks } = read("data-page");
+  const slider = document.getElementById("smoothing"), axis = document.getElementById("axis");
   const drawn = new Map();
+  const choice = () => ({
+    weight: weightOf(slider), clocks: axis && axis.value === "minutes" ? clocks : null,
+  });
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting || drawn.has(entry.target)) continue;
       const figure = charts[entry.target.dataset.chart];
       drawn.set(entry.target, figure);
-      Plotly.newPlot(entry.target, traces(figure, weightOf(slider)), layout(figure), {
+      Plotly.newPlot(entry.target, traces(figure, choice()), layout(figure, choice()), {
         responsive: true, displayModeBar: false,
       });
     }
   }, { rootMargin: "400px" });
-  document.querySelectorAll(".plot").forEach((node) => seen.observe(node));
-  slider.addEventListener("input", () => {
+  const redraw = () => {
+    for (const [node, figure] of drawn) {
+      Plotly.react(node, traces(figure, choice()), layout(figure, choice()));
+    }
+  };
+  const smooth = () => {
     const shown = slider.value === "0" ? "off" : `over about ${slider.value} points`;
     document.getElementById("smoothing-shown").textContent = shown;
     slider.setAttribute("aria-valuetext", shown);
-    for (const [node, figure] of drawn) {
-      Plotly.react(node, traces(figure, weightOf(slider)), layout(figure));
-    }
-  });
+    redraw();
+  };
+  if (slider) {
+    remember(slider);
+    smooth();
+    slider.addEventListener("input", smooth);
+  }
+  document.querySelectorAll(".plot").forEach((node) => seen.observe(node));
+  if (axis) {
+    remember(axis);
+    axis.addEventListener("input", redraw);
+  }
+  DARK.addEventListener("change", redraw);
 }
 
-// ---- Rollouts
+// ---- Rollouts and evaluation samples
 
 const PAGE = 20;
-const field = (name) => document.getElementById(`filter-${name}`);
 const successes = (group) => group.responses.filter((response) => response.success).length;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const rewards = (group) => group.responses.map((r) => r.reward).filter((r) => r !== null);
@@ -136,9 +200,11 @@ const ORDERS = {
   "longest": (a, b) => Math.max(...b.responses.map((r) => r.tokens)) -
     Math.max(...a.responses.map((r) => r.tokens)),
   "largest logprob difference": (a, b) => b.difference - a.difference,
+  "by prompt": (a, b) => a.prompt_index - b.prompt_index || a.step - b.step,
 };
 
-function matchesFilters(group) {
+/* `field`: function from the name of a filter to its form field. */
+function matchesFilters(group, field) {
   const from = field("from").value, to = field("to").value, finish = field("finish").value;
   const words = field("words").value.toLowerCase();
   const texts = [group.prompt, group.answer, ...group.responses.map((r) => r.text)];
@@ -166,9 +232,8 @@ function tokenTitle(response, i) {
 }
 
 function differenceColor(share) {
-  const end = share < 0 ? [244, 162, 97] : [110, 168, 220];
-  const part = Math.min(1, Math.abs(share));
-  return `rgb(${end.map((value) => Math.round(255 + (value - 255) * part)).join(",")})`;
+  const part = Math.round(100 * Math.min(1, Math.abs(share)));
+  return `color-mix(in srgb, var(${share < 0 ? "--less" : "--more"}) ${part}%, transparent)`;
 }
 
 /* Shows a token's numbers on hover; a click or the arrow keys show them below the box. */
@@ -229,7 +294,7 @@ function facts(response) {
     line.append(part);
   };
   say("reward", number(response.reward), response.success ? "good" : "bad");
-  say("advantage", number(response.advantage));
+  if (response.advantage !== null) say("advantage", number(response.advantage));
   for (const [name, value] of Object.entries(response.terms)) say(name, number(value));
   say("finish", response.finish);
   say("tokens", number(response.tokens));
@@ -248,11 +313,14 @@ function responseNode(response, what, scale) {
   return node;
 }
 
-function groupNode(group, scale) {
+/* `color`: function that returns what the tokens are coloured by. */
+function groupNode(group, scale, color) {
   const node = make("details", "box group");
   const summary = make("summary");
   const attempt = group.attempt ? `, attempt ${group.attempt}` : "";
-  summary.append(make("span", "quiet", `step ${group.step}, group ${group.group_id}${attempt}`));
+  const isAnswer = group.group_id === null;
+  const what = isAnswer ? `prompt ${group.prompt_index}` : `group ${group.group_id}`;
+  summary.append(make("span", "quiet", `step ${group.step}, ${what}${attempt}`));
   const marks = make("span", "marks");
   for (const response of group.responses) {
     const kind = response.error !== null ? "none" : response.success ? "good" : "bad";
@@ -270,35 +338,38 @@ function groupNode(group, scale) {
   node.append(summary);
   const fill = () => {
     if (!node.open) return;
-    const what = field("color").value;
     const prompt = make("div", "text-box", group.prompt);
     prompt.dir = "auto";
     const answer = make("div", "facts", `answer ${group.answer}`);
-    const about = `prompt ${group.prompt_index} of the data set, epoch ${group.epoch}`;
+    const about = isAnswer
+      ? `prompt ${group.prompt_index} of the evaluation data set, ` +
+        `answered by policy version ${number(group.policy_version)}`
+      : `prompt ${group.prompt_index} of the data set, epoch ${group.epoch}`;
     node.replaceChildren(summary, make("div", "facts", about), prompt, answer,
-      ...group.responses.map((response) => responseNode(response, what, scale())));
+      ...group.responses.map((response) => responseNode(response, color(), scale())));
   };
   node.addEventListener("toggle", fill);
   node.refresh = fill;
   return node;
 }
 
-function showRollouts() {
-  const groups = read("data-rollouts");
-  const list = document.getElementById("rollout-list");
+/* Fills the list `name` with groups of responses, and makes its filters work. */
+function showGroups(name) {
+  const groups = read(`data-${name}`);
+  const part = (what) => document.getElementById(`${name}-${what}`);
+  const list = part("list"), more = part("more"), legend = part("legend");
   if (!list) return;
-  const more = document.getElementById("rollout-more");
-  const count = document.getElementById("rollout-count");
-  const legend = document.getElementById("rollout-legend");
+  const color = () => (part("color") ? part("color").value : "");
   const finishes = new Set(groups.flatMap((g) => g.responses.map((response) => response.finish)));
   for (const finish of [...finishes].sort()) {
     const option = make("option", "", finish);
     option.value = finish;
-    field("finish").append(option);
+    part("finish").append(option);
   }
   let scale = 1, matching = [], shown = 0;
   const rescale = () => {
-    const what = field("color").value;
+    const what = color();
+    if (!legend) return;
     legend.hidden = !DIFFERENCES[what];
     if (!DIFFERENCES[what]) return;
     const all = groups.flatMap((g) => g.responses.flatMap((r) => differences(r, what) || []));
@@ -311,32 +382,90 @@ function showRollouts() {
     legend.firstElementChild.textContent = `-${number(scale, 4)}`;
   };
   const page = () => {
-    const next = matching.slice(shown, shown + PAGE).map((group) => groupNode(group, () => scale));
+    const next = matching.slice(shown, shown + PAGE)
+      .map((group) => groupNode(group, () => scale, color));
     list.append(...next);
     shown += next.length;
     more.hidden = shown >= matching.length;
-    count.textContent = `${matching.length} of ${groups.length} groups match`;
+    const kind = name === "answers" ? "prompts" : "groups";
+    part("count").textContent = `${matching.length} of ${groups.length} ${kind} match`;
     return next;
   };
   const restart = () => {
-    matching = groups.filter(matchesFilters).sort(ORDERS[field("order").value]);
+    matching = groups.filter((group) => matchesFilters(group, part)).sort(ORDERS[part("order").value]);
     list.replaceChildren();
     shown = 0;
     return page();
   };
-  rescale();
-  for (const name of ["from", "to", "kind", "finish", "words", "order"]) {
-    field(name).addEventListener("input", restart);
+  for (const what of ["from", "to", "kind", "finish", "words", "order"]) {
+    remember(part(what));
+    part(what).addEventListener("input", restart);
   }
-  field("color").addEventListener("input", () => {
-    rescale();
-    if (field("order").value === "largest logprob difference") restart();
-    else list.querySelectorAll("details[open]").forEach((node) => node.refresh());
-  });
+  if (legend) {
+    remember(part("color"));
+    part("color").addEventListener("input", () => {
+      rescale();
+      if (part("order").value === "largest logprob difference") restart();
+      else list.querySelectorAll("details[open]").forEach((node) => node.refresh());
+    });
+    DARK.addEventListener("change", () =>
+      list.querySelectorAll("details[open]").forEach((node) => node.refresh()));
+  }
+  rescale();
   more.addEventListener("click", page);
   const [newest] = restart();
   if (newest) newest.open = true;
 }
 
+// ---- Live page
+
+const PATIENCE = 6; // pages that may be late before the run counts as dead
+const MIN_PATIENCE_S = 180;
+
+/* Reloads the page of a running run; the page that the run writes at its end does not reload. */
+function followRun() {
+  const { live } = read("data-page");
+  if (!live) return;
+  const line = document.getElementById("live"), box = document.getElementById("reload");
+  const say = (text) => { line.lastElementChild.textContent = text; };
+  const now = Date.now() / 1000;
+  if (memory.get("written") !== String(live.written)) {
+    memory.set("written", String(live.written));
+    memory.set("first seen", String(now));
+  }
+  const seen = Number(memory.get("first seen") || now);
+  line.hidden = false;
+  if (now - seen > Math.max(MIN_PATIENCE_S, PATIENCE * live.next_s)) {
+    box.checked = false;
+    say(`no new page for ${Math.round((now - seen) / 60)} minutes: the run was probably killed`);
+  } else {
+    box.checked = memory.get("reload") !== "no";
+  }
+  const update = () => {
+    const written = new Date(live.written * 1000).toLocaleTimeString();
+    if (box.checked) {
+      say(`written ${written}; reloads itself every ${Math.round(live.next_s)} s`);
+    } else if (!line.lastElementChild.textContent.startsWith("no new page")) {
+      say(`written ${written}; does not reload, because a sample was opened or the box unchecked`);
+    }
+  };
+  update();
+  box.addEventListener("input", () => {
+    memory.set("reload", box.checked ? "yes" : "no");
+    memory.set("first seen", String(Date.now() / 1000));
+    line.lastElementChild.textContent = "";
+    update();
+  });
+  // Whoever reads a sample must not lose it.
+  document.addEventListener("click", ({ target }) => {
+    if (box.checked && target.closest("details.group > summary")) box.click();
+  });
+  setInterval(() => {
+    if (box.checked && !document.hidden) location.reload();
+  }, live.next_s * 1000);
+}
+
 drawCharts();
-showRollouts();
+showGroups("answers");
+showGroups("rollouts");
+followRun();

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import math
-from collections.abc import Sequence
-from importlib.resources import files
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from string import Template
 
-from grpo_components.report.curves import MAX_OTHER_CHARTS, MAX_POINTS, Chart, metric_charts
+from grpo_components.report.curves import MAX_OTHER_CHARTS, metric_charts
 from grpo_components.report.dropped import dropped_section
+from grpo_components.report.held_out import held_out_table
 from grpo_components.report.history import history_tables, state_line
-from grpo_components.report.rollouts import MAX_GROUPS, read_rollouts
+from grpo_components.report.page_parts import PageParts, clock, controls
+from grpo_components.report.rollouts import MAX_GROUPS, read_answers, read_rollouts
+from grpo_components.report.run_facts import read_facts
 from grpo_components.report.run_files import (
+    ANSWERS,
     FAILURES,
     NUMBER,
     read_failures,
@@ -22,28 +23,42 @@ from grpo_components.report.run_files import (
     read_receipts,
     read_records,
 )
-from grpo_components.report.safe_text import escaped, script_json
+from grpo_components.report.safe_text import escaped
 from grpo_components.report.tiles import tiles
 from grpo_components.report.timeline import timeline
-from grpo_components.report.unread import Unread
-from grpo_components.report.viewer import rollouts_section
+from grpo_components.report.unread import INCOMPLETE, Unread
+from grpo_components.report.viewer import answers_section, rollouts_section
 from grpo_components.whole_files import write_whole
 
-_MAX_TITLE_CHARS = 200
 _MAX_CONFIG_BYTES = 2**20
 _MAX_CONFIGS = 100
 
 
 class NoStepsError(FileNotFoundError):
-    """The run has not logged a step yet."""
+    """The run has not logged a step or an evaluation yet."""
 
 
-def write_report(output_dir: Path, max_groups: int = MAX_GROUPS) -> Path:
-    """Write `report.html` for a run that has ended, is still running, or was killed.
+@dataclass(frozen=True)
+class Live:
+    """Says that the run goes on, so that its page reloads itself."""
+
+    next_s: float
+    """Seconds until the next page is written."""
+
+
+def write_report(
+    output_dir: Path,
+    max_groups: int = MAX_GROUPS,
+    live: Live | None = None,
+    target: Path | None = None,
+) -> Path:
+    """Write the report of a run that has ended, is still running, or was killed.
 
     Args:
         output_dir: the run's output folder.
         max_groups: maximum number of groups of `logs/rollouts.jsonl` to show.
+        live: makes a page that reloads itself; None for a page that does not.
+        target: path of the page; None is `report.html` in the run's folder.
 
     Returns:
         The path of the page.
@@ -52,16 +67,14 @@ def write_report(output_dir: Path, max_groups: int = MAX_GROUPS) -> Path:
         NoStepsError: if no step is logged yet.
         OSError: if the page cannot be written.
     """
-    page = _page(output_dir, max_groups)
-    target = output_dir / "report.html"
+    page = _page(output_dir, max_groups, live)
+    target = target or output_dir / "report.html"
     write_whole(target, page)
     return target
 
 
-def _page(folder: Path, max_groups: int) -> str:
-    from plotly.offline import get_plotlyjs  # imported here because it reads 5 MB
-
-    logs, unread = folder / "logs", Unread(folder)
+def _page(folder: Path, max_groups: int, live: Live | None) -> str:
+    logs, unread, parts = folder / "logs", Unread(folder), PageParts()
     receipts = read_receipts(folder / "receipts.jsonl", unread)
     metrics = read_metrics(logs / "metrics.jsonl", receipts.attempts, unread)
     if not metrics and not unread.has_skipped(logs / "metrics.jsonl"):
@@ -75,89 +88,41 @@ def _page(folder: Path, max_groups: int) -> str:
     )
     failures = read_failures(logs / FAILURES, unread)
     rollouts = read_rollouts(logs / "rollouts.jsonl", receipts.attempts, max_groups, unread)
-    charts: list[Chart] = []
+    answers = read_answers(logs / ANSWERS, receipts.attempts, max_groups, unread)
     sections = metric_charts(metrics)
     others = sections.pop("Other metrics")
     if len(others) == MAX_OTHER_CHARTS:
         unread.skip_file(
             logs / "metrics.jsonl", f"only {MAX_OTHER_CHARTS} of the other metrics are drawn"
         )
-    html = [_smoothing(math.ceil(len(metrics) / MAX_POINTS))]
-    sections = {name: found for name, found in sections.items() if found}
-    for name, found in sections.items():
-        html.append(_section(name, _charts(found, charts)))
-    history = _charts(over_time, charts) + history_tables(receipts, failures, role_events)
-    html += [
-        _section("Rollouts", rollouts_section(rollouts)),
-        _section("Timeline", history),
-        _section(
-            "Dropped groups", dropped_section(receipts, logs / "failed_samples.jsonl", unread)
-        ),
-        _section("Config", _config(folder, unread)),
-    ]
-    names = [*sections, "Rollouts", "Timeline", "Dropped groups", "Config"]
-    if others:
-        folded = (
-            f"<details><summary>{len(others)} more</summary>{_charts(others, charts)}</details>"
-        )
-        html.append(_section("Other metrics", folded))
-        names.append("Other metrics")
-    script, plotly = _resource("page.js"), get_plotlyjs()
-    return Template(_resource("page.html")).substitute(
-        title=escaped(f"Run {folder.resolve().name}"),
-        state=state_line(receipts, failures, metrics) + _unread(unread),
-        links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in names),
-        tiles=tiles(metrics, receipts),
-        sections="\n".join(html),
-        footer=f"written by <code>python -m grpo_components.report {escaped(folder)}</code>",
-        style=_resource("page.css"),
-        charts=script_json([chart["figure"] for chart in charts]),
-        rollouts=script_json(rollouts.groups),
-        plotly=plotly,
-        script=script,
-        script_hashes=" ".join(map(_hash, (plotly, script))),
-    )
-
-
-def _resource(name: str) -> str:
-    return (files("grpo_components.report") / name).read_text(encoding="utf-8")
-
-
-def _hash(script: str) -> str:
-    """Return the hash by which the page's Content-Security-Policy allows a script."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def _anchor(name: str) -> str:
-    return name.lower().replace(" ", "-")
-
-
-def _section(name: str, content: str) -> str:
-    return f'<section><h2 id="{_anchor(name)}">{escaped(name)}</h2>{content}</section>'
-
-
-def _charts(found: Sequence[Chart], charts: list[Chart]) -> str:
-    """Return HTML for these charts; append them to `charts`, which the page's script draws."""
-    cards = []
-    for chart in found:
-        title, about = escaped(chart["title"], _MAX_TITLE_CHARS), escaped(chart["about"])
-        cards.append(
-            f'<div class="chart"><h3>{title}</h3><p>{about}</p>'
-            f'<div class="plot" role="img" aria-label="{title}" data-chart="{len(charts)}" '
-            f'style="height: {chart["figure"]["layout"]["height"]}px"></div></div>'
-        )
-        charts.append(chart)
-    return f'<div class="charts">{"".join(cards)}</div>'
-
-
-def _smoothing(steps_per_point: int) -> str:
-    several = f"; each point combines {steps_per_point} steps" if steps_per_point > 1 else ""
-    return (
-        '<div class="smoothing"><label for="smoothing">Smoothing of the curves</label>'
-        '<input type="range" id="smoothing" min="0" max="50" value="8">'
-        f'<span><span id="smoothing-shown">over about 8 points</span>{several}</span>'
-        "<span>Drag in a chart to zoom, double-click to reset.</span></div>"
+    trained = any(record["step"] > 0 for record in metrics)  # else it has no curves, only values
+    if trained:
+        parts.metrics(sections)
+    parts.add("Evaluation", held_out_table(metrics) + answers_section(answers))
+    if trained or rollouts.logged:
+        parts.add("Rollouts", rollouts_section(rollouts))
+    history = parts.charts(over_time) + history_tables(receipts, failures, role_events)
+    parts.add("Timeline", history)
+    dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
+    parts.add("Dropped groups", dropped)
+    parts.add("Config", _config(folder, unread))
+    parts.others(others if trained else ())
+    parts.data = {
+        "rollouts": rollouts.groups,
+        "answers": answers.groups,
+        "page": {
+            "clocks": [clock(metrics)],
+            "live": None if live is None else {"written": time.time(), "next_s": live.next_s},
+        },
+    }
+    choices = controls(metrics) if trained else ""
+    state = state_line(receipts, failures, metrics, live=live is not None)
+    return parts.html(
+        f"Run {folder.resolve().name}",
+        state + read_facts(folder).html() + _unread(unread, live),
+        f'<div class="tiles">{tiles(metrics, receipts)}</div>' + choices,
+        f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by "
+        f"<code>python -m grpo_components.report {escaped(folder)}</code>",
     )
 
 
@@ -166,9 +131,12 @@ def _natural_order(path: Path) -> tuple[int, str]:
     return len(path.name), path.name
 
 
-def _unread(unread: Unread) -> str:
+def _unread(unread: Unread, live: Live | None) -> str:
     """Return HTML that lists what could not be read."""
-    notes = "\n".join(map(escaped, unread.notes()))
+    found = unread.notes()
+    if live is not None:  # the run is writing these lines now
+        found = [note for note in found if not note.endswith(INCOMPLETE)]
+    notes = "\n".join(map(escaped, found))
     return f'<pre class="warn">not read:\n{notes}</pre>' if notes else ""
 
 

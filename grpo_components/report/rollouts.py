@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_components.report.run_files import NUMBER, Attempts, Record, fits
 from grpo_components.report.safe_text import text
 from grpo_components.report.unread import ObjectReader, Unread
 
+_T = TypeVar("_T")
 MAX_GROUPS = 200
 MAX_BYTES = 12 * 2**20
 """Maximum total size of the shown groups' lines; with long groups, fewer are shown."""
@@ -38,6 +40,18 @@ class RolloutSample:
     """Those of generator, trainer and reference whose logprobs are in at least one group."""
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A line of the file."""
+
+    start: int
+    """Offset in bytes."""
+    length: int
+    """Length in bytes."""
+    step: tuple[int, int]
+    """Attempt and step."""
+
+
 def read_rollouts(
     path: Path,
     attempts: Attempts,
@@ -52,18 +66,50 @@ def read_rollouts(
         max_groups: maximum number of groups to read.
         unread: collects notes on what is skipped.
     """
-    unread, reader = unread or Unread(path.parent), ObjectReader()
+    return _read(path, attempts, unread or Unread(path.parent), _GROUP, max_groups, _spread)
+
+
+def read_answers(
+    path: Path,
+    attempts: Attempts,
+    max_prompts: int = MAX_GROUPS,
+    unread: Unread | None = None,
+) -> RolloutSample:
+    """Choose evaluations spread over the run and read their answers; a group is a prompt's answers.
+
+    Whole evaluations are chosen, so that the same prompts can be compared.
+
+    Args:
+        path: path of evaluation_answers.jsonl; the file may be missing.
+        attempts: the run's attempts; decides which evaluations count.
+        max_prompts: maximum number of prompts to read, over all evaluations.
+        unread: collects notes on what is skipped.
+    """
+    shape = {"responses": [dict]}
+    unread = unread or Unread(path.parent)
+    return _read(path, attempts, unread, shape, max_prompts, _spread_evaluations)
+
+
+def _read(
+    path: Path,
+    attempts: Attempts,
+    unread: Unread,
+    shape: Record,
+    limit: int,
+    spread: Callable[[Sequence[_Place], int], list[_Place]],
+) -> RolloutSample:
+    reader = ObjectReader()
     places, superseded = _places(path, attempts, unread)
-    chosen = _spread(places, max_groups)
-    while len(chosen) > 1 and sum(length for _, length in chosen) > MAX_BYTES:
-        chosen = _spread(chosen, len(chosen) // 2)
+    chosen = spread(places, limit)
+    while len(chosen) > 1 and sum(place.length for place in chosen) > MAX_BYTES:
+        chosen = spread(chosen, len(chosen) // 2)
     groups = []
     if chosen:
         with path.open("rb") as file:
-            for start, length in chosen:
-                file.seek(start)
-                record = reader.read(file.read(length))
-                if record is not None and fits(record, _GROUP):
+            for place in chosen:
+                file.seek(place.start)
+                record = reader.read(file.read(place.length))
+                if record is not None and fits(record, shape):
                     groups.append(_readable(record))
                 else:
                     unread.skip_file(path, "skipped a damaged group")
@@ -79,9 +125,9 @@ def read_rollouts(
     return RolloutSample(groups, len(places) - damaged, superseded, known)
 
 
-def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[tuple[int, int]], int]:
-    """Return (offset, length) of each line that counts, and the number of superseded lines."""
-    places: list[tuple[int, int]] = []
+def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[_Place], int]:
+    """Return the place of each line that counts, and the number of superseded lines."""
+    places: list[_Place] = []
     superseded, reader = 0, ObjectReader()
     for number, start, line in unread.lines(path):
         head = _HEAD.match(line)  # many times faster than parsing the line
@@ -91,13 +137,13 @@ def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[tuple[
         if record is None or not fits(record, _PLACE):
             unread.skip_line(path, number, "not a group with step and attempt")
         elif attempts.counts(record):
-            places.append((start, len(line)))
+            places.append(_Place(start, len(line), (record["attempt"], record["step"])))
         else:
             superseded += 1
     return places, superseded
 
 
-def _spread(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+def _spread(places: Sequence[_T], limit: int) -> list[_T]:
     """Choose up to `limit` evenly spaced places, including the first and the last."""
     if len(places) <= limit:
         return list(places)
@@ -106,8 +152,19 @@ def _spread(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, in
     return [places[round(i * (len(places) - 1) / (limit - 1))] for i in range(limit)]
 
 
+def _spread_evaluations(places: Sequence[_Place], limit: int) -> list[_Place]:
+    """Choose evenly spaced evaluations with up to `limit` places; of a single one, some places."""
+    by_step: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
+    for place in places:
+        by_step[place.step].append(place)
+    evaluations = [*by_step.values()]
+    while len(evaluations) > 1 and sum(map(len, evaluations)) > limit:
+        evaluations = _spread(evaluations, len(evaluations) - 1 - len(evaluations) // 8)
+    return _spread([place for evaluation in evaluations for place in evaluation], limit)
+
+
 def _readable(record: Record) -> Record:
-    advantages = record["advantages"]
+    advantages = record.get("advantages", ())
     return {
         **{key: _number(record.get(key)) for key in _NUMBERS},
         **{key: text(record.get(key, ""), _MAX_TEXT_CHARS) for key in ("prompt", "answer")},
@@ -162,4 +219,4 @@ def _number(value: Any) -> float | None:
 
 _PLACE = {"step": int, "attempt": int}
 _GROUP = {"responses": [dict], "advantages": [(*NUMBER, type(None))]}
-_NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch")
+_NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch", "policy_version")

@@ -15,6 +15,8 @@ Record = dict[str, Any]
 T = TypeVar("T")
 _MAX_STEPS_PER_END = 10
 NUMBER = (int, float)
+ANSWERS = "evaluation_answers.jsonl"
+"""Has one line for each logged prompt of each evaluation."""
 FAILURES = "failures.jsonl"
 """Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
 

@@ -13,18 +13,30 @@ _ARROW = " \N{RIGHTWARDS ARROW} "
 
 
 def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
-    """Return HTML of the key figures, without those that the run did not measure.
+    """Return HTML of the key figures; the arguments are those of `key_figures`."""
+    return "".join(
+        f'<div class="tile"><b>{escaped(value, _MAX_VALUE_CHARS)}</b><span>{name}</span></div>'
+        for name, value in key_figures(metrics, receipts).items()
+    )
+
+
+def key_figures(
+    metrics: Sequence[Record], receipts: Receipts, ends: str | None = None
+) -> dict[str, str]:
+    """Return the key figures by name, without those that the run did not measure.
 
     Args:
         metrics: metrics of each step, in order.
         receipts: content of the run's receipts.jsonl.
+        ends: name of the first and last steps; None names their number.
     """
     steps = [record for record in metrics if record["step"] > 0]
     first, last = first_and_last(steps)
-    of_steps = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"
+    if ends is None:
+        ends = f"first and last {len(first)} steps" if len(first) > 1 else "first and last step"
     of_kinds = {"reward": "rollout/reward_mean", "success": "rollout/success_rate"}
     found = [
-        (f"{kind}, {of_steps}", _from_to(*(_mean(part, key, ".2f") for part in (first, last))))
+        (f"{kind}, {ends}", _from_to(*(_mean(part, key, ".2f") for part in (first, last))))
         for kind, key in of_kinds.items()
     ]
     held_out = [f"{rate:.3f}" for rate in _values(metrics, "eval/success_rate")]
@@ -38,14 +50,12 @@ def tiles(metrics: Sequence[Record], receipts: Receipts) -> str:
         speed = _per_second(steps, receipts, f"throughput/{kind}_tokens_per_second")
         found.append((f"{kind} tokens per second", speed))
     dropped = Counter(str(drop.get("reason")) for drop in receipts.drops)
-    found.append(
-        ("groups dropped", ", ".join(f"{n} {why}" for why, n in dropped.items()) or "none")
-    )
-    return "".join(
-        f'<div class="tile"><b>{escaped(value, _MAX_VALUE_CHARS)}</b><span>{name}</span></div>'
-        for name, value in found
-        if value != "-"  # e.g. a run of `eval_only` has no steps
-    )
+    each = ", ".join(f"{n} {why}" for why, n in dropped.items())
+    found.append(("groups dropped", each or ("none" if steps else "-")))
+    if restarts := max(_values(metrics, "restarts"), default=0):
+        found.append(("restarts", f"{restarts:.0f}"))
+    # E.g. a run of `eval_only` has no steps.
+    return {name: value for name, value in found if value != "-"}
 
 
 def _per_second(steps: Sequence[Record], receipts: Receipts, key: str) -> str:

@@ -13,6 +13,8 @@ from grpo_components.report.safe_text import text
 
 MAX_LINE_BYTES = 64 * 2**20
 """Maximum length of a line; from a longer line on, a file is skipped."""
+INCOMPLETE = "incomplete last line"
+"""Reason for skipping a line that a process was killed while writing, or is still writing."""
 _MAX_LEVELS = 16
 _MAX_DIGITS = 1000
 _MAX_INTEGER = 2**53
@@ -118,7 +120,7 @@ class Unread:
                         )
                         return
                     if not line.endswith(b"\n"):
-                        self.skip_line(path, number, "incomplete last line")
+                        self.skip_line(path, number, INCOMPLETE)
                         return
                     yield number, start, line
                     start += len(line)

@@ -1,4 +1,4 @@
-"""Writes the counts and filters of the rollouts section; `page.js` draws the rollouts."""
+"""Writes counts and filters of rollouts and evaluation samples; `page.js` draws the samples."""
 
 from __future__ import annotations
 
@@ -40,34 +40,69 @@ def rollouts_section(sample: RolloutSample) -> str:
         )
     else:
         logprobs = f"No logprobs of tokens are logged: {_ADD_LOGPROBS}."
-    kinds = {
-        **{"all": "all", "mixed": "some right, some wrong", "right": "all right"},
-        **{"wrong": "none right", "failed": "with a failed sample"},
-    }
-    orders = ("newest first", "oldest first", "lowest reward", "highest reward", "longest")
-    orders += ("largest logprob difference",) if differences else ()
-    filters = [
-        _input("words", "contains", "search"),
-        _select("kind", "responses", list(kinds.items())),
-        _select("finish", "finish reason", [("", "any")]),
-        _input("from", "from step", "number"),
-        _input("to", "to step", "number"),
-        _select("order", "order", [(order, order) for order in orders]),
-        _select("color", "tokens coloured by", colors),
-    ]
+    orders = _ORDERS + (("largest logprob difference",) if differences else ())
+    filters = _filters("rollouts", orders, _select("rollouts-color", "tokens coloured by", colors))
+    legend = (
+        '<div class="legend" id="rollouts-legend"><span></span><span class="scale"></span>'
+        "<span></span></div>"
+    )
+    return f'<p class="about">{about}. {logprobs}</p>' + _list("rollouts", filters, legend)
+
+
+def answers_section(sample: RolloutSample) -> str:
+    """Return HTML of the section with the answers to held-out prompts.
+
+    Args:
+        sample: the prompts that the page shows, each with its answers in one evaluation.
+    """
+    if not sample.groups and sample.logged:
+        return f'<p class="about">none of the {sample.logged:,} logged prompts is shown</p>'
+    if not sample.groups:
+        return (
+            '<p class="about">no evaluation samples are logged: an evaluation logs the answers to '
+            "<code>eval.prompts_logged</code> prompts</p>"
+        )
+    about = f"{len(sample.groups):,} of the {sample.logged:,} prompts in "
+    about += "logs/evaluation_answers.jsonl, a prompt counted once for each evaluation"
+    if sample.superseded:
+        about += f"; {sample.superseded:,} more belong to steps that a later attempt repeated"
+    filters = _filters("answers", (*_ORDERS, "by prompt"))
+    return f'<p class="about">{about}.</p>' + _list("answers", filters)
+
+
+_ORDERS = ("newest first", "oldest first", "lowest reward", "highest reward", "longest")
+_KINDS = {
+    **{"all": "all", "mixed": "some right, some wrong", "right": "all right"},
+    **{"wrong": "none right", "failed": "with a failed sample"},
+}
+
+
+def _filters(name: str, orders: Sequence[str], more: str = "") -> str:
+    """Return HTML of the filters of a list of samples; `name` is the list's."""
+    fields = (
+        _input(f"{name}-words", "contains", "search"),
+        _select(f"{name}-kind", "responses", list(_KINDS.items())),
+        _select(f"{name}-finish", "finish reason", [("", "any")]),
+        _input(f"{name}-from", "from step", "number"),
+        _input(f"{name}-to", "to step", "number"),
+        _select(f"{name}-order", "order", [(order, order) for order in orders]),
+    )
+    return f'<div class="filters">{"".join(fields)}{more}</div>'
+
+
+def _list(name: str, filters: str, legend: str = "") -> str:
+    """Return HTML of a list of samples, which the page's script fills."""
     return (
-        f'<p class="about">{about}. {logprobs}</p>'
-        f'<div class="box"><div class="filters">{"".join(filters)}</div>'
-        '<div class="legend" id="rollout-legend"><span></span><span class="scale"></span>'
-        '<span></span></div><div class="about" id="rollout-count" role="status"></div></div>'
-        '<div id="rollout-list"></div><button id="rollout-more" hidden>show more</button>'
+        f'<div class="box">{filters}{legend}'
+        f'<div class="about" id="{name}-count" role="status"></div></div>'
+        f'<div id="{name}-list"></div><button id="{name}-more" hidden>show more</button>'
     )
 
 
 def _input(name: str, label: str, kind: str) -> str:
-    return f'<label>{label}<input type="{kind}" id="filter-{name}"></label>'
+    return f'<label>{label}<input type="{kind}" id="{name}"></label>'
 
 
 def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:
     chosen = "".join(f'<option value="{value}">{caption}</option>' for value, caption in options)
-    return f'<label>{label}<select id="filter-{name}">{chosen}</select></label>'
+    return f'<label>{label}<select id="{name}">{chosen}</select></label>'

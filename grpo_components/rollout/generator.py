@@ -140,13 +140,17 @@ class Generator:
             "epoch": epoch,
             "prompt": prompt["prompt_text"],
             "answer": prompt["answer"],
-            "responses": [self._readable(t) for t in group],
+            "responses": [self._readable(t, token_texts_too=self._log_token_texts) for t in group],
         }
         packed = pack(group)
         return packed, summarize(packed), text
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], temperature: float, samples: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float,
+        samples: int = 1,
+        logged: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
         """Sample and score responses to each prompt, with the same seeds in every evaluation.
 
@@ -154,10 +158,12 @@ class Generator:
             prompts: rows of the evaluation data set.
             temperature: sampling temperature; 0 always takes the likeliest token.
             samples: number of responses to each prompt.
+            logged: positions of the prompts whose responses are returned in readable form too.
 
         Returns:
             For each response, in the order of the prompts: prompt_index, prompt_text, reward,
-            success, error, oldest_version, newest_version.
+            success, error, oldest_version, newest_version; for logged prompts also answer and
+            `readable`, which is as in the rollout log.
         """
         seed, size = self._sampling.seed, self._sampling.group_size
         # All samples of a prompt get the same environment seed.
@@ -184,23 +190,12 @@ class Generator:
                 for chunk in chunks
             )
         )
-        results = []
-        slots = (slot for slots in rollouts for slot in slots)
-        for (prompt, _), slot in zip(asked, slots, strict=True):
-            assert slot.score is not None
-            versions = slot.versions[slot.response_mask].tolist()
-            results.append(
-                {
-                    "prompt_index": prompt["prompt_index"],
-                    "prompt_text": prompt["prompt_text"],
-                    "reward": slot.score.reward,
-                    "success": slot.score.success,
-                    "error": slot.score.error,
-                    "oldest_version": min(versions, default=None),
-                    "newest_version": max(versions, default=None),
-                }
-            )
-        return results
+        slots = [slot for slots in rollouts for slot in slots]
+        texts = {i * samples + sample for i in logged for sample in range(samples)}
+        return [
+            self._evaluated(prompt, slot, temperature if i in texts else None)
+            for i, ((prompt, _), slot) in enumerate(zip(asked, slots, strict=True))
+        ]
 
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]
@@ -323,10 +318,32 @@ class Generator:
         )
         return _Seat(environment, env, policy, GroupCollector(env, policy))
 
-    def _readable(self, trajectory: Trajectory) -> dict[str, Any]:
+    def _evaluated(
+        self, prompt: Prompt, slot: SlotRollout, temperature: float | None
+    ) -> dict[str, Any]:
+        """Return the result of one response; with its text if its temperature is given."""
+        assert slot.score is not None
+        versions = slot.versions[slot.response_mask].tolist()
+        result = {
+            "prompt_index": prompt["prompt_index"],
+            "prompt_text": prompt["prompt_text"],
+            "reward": slot.score.reward,
+            "success": slot.score.success,
+            "error": slot.score.error,
+            "oldest_version": min(versions, default=None),
+            "newest_version": max(versions, default=None),
+        }
+        if temperature is None:
+            return result
+        nobody = {"epoch": 0, "group_id": 0, "attempt": 0}  # not in the readable form
+        trajectory = slot.trajectory(prompt, **nobody, temperature=temperature)
+        readable = self._readable(trajectory, token_texts_too=False)
+        return result | {"answer": prompt["answer"], "readable": readable}
+
+    def _readable(self, trajectory: Trajectory, *, token_texts_too: bool) -> dict[str, Any]:
         versions = trajectory.token_versions[trajectory.response_mask].tolist()
         token_ids, mask = trajectory.response_ids.tolist(), trajectory.response_mask
-        texts = {"tokens": token_texts(token_ids, self._decode)} if self._log_token_texts else {}
+        texts = {"tokens": token_texts(token_ids, self._decode)} if token_texts_too else {}
         edges = np.flatnonzero(np.diff(mask)) + 1
         turns = zip(np.split(trajectory.response_ids, edges), np.split(mask, edges), strict=True)
         parts = [

@@ -133,6 +133,15 @@ def test_summary_counts_only_tokens_that_the_policy_sampled():
     assert make([3, -1, 5], mask=[True, False, True]).oldest_version == 3
 
 
+def test_summary_counts_the_turns_that_the_environments_tokens_separate():
+    """Tokens of the environment at the beginning or the end do not add one."""
+    masks = [[1], [1, 1, 1], [1, 0, 1], [1, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1], [0, 0]]
+    group = [make([0] * len(mask), mask=[bool(own) for own in mask]) for mask in masks]
+    summary = summarize(pack(group))
+    assert summary.turns == [1, 1, 2, 2, 3, 0]
+    assert summary.reward_terms == [t.reward_terms for t in group]
+
+
 def test_a_failed_sample_keeps_its_nan_reward_through_the_summary():
     summary = summarize(pack([make([0], reward=math.nan), make([0], reward=0.5)]))
     assert math.isnan(summary.rewards[0])

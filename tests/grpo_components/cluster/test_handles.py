@@ -52,7 +52,7 @@ class Sampler:
         group = [trajectory(entry, self.version) for _ in range(G)]
         return pack(group), summarize(pack(group)), {"text of": group_id}
 
-    def evaluate(self, prompts, temperature, samples):
+    def evaluate(self, prompts, temperature, samples, logged):
         return [{"prompt": prompt} for prompt in prompts]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.errors import RoleFailedError, RoleLostError
-from grpo_components.evaluation.evaluation import Evaluation
+from grpo_components.evaluation.evaluation import Evaluation, EvaluationOptions
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import as_schedule
@@ -22,11 +22,12 @@ class FakeRole:
         self.fails_with = fails_with
         self.name = "generator_0"
         self.lost, self.asked, self.timeouts, self.temperatures = False, [], [], []
+        self.logged = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.restarts_with = None
 
-    async def call(self, method, prompts, temperature, samples, timeout_s, turn):
+    async def call(self, method, prompts, temperature, samples, logged, timeout_s, turn):
         assert method == "evaluate" and self.generator.swapping.locked()
         await self.may_answer.wait()
         if self.fails_with is not None:
@@ -36,6 +37,7 @@ class FakeRole:
         if self.restarts_with is not None:  # its recovery pulls, then the call is repeated
             self.generator.version, self.restarts_with = self.restarts_with, None
         self.asked += prompts
+        self.logged += [prompts[i] for i in logged]
         self.timeouts.append(timeout_s)
         self.temperatures.append(temperature)
         version = self.generator.version
@@ -62,18 +64,27 @@ class Run:
     """A driver that published version 7."""
 
     def __init__(
-        self, *generators, rows=10, samples=1, temperature=1.0, max_staleness=9, **schedule
+        self,
+        *generators,
+        rows=10,
+        samples=1,
+        prompts_logged=4,
+        temperature=1.0,
+        max_staleness=9,
+        **schedule,
     ):
         self.generators, self.published, self.results = generators, 7, []
+        self.answers = []
         self.ledger = new_ledger()
         self.evaluation = Evaluation(
             range(rows),
             **{"every_n_steps": 5, "num_steps": 50, "first_version": 0, **schedule},
             contract=StalenessContract(max_staleness, 1),
-            samples=samples,
-            batch=4,
+            options=EvaluationOptions(
+                samples=samples, batch=4, prompts_logged=prompts_logged, timeout_s=9.0
+            ),
             temperature=as_schedule("eval.temperature", temperature),
-            timeout_s=9.0,
+            on_answers=lambda *answers: self.answers.append(answers),
             scored=lambda step, results: results,
             pin_weights=self.ledger.pin_weights,
             on_result=[lambda *result: self.results.append(result)],
@@ -105,6 +116,26 @@ def test_generators_share_the_prompts_and_answer_each_once():
     assert (metrics["eval/prompts"], metrics["eval/policy_version"]) == (10, 7)
     assert run.results == [(3, metrics)]
     assert not any(generator.swapping.locked() for generator in generators)
+
+
+@pytest.mark.parametrize(
+    ("prompts_logged", "expected"), [(0, []), (1, [0]), (3, [0, 3, 6]), (99, [*range(10)])]
+)
+def test_the_prompts_whose_answers_are_logged_are_spread_and_always_the_same(
+    prompts_logged, expected
+):
+    """However many generators share them."""
+    for generators in ([fake_generator()], [fake_generator() for _ in range(3)]):
+        Run(*generators, prompts_logged=prompts_logged).whole()
+        assert sorted(p for g in generators for p in g.role.logged) == expected
+
+
+def test_answers_and_metrics_have_the_version_of_the_weights_that_generators_start_with():
+    run = Run(fake_generator(), first_version=30)
+    assert run.whole()["eval/policy_version"] == 37
+    [(step, results)] = run.answers
+    assert step == 3 and len(results) == 10
+    assert {result["oldest_version"] for result in results} == {37}
 
 
 def test_several_responses_to_each_prompt_are_sampled_at_the_evaluations_temperature():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.state_files import read_state, write_state
 from grpo_components.trajectory import Trajectory, batch_hash, pack, summarize, unpack
 
 
@@ -220,6 +221,19 @@ def test_held_groups_are_written_as_they_were_whatever_happens_meanwhile(tmp_pat
             assert (taken.groups, taken.dropped) == ([summary], [])
 
     asyncio.run(run())
+
+
+def test_a_checkpoint_of_a_version_with_other_fields_in_its_summaries_is_read(tmp_path):
+    """A summary is made from its group again."""
+    packed, summary = group(3)
+    assert make().write_state(str(tmp_path), packed, summary) is None
+    saved = read_state(tmp_path, "buffer")
+    for each in saved:
+        del each["summary"]["turns"], each["summary"]["reward_terms"]
+        each["summary"]["gone"] = 1
+    write_state(tmp_path, "buffer", saved)
+    _, found, *_ = make().read_state(str(tmp_path), [3])
+    assert found == summary
 
 
 def test_a_folder_that_cannot_be_written_is_an_answer_not_an_error(tmp_path):

@@ -20,8 +20,11 @@ def summary(*errors, scored=2):
     size = len(errors) + scored
     rewards = [math.nan] * len(errors) + [0.5] * scored
     reasons = ["error"] * len(errors) + ["stop"] * scored
+    tokens = [3] * size
     return GroupSummary(
-        0, 0, rewards, [False] * size, [3] * size, [3] * size, 0, 0, reasons, list(errors)
+        *(0, 0, rewards, [False] * size, tokens, tokens, 0, 0, reasons, list(errors)),
+        reward_terms=[{} for _ in rewards],
+        turns=[1] * size,
     )
 
 

@@ -139,6 +139,7 @@ def test_the_evaluation_before_the_first_step_is_logged_as_step_0(make, tmp_path
     log.evaluation(0, eval_metrics(success=0.25))
     [record] = records(tmp_path)
     expected = {"attempt": 2, "policy_version": 0, **eval_metrics(success=0.25)}
+    expected |= {"time/wall_clock": record["time/wall_clock"], "restarts": 0}
     assert record == {"step": 0, **expected}
     assert logger.logged == [(0, expected)]
 
@@ -215,6 +216,50 @@ def test_logprobs_are_written_with_their_responses(make, tmp_path):
         {"response": "2", "trainer_logprobs": [-8, None]},
         {"response": "3", "trainer_logprobs": [-8.5, None]},
     ]
+
+
+def answered(prompt, version, *rewards, logged=True):
+    """Results of one prompt, as `Generator.evaluate` returns them."""
+    for reward in rewards:
+        error = "failed" if reward is None else None
+        result = {"prompt_index": prompt, "prompt_text": f"{prompt}+1?", "error": error}
+        result |= {"reward": reward, "oldest_version": None if error else version}
+        if logged:
+            result |= {"answer": f"{prompt + 1}", "readable": {"reward": reward, "error": error}}
+        yield result
+
+
+def test_the_answers_of_an_evaluation_are_written_with_one_line_per_prompt(make, tmp_path):
+    log, _ = make(attempt=1)
+    results = [*answered(4, 7, None, 0.5), *answered(5, 7, 1, 1, logged=False), *answered(6, 7, 1)]
+    log.evaluation_answers(10, results)
+    lines = (tmp_path / "logs/evaluation_answers.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines)
+    assert first == {
+        **{"step": 10, "attempt": 1, "policy_version": 7, "prompt_index": 4},
+        **{"prompt": "4+1?", "answer": "5"},
+        "responses": [{"reward": None, "error": "failed"}, {"reward": 0.5, "error": None}],
+    }
+    assert second["prompt_index"] == 6 and len(second["responses"]) == 1
+
+
+def test_a_run_of_eval_only_writes_a_report_with_its_answers(make, tmp_path, capsys):
+    log, _ = make()
+    log.evaluation_answers(0, [*answered(4, 0, 1.0)])
+    log.evaluation(0, eval_metrics(success=0.25))
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "4+1?" in html and "<b>0.250</b><span>held-out success</span>" in html
+
+
+def test_the_log_counts_the_restarts_among_the_events_that_it_follows(make, clock, tmp_path):
+    log, _ = make()
+    log.follow({"event": "restart", "role": "generator_0"})
+    clock.now += 1
+    log.step(1, step_metrics(), 100)
+    [record] = records(tmp_path)
+    assert record["restarts"] == 1 and record["time/wall_clock"] > 0
 
 
 def shown(capsys):

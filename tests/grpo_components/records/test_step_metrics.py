@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_components.records.step_metrics import mean, rollout_metrics
+from grpo_components.records.step_metrics import deviation, mean, rollout_metrics
 from grpo_components.trajectory import Trajectory, pack, summarize
 
 SAMPLES = st.tuples(
@@ -19,7 +19,7 @@ SAMPLES = st.tuples(
 GROUPS = st.lists(st.lists(SAMPLES, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-def make(tokens, reward, success):
+def make(tokens, reward, success, terms=None, finish_reason="stop"):
     """A trajectory of (sampled by the policy, version) tokens; the first is always sampled."""
     mask = np.array([True, *(sampled for sampled, _ in tokens[1:])])
     versions = np.array([version for _, version in tokens], np.int32)
@@ -33,8 +33,9 @@ def make(tokens, reward, success):
         epoch=0,
         group_id=0,
         attempt=0,
-        finish_reason="error" if reward is None else "stop",
+        finish_reason="error" if reward is None else finish_reason,
         reward=math.nan if reward is None else reward,
+        reward_terms=terms or {},
         success=success and reward is not None,
         error="failed" if reward is None else None,
     )
@@ -67,6 +68,12 @@ def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(group
     )
     actual = [metrics["rollout/reward_mean"], metrics["rollout/success_rate"]]
     assert actual == pytest.approx(expected, nan_ok=True)
+    std = np.std([t.reward for t in scored]) if scored else math.nan
+    assert metrics["rollout/reward_std"] == pytest.approx(std, nan_ok=True)
+    kinds = [{t.reward for t in group if not t.failed} for group in groups]
+    equal = [len(rewards) == 1 for rewards in kinds if rewards]
+    share = np.mean(equal) if equal else math.nan
+    assert metrics["rollout/zero_variance_fraction"] == pytest.approx(share, nan_ok=True)
 
 
 def test_a_batch_sampled_half_one_and_half_three_versions_ago():
@@ -74,8 +81,13 @@ def test_a_batch_sampled_half_one_and_half_three_versions_ago():
     metrics = rollout_metrics([summarize(pack(group)) for group in groups], 10, counted(groups))
     assert metrics == {
         "rollout/reward_mean": 0.5,
+        "rollout/reward_std": 0.5,
+        "rollout/zero_variance_fraction": 1.0,
         "rollout/success_rate": 0.5,
         "rollout/response_tokens_mean": 2.0,
+        "rollout/cut_off_fraction": 0.0,
+        "rollout/turns_mean": 1.0,
+        "rollout/turns_max": 1,
         "rollout/trained_tokens": 4,
         "staleness/mean": 2.0,
         "staleness/max": 3,
@@ -94,6 +106,56 @@ def test_staleness_counts_only_trained_tokens():
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0, 0)
     nothing = rollout_metrics([summarize(pack(group)) for group in groups], 5, {})
     assert math.isnan(nothing["staleness/mean"]) and nothing["staleness/max"] == 0
+
+
+def step(*groups):
+    return rollout_metrics([summarize(pack(group)) for group in groups], 0, {})
+
+
+OWN, OTHER = (True, 0), (False, 0)
+
+
+def test_each_reward_term_has_mean_and_deviation_over_the_samples_that_have_it():
+    """A world may reward only some turns; a failed sample's terms do not count."""
+    terms = [{"a": 1.0, "b": 4.0}, {"a": 3.0}, {"a": 100.0}]
+    rewards = [5.0, 3.0, None]
+    metrics = step([make([OWN], r, False, t) for r, t in zip(rewards, terms, strict=True)])
+    found = {key: value for key, value in metrics.items() if key.startswith("reward_terms/")}
+    assert found == {
+        **{"reward_terms/a_mean": 2.0, "reward_terms/a_std": 1.0},
+        **{"reward_terms/b_mean": 4.0, "reward_terms/b_std": 0.0},
+    }
+
+
+def test_the_deviation_of_equal_rewards_is_zero_and_of_huge_ones_no_error():
+    assert deviation([0.1] * 7) == 0.0
+    assert math.isinf(deviation([-1e200, 1e200]))
+
+
+def test_a_group_without_variance_is_one_whose_scored_rewards_are_equal():
+    even = [make([OWN], 0.3, False), make([OWN], 0.3, False), make([OWN], None, False)]
+    uneven = [make([OWN], 0.3, False), make([OWN], 0.4, False)]
+    lone = [make([OWN], 0.9, False), make([OWN], None, False)]
+    failed = [make([OWN], None, False)] * 2
+    metrics = step(even, uneven, uneven, lone, failed)
+    assert metrics["rollout/zero_variance_fraction"] == 0.5
+
+
+def test_the_share_that_is_cut_off_and_the_turns_are_those_of_scored_samples():
+    cut = make([OWN, OTHER, OTHER, OWN, OWN, OTHER, OWN], 0.0, False, finish_reason="length")
+    metrics = step([cut, make([OWN, OTHER], 1.0, True), make([OWN, OTHER, OWN], None, False)])
+    assert metrics["rollout/cut_off_fraction"] == 0.5
+    assert (metrics["rollout/turns_mean"], metrics["rollout/turns_max"]) == (2.0, 3)
+
+
+def test_what_no_sample_has_is_nan():
+    metrics = step([make([OWN], None, False)] * 2)
+    undefined = {key for key, value in metrics.items() if math.isnan(value)}
+    names = ("reward_mean", "reward_std", "success_rate", "cut_off_fraction", "turns_mean")
+    assert undefined == {
+        *(f"rollout/{name}" for name in (*names, "turns_max", "zero_variance_fraction")),
+        "staleness/mean",
+    }
 
 
 def test_the_mean_without_values_is_nan():

@@ -115,3 +115,57 @@ def test_a_chart_grows_with_its_roles():
 
 def test_without_files_there_are_no_charts():
     assert timeline([], [], []) == ([], [])
+
+
+def test_each_reward_term_has_a_chart_of_its_mean_and_deviation():
+    """A name may contain anything."""
+    names = ("format", "a_mean", "x/y_std", "two\nlines")
+    keys = [f"reward_terms/{name}_{kind}" for name in names for kind in ("mean", "std")]
+    charts = metric_charts([{"step": s, **dict.fromkeys(keys, s / 2)} for s in (1, 2)])
+    assert [chart["title"] for chart in charts["Reward terms"]] == [*names]
+    assert all(len(chart["figure"]["data"]) == 2 for chart in charts["Reward terms"])
+    assert not charts["Other metrics"]
+
+
+def test_every_new_metric_of_a_step_has_a_chart_with_a_title():
+    keys = ["reward_std", "zero_variance_fraction", "cut_off_fraction", "turns_mean", "turns_max"]
+    keys = [*(f"rollout/{key}" for key in keys), "time/wall_clock", "restarts"]
+    charts = metric_charts([{"step": 1, **dict.fromkeys(keys, 1.0)}])
+    assert not charts["Other metrics"]
+    titles = {chart["title"] for section in charts.values() for chart in section}
+    assert titles == {
+        *("Reward deviation", "Groups without variance", "Cut off by length", "Turns"),
+        *("Wall-clock time", "Restarts"),
+    }
+
+
+def test_in_a_long_run_a_total_is_the_last_of_its_steps():
+    steps = [{"step": s, "time/wall_clock": 2.0 * s} for s in range(1, 3 * MAX_POINTS + 1)]
+    [chart] = metric_charts(steps)["Speed"]
+    [trace] = chart["figure"]["data"]
+    assert trace["y"] == [2.0 * step for step in trace["x"]]
+
+
+def test_several_runs_have_a_color_each_and_their_curves_a_dash_each():
+    first = [{"step": s, "rollout/reward_mean": 1, "eval/reward_mean": 1} for s in (1, 2)]
+    second = [{"step": s, "rollout/reward_mean": 2, "my/own": 3} for s in (1, 2, 3)]
+    charts = metric_charts(first, second, names=("a<b>", "b"))
+    [reward] = charts["Learning"]
+    found = [(t["name"], t["meta"]["color"], t["meta"]["dash"]) for t in reward["figure"]["data"]]
+    assert found == [
+        *(("a&lt;b&gt;: training", 0, 0), ("a&lt;b&gt;: held-out", 0, 1), ("b: training", 1, 0)),
+    ]
+    [own] = charts["Other metrics"]
+    assert own["figure"]["layout"]["showlegend"] and own["figure"]["data"][0]["name"] == "b"
+    assert go.Figure(reward["figure"])
+
+
+def test_several_runs_share_no_chart_of_many_curves():
+    """A chart of four curves becomes one for each curve."""
+    keys = ("step", "wait_for_batch", "train", "push")
+    steps = [{"step": s, **{f"time/{key}": 1.0 for key in keys}} for s in (1, 2)]
+    [one] = metric_charts(steps)["Speed"]
+    apart = metric_charts(steps, steps, names=("a", "b"))["Speed"]
+    assert len(one["figure"]["data"]) == 4
+    assert [len(chart["figure"]["data"]) for chart in apart] == [2] * 4
+    assert len({chart["title"] for chart in apart}) == 4

@@ -31,8 +31,9 @@ def lines_of_a_run():
     turn.pop("tokens")
     group = {"step": 1, "attempt": 0, "group_id": 0, "prompt_index": 1, "epoch": 0, "prompt": "p"}
     group |= {"answer": "4", "responses": [response, turn], "advantages": [0.5, None]}
+    answers = {key: value for key, value in group.items() if key != "advantages"}
     moments = [
-        {"event": "start"},
+        {"event": "start", "cpus": 2, "libraries": {"torch": "2.13.0"}},
         {"event": "issue", "role": "generator_0", "group": 0},
         {"event": "finish", "group": 0},
         {"event": "buffer", "group": 0},
@@ -52,6 +53,7 @@ def lines_of_a_run():
         {"trained": 1},
     ]
     metrics = {"rollout/reward_mean": 0.5, "staleness/max": 1, "eval/success_rate": 0.5, "mine": 1}
+    metrics |= {"time/wall_clock": 1.0, "restarts": 1, "reward_terms/r_std": 0.5}
     metrics |= {"time/step": 1.0, "throughput/trained_tokens_per_second": 5.0, "ratio/max": 1.5}
     return {
         "receipts.jsonl": [
@@ -61,9 +63,10 @@ def lines_of_a_run():
         ],
         "logs/metrics.jsonl": [{"step": s, "attempt": 0, **metrics} for s in (1, 2)],
         "logs/rollouts.jsonl": [group],
+        "logs/evaluation_answers.jsonl": [answers],
         "logs/events.jsonl": [{**e, "time": 10.0 + i} for i, e in enumerate(moments)],
         "logs/roles.jsonl": [
-            {"role": role, "started": 1.0, "attempt": 0, "pid": 1}
+            {"role": role, "started": 1.0, "attempt": 0, "pid": 1, "node": "host"}
             for role in ("generator_0", "reference_0", "generator_0")
         ],
         "logs/heartbeats.jsonl": [{"role": "generator_0", "time": 2.0, "rss_mib": 100.0}],
@@ -112,9 +115,9 @@ def check(run):
     """Write the page; its data is valid JSON with the types that the script expects."""
     html = page.write_report(run).read_text(encoding="utf-8")
     found = re.findall(r'<script type="application/json" id="[^"]*">(.*?)</script>', html)
-    charts, groups = (json.loads(data, parse_constant=pytest.fail) for data in found)
+    charts, groups, answers, _ = (json.loads(d, parse_constant=pytest.fail) for d in found)
     assert not set(html) & {"\x1b", "\u202e"} and "<script>alert" not in html
-    for group in groups:
+    for group in [*groups, *answers]:
         for response in group["responses"]:
             numbers = [response["reward"], response["tokens"], *response["terms"].values()]
             assert all(n is None or isinstance(n, int | float) for n in numbers)

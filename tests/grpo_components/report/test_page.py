@@ -10,7 +10,7 @@ import pytest
 
 from grpo_components import whole_files
 from grpo_components.report.__main__ import main
-from grpo_components.report.page import write_report
+from grpo_components.report.page import Live, write_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b]0;\x07'\"&lt;"
 
@@ -70,7 +70,7 @@ def run(tmp_path):
 def test_no_text_of_a_run_becomes_a_tag(run):
     html = write_report(run).read_text(encoding="utf-8")
     found = Page(html)
-    assert len(found.scripts) == 4, "charts, rollouts, plotly's and the page's"
+    assert len(found.scripts) == 6, "four of data, plotly's and the page's"
     assert not [tag for tag, _ in found.tags if tag in ("img", "iframe", "object", "link")]
     assert not [name for _, attrs in found.tags for name in attrs if name.startswith("on")]
     assert "\x1b" not in html and "\u202e" not in html
@@ -185,6 +185,18 @@ def test_an_evaluation_alone_shows_what_it_has(run):
     (run / "logs/metrics.jsonl").write_text(json.dumps(record) + "\n")
     html = write_report(run).read_text(encoding="utf-8")
     assert "<b>0.250</b><span>held-out success</span>" in html and "<b>-" not in html
+    headings = re.findall(r'<h2 id="([^"]*)">', html)
+    assert {"evaluation", "config"} <= set(headings)
+    assert not {"learning", "speed", "other-metrics"} & set(headings), "one point is no curve"
+    assert 'id="smoothing"' not in html
+
+
+def test_only_an_evaluation_is_the_state_of_a_run_that_trains_no_step(run):
+    (run / "logs/metrics.jsonl").write_text(json.dumps({"step": 0, "attempt": 0}) + "\n")
+    start = {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 0}
+    (run / "receipts.jsonl").write_text(json.dumps(start) + "\n")
+    top = write_report(run).read_text(encoding="utf-8").partition("<main>")[0]
+    assert "only an evaluation" in top and " steps" not in top
 
 
 def test_a_long_run_states_how_many_steps_a_point_combines(run):
@@ -216,3 +228,62 @@ def test_throughput_is_total_tokens_over_total_time(run):
     (run / "receipts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in receipts))
     html = write_report(run).read_text(encoding="utf-8")
     assert "<b>20</b><span>trained tokens per second</span>" in html
+
+
+def data_of(html, name):
+    found = Page(html).scripts
+    return next(json.loads(text) for attrs, text in found if attrs.get("id") == f"data-{name}")
+
+
+def test_only_a_live_page_says_that_it_reloads_itself(run):
+    live = write_report(run, live=Live(30.0)).read_text(encoding="utf-8")
+    assert data_of(live, "page")["live"]["next_s"] == 30.0
+    assert "running; 1 of 9 steps" in live
+    ended = write_report(run).read_text(encoding="utf-8")
+    assert data_of(ended, "page")["live"] is None
+    assert "incomplete last line" in ended and "incomplete last line" not in live, (
+        "the run is still writing that line"
+    )
+
+
+def test_date_duration_host_and_versions_are_on_top(run):
+    starts = [
+        {"event": "start", "attempt": 0, "cpus": 2, "libraries": {"torch": "1.0"}, "time": 0.0},
+        {"event": "issue", "attempt": 0, "time": 90.0},
+        {"event": "start", "attempt": 1, "cpus": 8, "libraries": {"torch": "<2.0>"}, "time": 4e6},
+        {"event": "issue", "attempt": 1, "time": 4e6 + 15},
+    ]
+    (run / "logs/events.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts))
+    roles = [{"role": "a", "started": 1.0, "attempt": a, "node": f"host{a}"} for a in (0, 1)]
+    (run / "logs/roles.jsonl").write_text("".join(json.dumps(r) + "\n" for r in roles))
+    top = write_report(run).read_text(encoding="utf-8").partition("<main>")[0]
+    assert "1970-01-01 00:00 UTC" in top and "1 min 45 s" in top
+    assert "host1 (8 CPUs)" in top and "torch &lt;2.0&gt;" in top and "host0" not in top
+
+
+def test_answers_of_evaluations_are_on_the_page_as_text(run):
+    line = json.loads((run / "logs/rollouts.jsonl").read_text().splitlines()[0])
+    line = {key: line[key] for key in line.keys() - {"advantages", "group_id"}}
+    path = run / "logs/evaluation_answers.jsonl"
+    assert "no evaluation samples are logged" in write_report(run).read_text(encoding="utf-8")
+    path.write_text(json.dumps(line | {"policy_version": 3}) + "\n")
+    html = write_report(run).read_text(encoding="utf-8")
+    [shown] = data_of(html, "answers")
+    assert shown["policy_version"] == 3 and "alert(2)" in shown["responses"][0]["text"]
+    assert not [tag for tag, _ in Page(html).tags if tag in ("img", "iframe")]
+
+
+def test_minutes_can_be_the_horizontal_axis_if_they_were_measured(run):
+    without = write_report(run).read_text(encoding="utf-8")
+    assert data_of(without, "page")["clocks"] == [{}] and 'id="axis"' not in without
+    steps = [{"step": s, "attempt": 0, "time/wall_clock": 90.0 * s} for s in (1, 2)]
+    (run / "logs/metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+    html = write_report(run).read_text(encoding="utf-8")
+    assert data_of(html, "page")["clocks"] == [{"steps": [1, 2], "minutes": [1.5, 3.0]}]
+    assert 'id="axis"' in html
+
+
+def test_colors_follow_the_readers_preference(run):
+    html = write_report(run).read_text(encoding="utf-8")
+    assert "@media (prefers-color-scheme: dark)" in html
+    assert [a for _, a in Page(html).tags if a.get("name") == "color-scheme"]

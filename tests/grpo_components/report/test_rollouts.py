@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from grpo_components.report import rollouts
-from grpo_components.report.rollouts import read_rollouts
+from grpo_components.report.rollouts import read_answers, read_rollouts
 from grpo_components.report.run_files import Attempts
 
 
@@ -88,6 +88,39 @@ def test_the_turns_of_a_conversation_are_shown(write):
     shown = read_rollouts(write([group(1, responses=[response("ask4", turns=turns)])]), Attempts())
     [found] = shown.groups[0]["responses"]
     assert found["turns"] == [turns[0], {"by": "environment", "text": r"4\x07"}]
+
+
+def answers(steps, prompts):
+    """An evaluation of each step with the same prompts."""
+    for step in steps:
+        for prompt in prompts:
+            line = group(step) | {"prompt_index": prompt, "policy_version": step - 1}
+            yield {key: line[key] for key in line.keys() - {"advantages", "group_id", "epoch"}}
+
+
+def test_of_many_evaluations_whole_ones_are_shown_with_the_first_and_the_last(write):
+    path = write(list(answers(range(0, 50), (3, 5, 8))))
+    shown = read_answers(path, Attempts(), 20)
+    steps = [each["step"] for each in shown.groups]
+    assert (steps[0], steps[-1], shown.logged) == (0, 49, 150) and 12 <= len(steps) <= 20
+    assert [each["prompt_index"] for each in shown.groups] == [3, 5, 8] * (len(steps) // 3)
+    assert shown.groups[-1]["policy_version"] == 48
+    assert shown.groups[-1]["responses"][0]["advantage"] is None
+    assert not read_answers(path, Attempts(), 0).groups
+
+
+def test_of_one_large_evaluation_some_prompts_are_shown(write, monkeypatch):
+    path = write(list(answers([4], range(100))))
+    assert len(read_answers(path, Attempts(), 7).groups) == 7
+    monkeypatch.setattr(rollouts, "MAX_BYTES", 3000)
+    assert 1 <= len(read_answers(path, Attempts()).groups) < 20
+
+
+def test_answers_of_steps_that_a_later_attempt_repeated_are_not_shown(write):
+    path = write([*answers([0, 2], [1])] + [a | {"attempt": 1} for a in answers([2], [1])])
+    shown = read_answers(path, Attempts({0: 0, 1: 1}))
+    assert [(each["step"], each["attempt"]) for each in shown.groups] == [(0, 0), (2, 1)]
+    assert shown.superseded == 1
 
 
 def test_a_line_cut_in_its_middle_is_not_counted(write):

@@ -467,6 +467,19 @@ def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_c
     }
 
 
+def test_an_evaluation_returns_the_text_of_the_logged_prompts_alone(generator):
+    prompts = [prompt(i, [i + 1]) for i in range(3)]
+    results = asyncio.run(generator.evaluate(prompts, 1.0, 2, [0, 2]))
+    assert [r["prompt_index"] for r in results if "readable" in r] == [0, 0, 2, 2]
+    for result in results[:2]:
+        readable = result["readable"]
+        assert result["answer"] == "answer 0" and isinstance(readable["response"], str)
+        assert readable["reward_terms"] == {"finished": result["reward"]}
+        assert readable["versions"] == [result["oldest_version"], result["newest_version"]]
+        for name in ("reward", "success", "error"):
+            assert readable[name] == result[name]
+
+
 def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has_its_old_one(
     generator, engine, module
 ):
@@ -696,11 +709,13 @@ def test_a_sample_without_a_number_for_a_reward_fails_alone(breaking):
 def test_an_evaluation_tells_which_prompts_failed_and_scores_the_others(breaking):
     prompts = [prompt(i) for i in range(3)]
     prompts += [prompt(i) | {"prompt_text": "raises in step"} for i in (3, 4)]
-    results = asyncio.run(breaking.evaluate(prompts, 1.0))
+    results = asyncio.run(breaking.evaluate(prompts, 1.0, 1, [3]))
     assert [result["error"] is None for result in results] == [True] * 3 + [False] * 2
     assert [result["prompt_index"] for result in results] == list(range(5))
     assert results[4]["prompt_text"] == "raises in step"
     assert results[4]["oldest_version"] is None
+    assert results[3]["readable"]["response"] == ""
+    assert results[3]["readable"]["error"] == results[3]["error"]
 
 
 @pytest.mark.parametrize("how", ["raises in reset", "raises in step", "exits", "hangs"])

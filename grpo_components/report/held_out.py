@@ -1,0 +1,46 @@
+"""Writes the table of held-out metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_components.report.run_files import NUMBER, Record, fits
+from grpo_components.report.tables import table
+
+_ENDS = ("_low", "_high")
+_BOOKKEEPING = ("eval/policy_version", "eval/prompts")
+
+
+def held_out_table(metrics: Sequence[Record]) -> str:
+    """Return HTML with the metrics of the last evaluation; empty if there is none.
+
+    Args:
+        metrics: metrics of each step, in order.
+    """
+    evaluated = [record for record in metrics if any(key.startswith("eval/") for key in record)]
+    if not evaluated:
+        return ""
+    last = evaluated[-1]
+    rows = [
+        (key.removeprefix("eval/"), _number(last, key), _interval(last, key))
+        for key in last
+        if key.startswith("eval/") and not key.endswith(_ENDS) and key not in _BOOKKEEPING
+    ]
+    version, prompts = (last.get(key) for key in _BOOKKEEPING)
+    about = f"logged with step {last['step']}: policy version {_whole(version)}, "
+    about += f"{_whole(prompts)} prompts"
+    columns = ("metric", "mean over prompts", "95 % interval")
+    return f'<div class="box"><p class="about">{about}</p>{table(columns, rows)}</div>'
+
+
+def _number(record: Record, key: str) -> str | None:
+    return f"{record[key]:.4g}" if fits(record, {key: NUMBER}) else None
+
+
+def _interval(record: Record, key: str) -> str | None:
+    low, high = (_number(record, key + end) for end in _ENDS)
+    return None if low is None or high is None else f"{low} to {high}"
+
+
+def _whole(value: object) -> str:
+    return str(value) if isinstance(value, int) else "-"
