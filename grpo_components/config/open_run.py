@@ -62,15 +62,9 @@ def open_run(
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
     ledger.events.listen(log.follow)
-    evaluation = build_evaluation(
-        cfg,
-        held_out,
-        temperature,
-        failures.count_evaluation,
-        ledger.pin_weights,
-        log.evaluation_answers,
-        (log.evaluation, checkpoints.add_evaluation),
-    )
+    on_result = log.evaluation, checkpoints.add_evaluation
+    on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
+    evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
     journal = Journal(
         start,
         ledger,
