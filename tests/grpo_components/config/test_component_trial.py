@@ -215,9 +215,6 @@ def tried(own, data, tmp_path):
     """Build what the recipe's `setup` builds, and try it; returns the objective."""
 
     def run(*overrides):
-        quick = "grpo_components.rewards.formats.BoxedFormat"  # the config's own imports for long
-        if not any(each.startswith("rewards.correctness") for each in overrides):
-            overrides += component("rewards.correctness", quick)
         cfg = checked(*overrides, f"output_dir={tmp_path / 'run'}")
         objective = build_objective(cfg, grpo_loss, *data)
         assert not (tmp_path / "run").exists()
