@@ -70,6 +70,15 @@ KEYS = {
     "policy_version",
     "rollout/reward_mean",
     "rollout/success_rate",
+    "rollout/reward_std",
+    "rollout/zero_variance_fraction",
+    "rollout/cut_off_fraction",
+    "rollout/turns_mean",
+    "rollout/turns_max",
+    "reward_terms/correctness_mean",
+    "reward_terms/correctness_std",
+    "time/wall_clock",
+    "restarts",
     "rollout/response_tokens_mean",
     "loss/total",
     "loss/policy",
@@ -124,6 +133,9 @@ def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
     assert (record["eval/policy_version"], record["eval/prompts"]) == (2, 4)
     assert record["eval/success_rate"] <= record["eval/pass_at_2"]
     assert "95 % confidence" in output
+    answers = records(evaluated / "logs" / "evaluation_answers.jsonl")
+    assert [(line["policy_version"], len(line["responses"])) for line in answers] == [(2, 2)] * 4
+    assert (evaluated / "report.html").exists()
 
 
 def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
