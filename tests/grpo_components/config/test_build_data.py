@@ -80,6 +80,8 @@ def data_cfg(tmp_path, monkeypatch):
             "generator": {"max_response_tokens": 10, "max_model_len": None},
             "tokens_per_micro_batch": 100,
             "train_from": None,
+            "eval_only": None,
+            "rewards": {},
             "environment": {"_component_": "an.Environment"},
             "ptx": None,
         }

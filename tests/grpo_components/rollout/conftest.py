@@ -23,7 +23,8 @@ def build_engine():
     gc.collect()
     gc.freeze()
     patched = pytest.MonkeyPatch()
-    patched.setattr(gc, "unfreeze", lambda: None)
+    for name in ("freeze", "unfreeze"):  # what is imported stays frozen, engines are collected
+        patched.setattr(gc, name, lambda: None)
 
     def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64):
         options = EngineOptions(
