@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -203,10 +204,16 @@ def _files_of(name: str, roots: list[Path]) -> Iterator[Path]:
 
 def _is_users(path: Path) -> bool:
     """Whether a file is code of the user: not installed, and not of this package or its recipes."""
-    path = path.resolve()
+    if path.suffix not in (".py", ".so") or not path.is_file():
+        return False
+    return _is_users_folder((path.resolve() if path.is_symlink() else path.absolute()).parent)
+
+
+@functools.cache  # thousands of modules are imported, from a few hundred folders
+def _is_users_folder(folder: Path) -> bool:
+    folder = folder.resolve()
     ours = (_PACKAGE, recipes_folder().resolve())
-    is_code = path.suffix in (".py", ".so") and path.is_file()
-    return is_code and not _is_installed(path) and not any(map(path.is_relative_to, ours))
+    return not _is_installed(folder) and not any(map(folder.is_relative_to, ours))
 
 
 def _is_installed(path: Path) -> bool:
@@ -218,6 +225,7 @@ def _is_installed(path: Path) -> bool:
     return any(path.is_relative_to(folder) for folder in own)
 
 
+@functools.cache
 def _packages() -> dict[str, str]:
     """Map the names of all installed packages to their versions."""
     found = {
