@@ -106,17 +106,22 @@ class Cluster:
         # The only switch that makes all of Ray's processes listen on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=getattr(
-                logging, "ERROR" if self._log_level == "WARNING" else self._log_level
-            ),
-            object_store_memory=self._object_store_memory,
-            _temp_dir=str(self.temp_dir),
-        )
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray set a handler that exits
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=getattr(
+                    logging, "ERROR" if self._log_level == "WARNING" else self._log_level
+                ),
+                object_store_memory=self._object_store_memory,
+                _temp_dir=str(self.temp_dir),
+            )
+        except SystemExit:  # of the SIGTERM handler that Ray sets
+            signal.signal(signal.SIGTERM, on_sigterm)
+            signal.raise_signal(signal.SIGTERM)
+            raise
+        signal.signal(signal.SIGTERM, on_sigterm)
 
     def spawn(
         self,

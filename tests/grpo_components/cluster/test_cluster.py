@@ -4,17 +4,21 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from grpo_components.cluster.cluster import Cluster
+from grpo_components.cluster.leftovers import remove_temp_dir
 from grpo_components.cluster.restarts import RestartBudget
+from grpo_components.cluster.supervision import exit_code
 from grpo_components.errors import RoleFailedError, RoleLostError
 
 STORE = 80 * 10**6
 """Bytes of shared memory, nearly the least that Ray takes."""
+ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class Budget:
@@ -513,3 +517,21 @@ def test_a_failed_restart_is_repeated_in_the_same_attempt(
     first, again, back = notes
     assert f"as attempt {after}" in first and f"as attempt {after}" in again
     assert "the node is not ready" in again and "are back" in back
+
+
+def test_sigterm_while_ray_starts_ends_the_run_like_any_other(output_dir, monkeypatch, capsys):
+    def init(**_):  # Ray sets a handler of its own
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("sys.argv", ["recipe"])
+    own = Cluster(output_dir, "WARNING", attempt=0)
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        assert exit_code(own.start) == 143
+    finally:
+        remove_temp_dir(own.temp_dir)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err == "terminated: all roles stopped\n"
