@@ -1,15 +1,14 @@
 """Roles die or freeze at chosen moments of a real run: it completes, exactly once, in bounds."""
 
-import json
 import os
 import re
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 from chaos import TUNE, Fault, forked_recipe
 from classifier import random_classifier
+from whole_runs import audit, records
 
 FAULTS = [
     Fault("replay_buffer", "add", 3),  # while buffering
@@ -22,10 +21,6 @@ FAULTS = [
     Fault("trainer_0", "gather_weights", 6),  # while pushing
     Fault("generator_0", "generate_group", 16, stop=True),
 ]
-
-
-def records(path):
-    return [json.loads(line) for line in path.open()]
 
 
 @pytest.mark.slow
@@ -66,7 +61,6 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
     assert sorted(steps) == list(range(13))
     assert steps[12]["attempt"] >= 2, "the trainer was killed twice"
     assert steps[12]["restarts"] > 0
-    audit = [sys.executable, "-m", "grpo_components.audit", str(output_dir)]
-    table = subprocess.run(audit, capture_output=True, text=True)
-    assert table.returncode == 0, table.stdout
-    assert "= 48 trained + 0 dropped or filtered + 0 living" in table.stdout
+    code, table = audit(output_dir)
+    assert code == 0, table
+    assert "= 48 trained + 0 dropped or filtered + 0 living" in table
