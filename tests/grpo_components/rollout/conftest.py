@@ -47,7 +47,10 @@ def build_engine():
 
 @pytest.fixture
 def make_engine(build_engine):
-    """Builds engines and closes them after the test: one may not be built while another is busy."""
+    """Builds engines and closes them after the test.
+
+    Share none between tests: the end of one takes vLLM's process groups from all others.
+    """
     engines = []
 
     def make(*args, **kwargs):
@@ -60,13 +63,6 @@ def make_engine(build_engine):
     for engine in engines:
         with contextlib.suppress(EngineStoppedError):  # a test stopped it
             engine.close()
-
-
-@pytest.fixture(scope="module")
-def idle_engine(build_engine, checkpoints):
-    """An engine of `tied_A` for tests that wait for their answers and leave its weights alone."""
-    with contextlib.closing(build_engine(checkpoints / "tied_A")) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,9 @@ def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(
     assert {int(v) for c in after for v in c.token_versions} == {3}
 
 
-def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(idle_engine):
+def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(make_engine, checkpoints):
     """vLLM would read a part of one of them, and its CPU sampler cannot go back after that."""
-    engine = idle_engine
+    engine = make_engine(checkpoints / "tied_A")
     prompts = np.random.default_rng(0).integers(1, 255, (24, 400)).tolist()  # of 4096 in a step
     sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [0]}
     futures = [engine.submit(ids, seed=i, **sampling) for i, ids in enumerate(prompts)]
@@ -182,26 +182,19 @@ def test_a_replay_without_what_comes_next_ends_the_engine_with_its_name(
         asked.result(timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("change", "facts"),
-    [
-        (lambda w: w.pop("model.norm.weight"), "model.norm.weight"),
-        (lambda w: w.update(extra=torch.zeros(1)), "extra"),
-        (
-            lambda w: w.update({"model.norm.weight": torch.zeros(5)}),
-            r"model\.norm\.weight.*\[5\].*\[64\]",
-        ),
-    ],
-)
-def test_wrong_weights_are_refused_before_anything_is_loaded(
-    idle_engine, checkpoints, change, facts
-):
-    before = [future.result() for future in submit(idle_engine)]
-    wrong = weights(checkpoints / "tied_B")
-    change(wrong)
-    with pytest.raises(ValueError, match=facts):
-        idle_engine.load_weights(1, wrong)
-    assert_same(before, [future.result() for future in submit(idle_engine)])
+def test_wrong_weights_are_refused_before_anything_is_loaded(make_engine, checkpoints):
+    engine = make_engine(checkpoints / "tied_A")
+    before = [future.result() for future in submit(engine)]
+    good = weights(checkpoints / "tied_B")
+    unnormed = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
+    for wrong, facts in [
+        (unnormed, r"model\.norm\.weight"),
+        ({**good, "extra": torch.zeros(1)}, "extra"),
+        ({**good, "model.norm.weight": torch.zeros(5)}, r"model\.norm\.weight.*\[5\].*\[64\]"),
+    ]:
+        with pytest.raises(ValueError, match=facts):
+            engine.load_weights(1, wrong)
+    assert_same(before, [future.result() for future in submit(engine)])
 
 
 def keep_the_cache(monkeypatch):
@@ -231,9 +224,10 @@ def test_what_vllm_did_not_do_at_a_swap_ends_the_engine_with_the_reason(
         submit(engine)[0].result(timeout=60)
 
 
-def test_a_prompt_that_is_too_long_fails_alone(idle_engine):
-    good = submit(idle_engine)
-    bad = idle_engine.submit([1] * 600, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
+def test_a_prompt_that_is_too_long_fails_alone(make_engine, checkpoints):
+    engine = make_engine(checkpoints / "tied_A")
+    good = submit(engine)
+    bad = engine.submit([1] * 600, max_tokens=4, temperature=1.0, seed=0, stop_token_ids=[0])
     with pytest.raises(Exception, match="600"):
         bad.result()
     assert all(len(future.result().token_ids) for future in good)
