@@ -8,10 +8,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from grpo_components._tune_run import begin, complete, is_run_of, recipe_argument
+from grpo_components._tune_run import RECIPE, complete, recipe_argument
 
 _REGISTRY = "torchtune._recipe_registry"
-_RECIPE = "async_grpo_full_finetune_distributed"
 
 
 def install() -> None:
@@ -25,8 +24,6 @@ def install() -> None:
     else:
         sys.meta_path.insert(0, _RegistryFinder())
     program = Path(*sys.argv[:1])
-    if is_run_of(sys.argv, _RECIPE):
-        begin()
     if program.name in ("tune", "tiny_policy.py") or program.parent.name == "equivalence":
         # torchtune needs a torchao that is too old for this torch. torchao then leaves out its C++
         # kernels, which we do not use, and warns at every start: these programs hide the warning.
@@ -42,12 +39,12 @@ def register(registry: ModuleType) -> None:
     Raises:
         FileNotFoundError: the recipe file is in neither the wheel's nor the checkout's folder.
     """
-    if any(recipe.name == _RECIPE for recipe in registry.get_all_recipes()):
+    if any(recipe.name == RECIPE for recipe in registry.get_all_recipes()):
         return
-    recipe = recipes_folder() / f"{_RECIPE}.py"
+    recipe = recipes_folder() / f"{RECIPE}.py"
     registry._ALL_RECIPES.append(
         registry.Recipe(
-            name=_RECIPE,
+            name=RECIPE,
             file_path=str(recipe),
             configs=[
                 registry.Config(name=name, file_path=str(path))
@@ -68,9 +65,9 @@ def recipes_folder() -> Path:
     package = Path(__file__).resolve().parent
     folders = (package / "_recipes", package.parent / "recipes")
     for folder in folders:
-        if (folder / f"{_RECIPE}.py").is_file():
+        if (folder / f"{RECIPE}.py").is_file():
             return folder
-    raise FileNotFoundError(f"{_RECIPE}.py is in none of {', '.join(map(str, folders))}")
+    raise FileNotFoundError(f"{RECIPE}.py is in none of {', '.join(map(str, folders))}")
 
 
 def config_files(folder: Path) -> dict[str, Path]:

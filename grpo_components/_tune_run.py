@@ -6,11 +6,29 @@ import contextlib
 import importlib.util
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType
+from typing import Any
+
+RECIPE = "async_grpo_full_finetune_distributed"
+"""Name of our recipe."""
+
+
+def main() -> Any:
+    """Run torchtune's command; a run of ours answers before torch is imported, which takes seconds.
+
+    Returns:
+        The exit code of the command, as torchtune returns it.
+    """
+    if is_run_of_ours(sys.argv):
+        _begin()
+    from torchtune._cli.tune import main as tune
+
+    return tune()
 
 
 def recipe_argument(argv: Sequence[str]) -> str | None:
@@ -74,16 +92,15 @@ def _is_importable(module: str) -> bool:
         return False
 
 
-def is_run_of(argv: Sequence[str], recipe: str) -> bool:
+def is_run_of_ours(argv: Sequence[str]) -> bool:
     """Whether a command is `tune run` with our recipe, or with a file that uses this package.
 
     Args:
         argv: `sys.argv` of the command.
-        recipe: name of our recipe.
     """
     if Path(*argv[:1]).name != "tune" or list(argv[1:2]) != ["run"]:
         return False
-    return any(each == recipe or _uses_us(Path(each)) for each in argv[2:])
+    return any(each == RECIPE or _uses_us(Path(each)) for each in argv[2:])
 
 
 def _uses_us(path: Path) -> bool:
@@ -93,18 +110,17 @@ def _uses_us(path: Path) -> bool:
         return False
 
 
-def begin() -> None:
-    """Say that the imports take a while, and let Ctrl-C end them without a traceback."""
+def _begin() -> None:
+    """Say that the imports take a while, and let Ctrl-C end them at once, without a traceback."""
     sys.stdout.write("loading torch, Ray and torchtune, then checking the config ...\n")
     sys.stdout.flush()
-    before = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
-        else:
-            before(kind, error, traceback)
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
-    sys.excepthook = hook
+    # An exception would be lost where an import runs a callback. The recipe sets a handler again.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
