@@ -15,6 +15,7 @@ from grpo_components.settings import Settings
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 """Suffixes of local data sets; `data/rows.py` reads them, but takes seconds to import."""
+_CLASSIFIERS = "a model's folder, or a hub name"
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
@@ -116,14 +117,24 @@ def _check_kind(base: Path, hf_config: dict[str, Any]) -> None:
 def _check_reward_model(path: str | None) -> None:
     if path is None:
         return
-    key, allowed = "reward_model.path", "a model's folder, or a hub name"
-    if not (path.startswith(("/", ".")) or Path(path).exists()):
-        if not _HUB_NAME.fullmatch(path):
-            fail(key, f"no folder {path}", allowed)
-        return
-    if not (Path(path) / "config.json").is_file():
-        fail(key, f"no file {path}/config.json", allowed)
-    kinds = read_hf_config(key, Path(path)).get("architectures")
+    key, folder = "reward_model.path", Path(str(path))
+    if not (path.startswith(("/", ".")) or folder.exists()):
+        folder = _hub_folder(key, path)
+    if not (folder / "config.json").is_file():
+        fail(key, f"no file {path}/config.json", _CLASSIFIERS)
+    kinds = read_hf_config(key, folder).get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else "model without architectures"
     if not str(kind).endswith("ForSequenceClassification"):
         fail(key, f"{path} has a {kind}", "a model ForSequenceClassification")
+
+
+def _hub_folder(key: str, name: str) -> Path:
+    """Return the folder in the hub's cache that has a model's config."""
+    if not _HUB_NAME.fullmatch(name):
+        fail(key, f"no folder {name}", _CLASSIFIERS)
+    from grpo_components import hub  # takes half a second, which only these runs need
+
+    try:
+        return hub.model_config(name).parent
+    except ValueError as error:
+        fail(key, str(error), _CLASSIFIERS)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import http.client
-import importlib
 import json
 import math
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,8 +15,7 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants as hub_constants
 
-_HUB_ANSWER_S = 5.0
-"""Seconds that the hub may take to answer before it counts as out of reach."""
+from grpo_components.hub import reachable_or_cached
 
 
 class Row:
@@ -133,44 +126,16 @@ def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
         raise ValueError(
             f"dataset {source}: not readable; allowed: a file of {kinds}, or a hub name"
         )
-    offline = hub_constants.HF_HUB_OFFLINE or not _hub_answers()
-    try:
-        with _without_hub() if offline else contextlib.nullcontext():
+    with reachable_or_cached() as offline:
+        try:
             return datasets.load_dataset(source, name, split=split)
-    except (OSError, ValueError, DatasetsError) as error:
-        if offline and isinstance(error, OSError):
-            problem = f"no copy in the cache, and {hub_constants.ENDPOINT} cannot be reached"
-            allowed = f"a file of {', '.join(_READERS)}, or a connection to the hub"
-            raise ValueError(f"dataset {source}: {problem}; allowed: {allowed}") from error
-        cause = f"{error}: {error.__cause__}" if error.__cause__ else error
-        raise ValueError(f"dataset {source}: cannot be loaded: {cause}") from error
-
-
-def _hub_answers() -> bool:
-    """Whether the hub can be reached; its own client would try for half a minute."""
-    asked = urllib.request.Request(hub_constants.ENDPOINT, method="HEAD")
-    try:
-        with urllib.request.urlopen(asked, timeout=_HUB_ANSWER_S):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, http.client.HTTPException) as error:
-        # The hub's client may know certificates that this request does not.
-        return isinstance(getattr(error, "reason", None), ssl.SSLError)
-
-
-@contextlib.contextmanager
-def _without_hub() -> Iterator[None]:
-    """Context manager: load data sets from the cache alone."""
-    libraries: list[Any] = [hub_constants, importlib.import_module("datasets.config")]
-    before = [(each, each.HF_HUB_OFFLINE) for each in libraries]
-    for each, _ in before:
-        each.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for each, value in before:
-            each.HF_HUB_OFFLINE = value
+        except (OSError, ValueError, DatasetsError) as error:
+            if offline and isinstance(error, OSError):
+                problem = f"no copy in the cache, and {hub_constants.ENDPOINT} cannot be reached"
+                allowed = f"a file of {', '.join(_READERS)}, or a connection to the hub"
+                raise ValueError(f"dataset {source}: {problem}; allowed: {allowed}") from error
+            cause = f"{error}: {error.__cause__}" if error.__cause__ else error
+            raise ValueError(f"dataset {source}: cannot be loaded: {cause}") from error
 
 
 def _check_there(path: Path) -> None:

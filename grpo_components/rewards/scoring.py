@@ -111,7 +111,6 @@ def _serve(connection: Connection, stack_descriptor: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     answer_on(stack_descriptor)
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
     try:
         specs, max_cpu_s = connection.recv()
         rewards = _build(specs)

@@ -122,7 +122,26 @@ def test_a_learned_reward_is_a_classifier_under_a_name_of_its_own(cfg, check, re
     assert message.startswith("reward_model.path: ") and "Qwen2ForCausalLM" in message
     (folder / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
     check(given)
-    check("reward_model.path=owner/name-on-the-hub")
     cfg.rewards.reward_model = {"_component_": "grpo_components.rewards.formats.BoxedFormat"}
     check()
     assert refusal(given).startswith("rewards.reward_model: given beside reward_model.path")
+
+
+def test_a_learned_reward_of_the_hub_is_one_that_the_cache_or_the_hub_has(
+    check, refusal, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    given = "reward_model.path=owner/name"
+    message = refusal(given)
+    assert message.startswith("reward_model.path: ") and "127.0.0.1:1" in message
+    assert "\n" not in message and "; allowed: " in message
+    cached = tmp_path / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("abc")
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "snapshots/abc/config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    assert "Qwen2ForCausalLM" in refusal(given)
+    classifier = '{"architectures": ["Qwen2ForSequenceClassification"]}'
+    (cached / "snapshots/abc/config.json").write_text(classifier)
+    check(given)
