@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -154,9 +155,9 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Stop the thread and free the engine; running requests get an EngineStoppedError."""
-        if self._thread.is_alive():
+        with contextlib.suppress(EngineStoppedError):  # it has ended already
             self._command(STOP, STOP, None).result()
-            self._thread.join()
+        self._thread.join()
         self._schedule.close()
 
     def _command(self, name: str, kind: str, payload: Any) -> Future[Any]:
@@ -176,7 +177,6 @@ class VLLMEngine:
                     kind, payload, waiting = command
                     if kind == STOP:
                         self._dead = EngineStoppedError("closed")
-                        self._engine.engine_core.shutdown()
                         waiting.set_result(None)
                         return
                     if kind == "weights":
@@ -195,6 +195,8 @@ class VLLMEngine:
             raise
         finally:
             self._fail_all()
+            # Otherwise garbage collection does it, and takes the process groups of a later engine.
+            self._engine.engine_core.shutdown()
 
     def _add_request(
         self, prompt_ids: list[int], sampling: SamplingParams, future: Future[Completion]

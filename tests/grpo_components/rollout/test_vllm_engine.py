@@ -215,13 +215,17 @@ def load_nothing(monkeypatch):
 def test_what_vllm_did_not_do_at_a_swap_ends_the_engine_with_the_reason(
     make_engine, checkpoints, monkeypatch, refuse, reason
 ):
-    """vLLM reports it by a return value, not by an exception."""
+    """vLLM reports it by a return value, not by an exception. The engine is freed nevertheless."""
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
     engine = make_engine(checkpoints / "tied_A", recompute_kv_after_pull=True)
     refuse(monkeypatch)
     with pytest.raises(RuntimeError, match=reason):
         engine.load_weights(1, weights(checkpoints / "tied_B")).result(timeout=60)
     with pytest.raises(RuntimeError, match=reason):
         submit(engine)[0].result(timeout=60)
+    engine.close()
+    assert not model_parallel_is_initialized()
 
 
 def test_a_prompt_that_is_too_long_fails_alone(make_engine, checkpoints):
