@@ -109,7 +109,7 @@ RUNGS = (
         "engine that pulled weights under load = freshly loaded engine",
         "sampled tokens and their logprobs in nats, for requests made after the swap while earlier "
         "requests with the same prompts keep running and keep their KV; prompts of 151 tokens (the "
-        "prefix cache has blocks of 128), tied and untied embeddings",
+        "prefix cache has blocks of 32), tied and untied embeddings",
         1e-5,
         engine_rungs.engine_pulled_under_load_is_fresh_engine,
     ),

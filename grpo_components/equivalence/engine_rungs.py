@@ -15,7 +15,7 @@ from grpo_components.equivalence.rungs import Bench, saved_weights
 from grpo_components.exchange.weights import Manifest, pack_bucket
 
 _LONG_PREFIX = [7 + number % 200 for number in range(150)]
-"""Prompt tokens, more than one block of the prefix cache (128 tokens on a CPU)."""
+"""Prompt tokens, more than one block of the prefix cache (32 tokens on a CPU)."""
 
 
 def pulled_engine_is_fresh_engine(bench: Bench) -> float:

@@ -75,7 +75,12 @@ class VLLMEngine:
     ) -> None:
         # On a CPU a prompt read in two steps would end the engine: vLLM discards the first step's
         # sample by rewinding the random generator, and a CPU generator cannot be rewound.
-        more: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
+        more: dict[str, Any] = {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            # Only whole blocks of a prompt are shared by its group; the default of 128 is too long.
+            "block_size": 32,
+        }
         if options.device == "cuda":
             more = {
                 "enforce_eager": options.enforce_eager,

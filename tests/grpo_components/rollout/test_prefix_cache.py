@@ -1,6 +1,6 @@
 """After a swap of the weights under load, new requests get what a fresh engine gives them.
 
-Real vLLM. Prompts are longer than a block of the CPU's prefix cache (128 tokens); shorter ones are
+Real vLLM. Prompts are longer than a block of the CPU's prefix cache (32 tokens); shorter ones are
 never cached, and show nothing.
 """
 
@@ -113,7 +113,7 @@ def test_new_requests_read_no_kv_of_old_weights_that_running_ones_hold(
         assert_same(answer, expected)
         assert spans(answer) == [1]
     # The first reads its prompt, unless running ones have read it again; all others share that.
-    assert cached == [256 if recompute else 0, 256, 256]
+    assert cached == [288 if recompute else 0, 288, 288]
     assert all(spans(future.result()) == [0, 1] for future in running)
 
 
@@ -142,7 +142,9 @@ def test_blocks_that_a_request_fills_after_the_swap_on_top_of_old_kv_are_its_own
         checkpoints / "tied_A",
         schedule=scheduled((0, "first turn"), (10, "weights 1"), (220, "second turn")),
     )
-    first = ask(engine, SHORT, max_tokens=220, name="first turn")  # passes token 128 after the swap
+    first = ask(
+        engine, SHORT, max_tokens=220, name="first turn"
+    )  # fills blocks before and after the swap
     engine.load_weights(1, weights(checkpoints / "tied_B"))
     said = first.result(timeout=60)
     assert spans(said) == [0, 1]
@@ -178,7 +180,7 @@ def test_a_running_request_that_lost_its_blocks_for_lack_of_room_leaves_no_old_k
     engine = make_engine(checkpoints / "tied_A", schedule=scheduled(*entries))
     scheduler = engine._engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks() - 6)  # three for each, and each wants a fourth
+    pool.get_new_blocks(pool.get_num_free_blocks() - 24)  # twelve each, and each wants more
     lost, preempt = [], scheduler._preempt_request
 
     def note_lost(request, *args, **kwargs):
