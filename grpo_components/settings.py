@@ -157,6 +157,16 @@ class Timeouts(BaseModel):
     heartbeat_s: Seconds = 60.0
 
 
+class CpuThreads(BaseModel):
+    """Threads that torch may use in each process of a role; null: the cores over the roles."""
+
+    model_config = SECTION
+    trainer: Processes | None = None
+    generator: Processes | None = None
+    reference: Processes | None = None
+    reward_model: Processes | None = None
+
+
 class Settings(BaseModel):
     """A whole config; `config/reading.py` builds it, `config/preflight.py` checks it further."""
 
@@ -185,6 +195,7 @@ class Settings(BaseModel):
     gpus_per_generator: GpuShare = 1.0
     gpus_per_trainer: GpuShare = 1.0
     gpus_per_reference: GpuShare = 1.0
+    cpu_threads: CpuThreads = CpuThreads()
     rollouts_in_flight: Annotated[int, Field(ge=1, le=2**14)]  # each has a thread
     push_every_n_steps: Count
     pull_every_m_rollouts: Count

@@ -16,12 +16,14 @@ settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items):
-    """Start with the end-to-end runs, so that no worker is left with one at the end."""
+    """Start with the longest end-to-end runs, so that no worker is left with one at the end."""
 
-    def is_long(item):
-        return item.get_closest_marker("slow") or "tiny_policy" in item.fixturenames
+    def longest_first(item):
+        limit = item.get_closest_marker("timeout")
+        is_long = item.get_closest_marker("slow") or "tiny_policy" in item.fixturenames
+        return not is_long, -limit.args[0] if limit else 0
 
-    items.sort(key=lambda item: not is_long(item))
+    items.sort(key=longest_first)
 
 
 @pytest.fixture(scope="session")

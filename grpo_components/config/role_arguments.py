@@ -70,17 +70,24 @@ def role_arguments(
     """
     num_reward_models = int(cfg.reward_model.path is not None)
     num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
-    cpu_threads = max(1, available_cpus(cfg.replay_events) // num_roles)
+    share = max(1, available_cpus(cfg.replay_events) // num_roles)
+    threads = cfg.cpu_threads
     trainer, generator = stand_in_arguments(
         cfg,
-        _trainer(cfg, cpu_threads, contract, objective, rendezvous),
-        _generator(cfg, cpu_threads, stop_tokens, longest_prompt, Path(rendezvous).parent),
+        _trainer(cfg, threads.trainer or share, contract, objective, rendezvous),
+        _generator(
+            cfg,
+            threads.generator or share,
+            stop_tokens,
+            longest_prompt,
+            Path(rendezvous).parent,
+        ),
     )
     return RoleArguments(
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
-        reference=_reference(cfg, cpu_threads),
-        reward_model=_reward_model(cfg, cpu_threads),
+        reference=_reference(cfg, threads.reference or share),
+        reward_model=_reward_model(cfg, threads.reward_model or share),
         generator=generator,
     )
 

@@ -22,7 +22,9 @@ def test_ratios_are_those_of_the_runs_that_took_turns():
     def runs(*speeds, seconds):
         return [Measured(9.0, speed, {0.8: seconds}, 0.5) for speed in speeds]
 
-    text = table({"ours": runs(200.0, 900.0, seconds=10.0), "TRL": runs(100.0, 300.0, seconds=40.0)})
+    text = table(
+        {"ours": runs(200.0, 900.0, seconds=10.0), "TRL": runs(100.0, 300.0, seconds=40.0)}
+    )
     assert "samples per second: 2.50 (2.00..3.00) times" in text
     assert "time to 0.8: 4.00 (4.00..4.00) times" in text
     assert "not reached" in text

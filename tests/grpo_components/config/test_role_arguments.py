@@ -1,0 +1,29 @@
+"""Each role gets the threads that the config gives it, or its share of the cores."""
+
+import pytest
+
+from grpo_components.config import role_arguments
+from grpo_components.exchange.staleness import StalenessContract
+
+
+@pytest.mark.parametrize(
+    ("given", "trainer", "generator"),
+    [({}, 2, 2), ({"trainer": 5}, 5, 2), ({"trainer": 1, "generator": 7}, 1, 7)],
+)
+def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
+    settings_with, monkeypatch, given, trainer, generator
+):
+    monkeypatch.setattr(role_arguments, "available_cpus", lambda replay: 8)
+    cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
+    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+    roles = role_arguments.role_arguments(
+        cfg,
+        contract=contract,
+        objective=None,
+        num_references=1,
+        stop_tokens=[0],
+        longest_prompt=64,
+        rendezvous="/nowhere/trainers",
+    )
+    threads = [each["cpu_threads"] for each in (roles.trainer, roles.generator, roles.reference)]
+    assert threads == [trainer, generator, 2]
