@@ -204,9 +204,10 @@ def _files_of(name: str, roots: list[Path]) -> Iterator[Path]:
 
 def _is_users(path: Path) -> bool:
     """Whether a file is code of the user: not installed, and not of this package or its recipes."""
-    if path.suffix not in (".py", ".so") or not path.is_file():
+    if path.suffix not in (".py", ".so"):
         return False
-    return _is_users_folder((path.resolve() if path.is_symlink() else path.absolute()).parent)
+    real = path.resolve() if path.is_symlink() else path.absolute()
+    return _is_users_folder(real.parent) and path.is_file()
 
 
 @functools.cache  # thousands of modules are imported, from a few hundred folders

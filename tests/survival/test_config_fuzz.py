@@ -78,6 +78,8 @@ def recipe(tiny_policy, tmp_path_factory):
     module.build_cluster = NoCluster
     patched = pytest.MonkeyPatch()
     patched.setattr("datasets.load_dataset", no_hub)
+    # It depends on no value of the config, and looks at the 6,000 modules of this process.
+    patched.setattr("grpo_components.config.open_run.save_code", lambda *_: None)
     (folder / "home").mkdir()  # `~` is a path like any other, and this one is nobody's
     (folder / "home" / "mine").touch()
     patched.setenv("HOME", str(folder / "home"))
