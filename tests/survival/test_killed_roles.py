@@ -45,7 +45,7 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=1700,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
