@@ -8,8 +8,6 @@ import json
 import logging
 import math
 import os
-import secrets
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -18,13 +16,14 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
 from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
+from grpo_components.cluster.ray_start import start_ray
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
+from grpo_components.cluster.role_parents import RoleParents
 from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
@@ -91,37 +90,13 @@ class Cluster:
         self.temp_dir = make_temp_dir()
         self.rendezvous = self.temp_dir / "trainers"
         """File through which the trainer ranks find each other."""
+        self._parents = RoleParents(self.temp_dir, self._logs / "role_parent.log", note)
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
         if swept := sweep():
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
-        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        # A secret for this run; otherwise Ray writes one into the user's home folder.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # Ray prints a paragraph about every dead process, but the line of `note` is enough.
-        ray_worker.print_to_stdstream = lambda message, *_, **__: _LOG.info("%s", message)
-        # The only switch that makes all of Ray's processes listen on loopback only.
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=getattr(
-                    logging, "ERROR" if self._log_level == "WARNING" else self._log_level
-                ),
-                object_store_memory=self._object_store_memory,
-                _temp_dir=str(self.temp_dir),
-            )
-        except SystemExit:  # of the SIGTERM handler that Ray sets
-            signal.signal(signal.SIGTERM, on_sigterm)
-            signal.raise_signal(signal.SIGTERM)
-            raise
-        signal.signal(signal.SIGTERM, on_sigterm)
+        start_ray(self.temp_dir, self._log_level, self._object_store_memory)
 
     def spawn(
         self,
@@ -155,11 +130,14 @@ class Cluster:
         """
         log_file = str(self._logs / f"{name}.log")
         variables = _environment(cpu_threads) | (env or {})
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": variables}}
+        options = {"num_cpus": 0, "num_gpus": num_gpus}
         identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
-            host = ray.remote(RoleHost).options(**options).remote(*identity)
+            from_parent = {} if num_gpus else self._parents.variables(role_class, variables)
+            runtime_env = {"env_vars": variables | from_parent}
+            host = ray.remote(RoleHost).options(**options, runtime_env=runtime_env)
+            host = host.remote(*identity)
             count = {"restart_count": incarnation} if counts_restarts else {}
             return host, host.start.remote(role_class, kwargs | count)
 
@@ -329,6 +307,7 @@ class Cluster:
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
         for role in self.roles:
             role.kill()
+        self._parents.stop()
         try:
             ray.shutdown()
         finally:
