@@ -28,6 +28,7 @@ from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.event_order import EventOrder
+from grpo_components.replay.recorded_run import available_cpus
 from grpo_components.settings import Settings
 
 _LOOPBACK_ONLY = {
@@ -39,6 +40,8 @@ _LOOPBACK_ONLY = {
 _SHUTDOWN_KILL_S = 5.0
 """Seconds a stopped process may take to end before it is killed."""
 _HEARTBEAT_EVERY_S = 5.0
+_EARLY = ("torch", "torchtune", "torchrl")
+"""What most roles import, less Ray and what imports it."""
 _LOG = logging.getLogger("cluster")
 
 
@@ -61,6 +64,8 @@ class Cluster:
         events: event log; records restarts, and in a replay says when to restart which role.
         object_store_memory: bytes of shared memory for Ray's objects; more is spilled to disk.
             None lets Ray choose.
+        early_threads: `cpu_threads` of most roles: a parent for them imports what they need while
+            Ray starts. None starts each parent with its first role.
     """
 
     def __init__(
@@ -74,9 +79,10 @@ class Cluster:
         note: Callable[[str], None] = _LOG.warning,
         events: EventOrder | None = None,
         object_store_memory: int | None = None,
+        early_threads: int | None = None,
     ) -> None:
         self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
-        self._log_level, self._attempt = log_level, attempt
+        self._log_level, self._attempt, self._early_threads = log_level, attempt, early_threads
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._note, self._events = heartbeat_s, note, events or EventOrder()
         self._families: dict[str, Family] = {}
@@ -96,6 +102,8 @@ class Cluster:
         """Start Ray on this machine, private to this run."""
         if swept := sweep():
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
+        if self._early_threads is not None:
+            self._parents.start(_environment(self._early_threads), _EARLY)
         start_ray(self.temp_dir, self._log_level, self._object_store_memory)
 
     def spawn(
@@ -342,6 +350,8 @@ def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) ->
         ledger: ledger (account of all groups) of the run; its event log records restarts.
         note: function that shows a line to the user.
     """
+    num_roles = cfg.num_generators + cfg.num_trainers
+    threads = max(1, available_cpus(cfg.replay_events) // num_roles)
     return Cluster(
         Path(cfg.output_dir),
         cfg.log_level,
@@ -351,6 +361,7 @@ def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) ->
         note=note,
         events=ledger.events,
         object_store_memory=cfg.object_store_memory,
+        early_threads=threads if cfg.device == "cpu" else None,  # a GPU's roles are not forked
     )
 
 

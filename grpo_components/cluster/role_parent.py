@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ _WORKER_MODULES = (
 """What the process of every role imports."""
 _FIXED = ("RAY_", "OMP_", "MKL_", "OPENBLAS_")
 """Variables that libraries read only once: all roles of a parent must have the same values."""
+_NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Keeps pyarrow's allocator from starting a thread."""
 _REQUEST_S = 10.0
 """Longest wait for a request to arrive whole, in seconds."""
 
@@ -43,10 +46,16 @@ class RoleParent:
         name: name of the parent, unique in the run.
         log_file: file for what the parent writes.
         environment: environment variables that libraries read when they are loaded.
+        early: modules to import at once; none may import Ray.
     """
 
     def __init__(
-        self, folder: Path, name: str, log_file: Path, environment: dict[str, str]
+        self,
+        folder: Path,
+        name: str,
+        log_file: Path,
+        environment: dict[str, str],
+        early: Sequence[str] = (),
     ) -> None:
         self.address = str(folder / name)
         with socket.socket(socket.AF_UNIX) as listener, log_file.open("a") as log:
@@ -55,9 +64,10 @@ class RoleParent:
             self._life, its_end = socket.socketpair()
             with its_end:
                 descriptors = (listener.fileno(), its_end.fileno())
+                options = json.dumps({"path": sys.path, "early": list(early)})
                 # A session of its own, so that Ctrl-C reaches the driver only.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", __file__, *map(str, descriptors), json.dumps(sys.path)],
+                    [sys.executable, "-P", __file__, *map(str, descriptors), options],
                     env=os.environ | environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -80,17 +90,18 @@ class RoleParent:
         self._life.close()
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive a request, and the descriptors for the worker's stdin, stdout and stderr."""
+def _receive(connection: socket.socket, descriptors: list[int]) -> dict[str, Any]:
+    """Receive a request; add the descriptors for the worker's stdin, stdout and stderr."""
     connection.settimeout(_REQUEST_S)
-    header, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+    header, received, _, _ = socket.recv_fds(connection, 8, 3)
+    descriptors += received
     size, body = int.from_bytes(header, "big"), b""
     while len(body) < size:
         part = connection.recv(size - len(body))
         if not part:
             raise ConnectionError("the request ends early")
         body += part
-    return json.loads(body), descriptors
+    return json.loads(body)
 
 
 def _fixed(environment: dict[str, str]) -> dict[str, str]:
@@ -106,20 +117,27 @@ def _prepare(request: dict[str, Any], fixed: dict[str, str]) -> str:
     fixed.update(_fixed(environment))
     os.environ.clear()
     os.environ.update(environment)
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts one otherwise
+    os.environ.update(_NO_THREAD)
+    if failed := _import((*_WORKER_MODULES, environment.get("GRPO_ROLE_MODULE", ""))):
+        return failed
+    threads = os.listdir("/proc/self/task") if sys.platform == "linux" else [""]
+    return f"it has {len(threads)} threads" if len(threads) > 1 else ""
+
+
+def _import(modules: Iterable[str]) -> str:
+    """Import modules; return which failed, and why."""
     gc.disable()  # it takes a fifth of an import's time
     try:
-        for module in (*_WORKER_MODULES, environment.get("GRPO_ROLE_MODULE")):
-            if module:
+        for module in filter(None, modules):
+            try:
                 importlib.import_module(module)
-    # Whatever it is, the role's own process meets it again, and says so as the role's error.
-    except (Exception, SystemExit) as error:
-        return f"the import of {module} failed: {type(error).__name__}: {error}"
+            # Whatever it is, the role's own process meets it again, and says so as its error.
+            except (Exception, SystemExit) as error:
+                return f"the import of {module} failed: {type(error).__name__}: {error}"
     finally:
         gc.freeze()  # children would copy every page that a collection touches
         gc.enable()
-    threads = os.listdir("/proc/self/task") if sys.platform == "linux" else [""]
-    return f"it has {len(threads)} threads" if len(threads) > 1 else ""
+    return ""
 
 
 def _serve(listener: socket.socket, life: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -136,7 +154,7 @@ def _serve(listener: socket.socket, life: socket.socket) -> tuple[dict[str, Any]
         connection, _ = listener.accept()
         descriptors: list[int] = []
         try:
-            request, descriptors = _receive(connection)
+            request = _receive(connection, descriptors)
             refused = _prepare(request, fixed)
             if _has_left(connection):
                 continue
@@ -189,17 +207,23 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def main(listener: int, life: int, module_path: str) -> None:
+def main(listener: int, life: int, options: str) -> None:
     """Run the parent; returns when the driver has ended.
 
     Args:
         listener: descriptor of the socket on which it listens.
         life: descriptor of a socket that the driver closes, at the latest by its end.
-        module_path: the driver's `sys.path`, as JSON.
+        options: JSON of the driver's `sys.path` as `path`, and of the modules to import at once
+            as `early`.
     """
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s: %(message)s")
-    sys.path += [folder for folder in json.loads(module_path) if folder not in sys.path]
+    given = json.loads(options)
+    sys.path += [folder for folder in given["path"] if folder not in sys.path]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
+    os.environ.update(_NO_THREAD)
+    if failed := _import(given["early"]):
+        _LOG.warning("%s", failed)
+    assert "ray" not in sys.modules, "it would read its settings before Ray has started"
     forked = _serve(socket.socket(fileno=listener), socket.socket(fileno=life))
     if forked is not None:
         _become(*forked)

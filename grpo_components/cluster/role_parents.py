@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_components.cluster.role_parent import RoleParent
@@ -25,6 +25,18 @@ class RoleParents:
         self._parents: dict[str, RoleParent] = {}
         self._lost: set[str] = set()
 
+    def start(self, environment: dict[str, str], early: Sequence[str] = ()) -> None:
+        """Start a parent.
+
+        Args:
+            environment: environment variables of its roles.
+            early: modules to import before the first role asks; none may import Ray.
+        """
+        loaded = {name: environment[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
+        threads = environment["OMP_NUM_THREADS"]
+        log_file, name = self._log_file, f"parent_{threads}"
+        self._parents[threads] = RoleParent(self._folder, name, log_file, loaded, early)
+
     def variables(self, role_class: str, environment: dict[str, str]) -> dict[str, str]:
         """Return the variables that make `setup_worker` fork a role; empty if no parent is left.
 
@@ -35,9 +47,7 @@ class RoleParents:
         """
         threads = environment["OMP_NUM_THREADS"]
         if threads not in self._parents:
-            loaded = {name: environment[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
-            name = f"parent_{threads}"
-            self._parents[threads] = RoleParent(self._folder, name, self._log_file, loaded)
+            self.start(environment)
         parent = self._parents[threads]
         if not parent.lives():
             if threads not in self._lost:

@@ -95,8 +95,9 @@ def test_a_forked_worker_is_what_the_raylet_would_have_started(folder, parent):
     assert first["random"][0] != second["random"][0] and first["random"][1] != second["random"][1]
 
 
-def test_a_parent_of_all_our_roles_has_one_thread_and_keeps_no_zombie(folder, parent):
+def test_a_parent_of_all_our_roles_has_one_thread_and_keeps_no_zombie(folder):
     """Else it would refuse to fork: other threads' locks stay locked in a fork."""
+    parent = RoleParent(folder, "early", folder / "log", SAME, ("torch", "torchtune", "torchrl"))
     roles = ("training.trainer", "rollout.generator", "exchange.parameter_server")
     for role in roles:
         module = f"grpo_components.{role}"
@@ -104,6 +105,8 @@ def test_a_parent_of_all_our_roles_has_one_thread_and_keeps_no_zombie(folder, pa
         assert json.loads(answer.stdout)["parent"] == parent.pid, (folder / "log").read_text()
     assert psutil.Process(parent.pid).num_threads() == 1
     assert not psutil.wait_procs(psutil.Process(parent.pid).children(), WAIT_S)[1]
+    parent.stop()
+    psutil.Process(parent.pid).wait(WAIT_S)
 
 
 def test_a_worker_that_cannot_be_forked_imports_by_itself_and_says_why(folder, parent):
