@@ -142,6 +142,8 @@ class Cluster:
         identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
+            if num_gpus:  # a library may touch CUDA at its import, which no fork survives
+                _LOG.info("%s has a GPU: it is not forked, and imports by itself", name)
             from_parent = {} if num_gpus else self._parents.variables(role_class, variables)
             runtime_env = {"env_vars": variables | from_parent}
             host = ray.remote(RoleHost).options(**options, runtime_env=runtime_env)

@@ -47,7 +47,7 @@ def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -
     parameters = partial(
         parameter.RayParams,
         no_monitor=True,
-        include_log_monitor=False,
+        include_log_monitor=False,  # pyright: ignore[reportArgumentType] a wrong annotation of Ray
         setup_worker_path=str(Path(__file__).with_name("setup_worker.py")),
     )
     on_sigterm = signal.getsignal(signal.SIGTERM)

@@ -86,7 +86,9 @@ class RoleParent:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Tell the parent to end; roles that it forked go on."""
+        """End the parent, even while it imports; roles that it forked go on."""
+        self._process.kill()
+        self._process.wait()
         self._life.close()
 
 
@@ -156,7 +158,7 @@ def _serve(listener: socket.socket, life: socket.socket) -> tuple[dict[str, Any]
         try:
             request = _receive(connection, descriptors)
             refused = _prepare(request, fixed)
-            if _has_left(connection):
+            if _has_left(connection) or _has_left(life):
                 continue
             pid = 0 if refused else os.fork()
             if not refused and not pid:

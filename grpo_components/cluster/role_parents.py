@@ -62,6 +62,6 @@ class RoleParents:
         return {SOCKET_VARIABLE: parent.address, **imported}
 
     def stop(self) -> None:
-        """Tell all parents to end."""
+        """End all parents."""
         for parent in self._parents.values():
             parent.stop()

@@ -59,12 +59,12 @@ def parent(folder):
     parent = RoleParent(folder, "parent", folder / "log", SAME | {"ONLY_PARENT": "1"})
     yield parent
     parent.stop()
-    psutil.Process(parent.pid).wait(WAIT_S)
+    assert not psutil.pid_exists(parent.pid)
 
 
-def launch(folder, address, *arguments, out=subprocess.PIPE, **variables):
+def launch(folder, address, *arguments, variables=None, out=subprocess.PIPE):
     """Run the launcher as the raylet does; with pipes, this waits for the worker to end."""
-    context = {"env_vars": {setup_worker.SOCKET_VARIABLE: address, **variables}}
+    context = {"env_vars": {setup_worker.SOCKET_VARIABLE: address, **(variables or {})}}
     options = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(context)}"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return subprocess.run(
@@ -80,7 +80,9 @@ def launch(folder, address, *arguments, out=subprocess.PIPE, **variables):
 
 
 def test_a_forked_worker_is_what_the_raylet_would_have_started(folder, parent):
-    one, two = (launch(folder, parent.address, "--x=1", GIVEN=given) for given in "ab")
+    one, two = (
+        launch(folder, parent.address, "--x=1", variables={"GIVEN": given}) for given in "ab"
+    )
     assert one.stderr == "to stderr"
     first, second = json.loads(one.stdout), json.loads(two.stdout)
     assert first["argv"] == [str(folder / "default_worker.py"), "--x=1"]
@@ -101,24 +103,27 @@ def test_a_parent_of_all_our_roles_has_one_thread_and_keeps_no_zombie(folder):
     roles = ("training.trainer", "rollout.generator", "exchange.parameter_server")
     for role in roles:
         module = f"grpo_components.{role}"
-        answer = launch(folder, parent.address, **{setup_worker.MODULE_VARIABLE: module})
+        answer = launch(folder, parent.address, variables={setup_worker.MODULE_VARIABLE: module})
         assert json.loads(answer.stdout)["parent"] == parent.pid, (folder / "log").read_text()
     assert psutil.Process(parent.pid).num_threads() == 1
     assert not psutil.wait_procs(psutil.Process(parent.pid).children(), WAIT_S)[1]
     parent.stop()
-    psutil.Process(parent.pid).wait(WAIT_S)
+    assert not psutil.pid_exists(parent.pid)
 
 
 def test_a_worker_that_cannot_be_forked_imports_by_itself_and_says_why(folder, parent):
     """The errors of its role are then those of its own process."""
-    launch(folder, parent.address, RAY_JOB_ID="1")
+    launch(folder, parent.address, variables={"RAY_JOB_ID": "1"})
     module = {setup_worker.MODULE_VARIABLE: "grpo_components.no_such_module"}
     for variables, why in [(module, "no_such_module"), ({"RAY_JOB_ID": "2"}, "RAY_JOB_ID")]:
-        done = launch(folder, parent.address, **variables)
+        done = launch(folder, parent.address, variables=variables)
         assert done.stdout == "its own" and why in done.stderr
     done = launch(folder, str(folder / "nowhere"))
     assert done.stdout == "its own" and "nowhere" in done.stderr
-    assert json.loads(launch(folder, parent.address, RAY_JOB_ID="1").stdout)["parent"] == parent.pid
+    assert (
+        json.loads(launch(folder, parent.address, variables={"RAY_JOB_ID": "1"}).stdout)["parent"]
+        == parent.pid
+    )
 
 
 def test_a_launcher_that_has_ended_gets_no_worker(folder, parent):
