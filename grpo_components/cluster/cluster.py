@@ -123,9 +123,8 @@ class Cluster:
         """Start the process of one role, without waiting for it; `ready` waits.
 
         Args:
-            name: name of the role, e.g. generator_0; roles that differ in the number only are a
-                family.
-            role_class: dotted path of the role's class, imported in the new process only.
+            name: name of the role, e.g. generator_0; its family is `generator`.
+            role_class: dotted path of the role's class, never imported in this process.
             cpu_threads: threads that torch may use in the process.
             num_gpus: number of GPUs, or the share of one.
             env: further environment variables of the process.
@@ -138,16 +137,13 @@ class Cluster:
         """
         log_file = str(self._logs / f"{name}.log")
         variables = _environment(cpu_threads) | (env or {})
-        options = {"num_cpus": 0, "num_gpus": num_gpus}
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus}
         identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
-            if num_gpus:  # a library may touch CUDA at its import, which no fork survives
-                _LOG.info("%s has a GPU: it is not forked, and imports by itself", name)
-            from_parent = {} if num_gpus else self._parents.variables(role_class, variables)
-            runtime_env = {"env_vars": variables | from_parent}
-            host = ray.remote(RoleHost).options(**options, runtime_env=runtime_env)
-            host = host.remote(*identity)
+            from_parent = self._parents.variables(role_class, variables, num_gpus)
+            options["runtime_env"] = {"env_vars": variables | from_parent}
+            host = ray.remote(RoleHost).options(**options).remote(*identity)
             count = {"restart_count": incarnation} if counts_restarts else {}
             return host, host.start.remote(role_class, kwargs | count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from grpo_components.cluster.role_parent import RoleParent
 from grpo_components.cluster.setup_worker import MODULE_VARIABLE, SOCKET_VARIABLE
 
 _OURS = "grpo_components."
+_LOG = logging.getLogger("cluster")
 
 
 class RoleParents:
@@ -37,14 +39,21 @@ class RoleParents:
         log_file, name = self._log_file, f"parent_{threads}"
         self._parents[threads] = RoleParent(self._folder, name, log_file, loaded, early)
 
-    def variables(self, role_class: str, environment: dict[str, str]) -> dict[str, str]:
-        """Return the variables that make `setup_worker` fork a role; empty if no parent is left.
+    def variables(
+        self, role_class: str, environment: dict[str, str], num_gpus: float = 0
+    ) -> dict[str, str]:
+        """Return the variables that make `setup_worker` fork a role; none if it starts alone.
 
         Args:
             role_class: dotted path of the role's class. The parent imports the package's own
                 modules only: a user's may start threads, or count on a process of its own.
             environment: environment variables of the role.
+            num_gpus: GPUs of the role. A library may touch CUDA when it is imported, which no fork
+                survives: a role with a GPU starts alone.
         """
+        if num_gpus:
+            _LOG.info("%s has a GPU: it is not forked, and imports by itself", role_class)
+            return {}
         threads = environment["OMP_NUM_THREADS"]
         if threads not in self._parents:
             self.start(environment)

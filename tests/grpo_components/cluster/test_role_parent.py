@@ -154,6 +154,7 @@ def test_roles_go_on_without_their_parent_and_import_by_themselves(folder):
     assert of_user == {setup_worker.SOCKET_VARIABLE: address}  # its module is not imported early
     other = parents.variables(role[0], SAME | {"OMP_NUM_THREADS": "2"})
     assert other[setup_worker.SOCKET_VARIABLE] != address
+    assert parents.variables(*role, num_gpus=0.5) == {}  # a fork does not survive CUDA
     with (folder / "out").open("w") as out:
         launch(folder, address, "waits", out=out)
     parent, _ = sorted(psutil.Process().children(), key=lambda each: each.create_time())[-2:]
