@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def _prepare(request: dict[str, Any], fixed: dict[str, str]) -> str:
     fixed.update(_fixed(environment))
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # Python keeps the folder that it found first
     os.environ.update(_NO_THREAD)
     if failed := _import((*_WORKER_MODULES, environment.get("GRPO_ROLE_MODULE", ""))):
         return failed

@@ -15,11 +15,12 @@ from grpo_components.cluster.role_parent import RoleParent
 from grpo_components.cluster.role_parents import RoleParents
 
 WORKER = """
-import json, os, random, signal, sys
+import json, os, random, signal, sys, tempfile
 import numpy
 sys.stdout.write(json.dumps({
     "argv": sys.argv, "cwd": os.getcwd(), "pid": os.getpid(), "parent": os.getppid(),
-    "given": os.environ.get("GIVEN"), "only_parent": os.environ.get("ONLY_PARENT"),
+    "tmp": tempfile.gettempdir(), "given": os.environ.get("GIVEN"),
+    "only_parent": os.environ.get("ONLY_PARENT"),
     "threads": len(os.listdir("/proc/self/task")), "session": os.getsid(0),
     "name": __name__, "imported": "grpo_components.cluster.role_host" in sys.modules,
     "random": [random.random(), float(numpy.random.rand())],
@@ -89,6 +90,8 @@ def test_a_forked_worker_is_what_the_raylet_would_have_started(folder, parent):
     assert first["cwd"] == str(folder / "work") and first["name"] == "__main__"
     assert (first["given"], second["given"]) == ("a", "b")
     assert first["only_parent"] is None
+    given = launch(folder, parent.address, variables={"TMPDIR": str(folder / "work")})
+    assert json.loads(given.stdout)["tmp"] == str(folder / "work")
     assert first["parent"] == second["parent"] == parent.pid
     assert first["session"] == first["pid"]
     assert first["imported"] and all(first["handlers"])
