@@ -8,8 +8,6 @@ import json
 import logging
 import math
 import os
-import secrets
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -18,17 +16,19 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
 from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
+from grpo_components.cluster.ray_start import start_ray
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
+from grpo_components.cluster.role_parents import RoleParents
 from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.event_order import EventOrder
+from grpo_components.replay.recorded_run import available_cpus
 from grpo_components.settings import Settings
 
 _LOOPBACK_ONLY = {
@@ -40,6 +40,8 @@ _LOOPBACK_ONLY = {
 _SHUTDOWN_KILL_S = 5.0
 """Seconds a stopped process may take to end before it is killed."""
 _HEARTBEAT_EVERY_S = 5.0
+_EARLY = ("torch", "torchtune", "torchrl")
+"""What most roles import, less Ray and what imports it."""
 _LOG = logging.getLogger("cluster")
 
 
@@ -62,6 +64,8 @@ class Cluster:
         events: event log; records restarts, and in a replay says when to restart which role.
         object_store_memory: bytes of shared memory for Ray's objects; more is spilled to disk.
             None lets Ray choose.
+        early_threads: `cpu_threads` of most roles: a parent for them imports what they need while
+            Ray starts. None starts each parent with its first role.
     """
 
     def __init__(
@@ -75,9 +79,10 @@ class Cluster:
         note: Callable[[str], None] = _LOG.warning,
         events: EventOrder | None = None,
         object_store_memory: int | None = None,
+        early_threads: int | None = None,
     ) -> None:
         self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
-        self._log_level, self._attempt = log_level, attempt
+        self._log_level, self._attempt, self._early_threads = log_level, attempt, early_threads
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._note, self._events = heartbeat_s, note, events or EventOrder()
         self._families: dict[str, Family] = {}
@@ -91,37 +96,15 @@ class Cluster:
         self.temp_dir = make_temp_dir()
         self.rendezvous = self.temp_dir / "trainers"
         """File through which the trainer ranks find each other."""
+        self._parents = RoleParents(self.temp_dir, self._logs / "role_parent.log", note)
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
         if swept := sweep():
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
-        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        # A secret for this run; otherwise Ray writes one into the user's home folder.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # Ray prints a paragraph about every dead process, but the line of `note` is enough.
-        ray_worker.print_to_stdstream = lambda message, *_, **__: _LOG.info("%s", message)
-        # The only switch that makes all of Ray's processes listen on loopback only.
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=getattr(
-                    logging, "ERROR" if self._log_level == "WARNING" else self._log_level
-                ),
-                object_store_memory=self._object_store_memory,
-                _temp_dir=str(self.temp_dir),
-            )
-        except SystemExit:  # of the SIGTERM handler that Ray sets
-            signal.signal(signal.SIGTERM, on_sigterm)
-            signal.raise_signal(signal.SIGTERM)
-            raise
-        signal.signal(signal.SIGTERM, on_sigterm)
+        if self._early_threads is not None:
+            self._parents.start(_environment(self._early_threads), _EARLY)
+        start_ray(self.temp_dir, self._log_level, self._object_store_memory)
 
     def spawn(
         self,
@@ -140,9 +123,8 @@ class Cluster:
         """Start the process of one role, without waiting for it; `ready` waits.
 
         Args:
-            name: name of the role, e.g. generator_0; roles that differ in the number only are a
-                family.
-            role_class: dotted path of the role's class, imported in the new process only.
+            name: name of the role, e.g. generator_0; its family is `generator`.
+            role_class: dotted path of the role's class, never imported in this process.
             cpu_threads: threads that torch may use in the process.
             num_gpus: number of GPUs, or the share of one.
             env: further environment variables of the process.
@@ -155,10 +137,12 @@ class Cluster:
         """
         log_file = str(self._logs / f"{name}.log")
         variables = _environment(cpu_threads) | (env or {})
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": variables}}
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus}
         identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
+            from_parent = self._parents.variables(role_class, variables, num_gpus)
+            options["runtime_env"] = {"env_vars": variables | from_parent}
             host = ray.remote(RoleHost).options(**options).remote(*identity)
             count = {"restart_count": incarnation} if counts_restarts else {}
             return host, host.start.remote(role_class, kwargs | count)
@@ -329,6 +313,7 @@ class Cluster:
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
         for role in self.roles:
             role.kill()
+        self._parents.stop()
         try:
             ray.shutdown()
         finally:
@@ -363,6 +348,8 @@ def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) ->
         ledger: ledger (account of all groups) of the run; its event log records restarts.
         note: function that shows a line to the user.
     """
+    num_roles = cfg.num_generators + cfg.num_trainers
+    threads = max(1, available_cpus(cfg.replay_events) // num_roles)
     return Cluster(
         Path(cfg.output_dir),
         cfg.log_level,
@@ -372,6 +359,7 @@ def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) ->
         note=note,
         events=ledger.events,
         object_store_memory=cfg.object_store_memory,
+        early_threads=threads if cfg.device == "cpu" else None,  # a GPU's roles are not forked
     )
 
 

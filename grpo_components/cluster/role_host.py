@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,11 +77,11 @@ class RoleHost:
             kwargs: arguments of the class.
 
         Returns:
-            `pid` and `node` of this process.
+            `pid` and `node` of this process, and its folder for temporary files as `tmp`.
         """
         with named_failure(self._name, self._log_file, "start"):
             await self._in_lane("main", self._build, role_class, kwargs)
-        return {"pid": os.getpid(), "node": socket.gethostname()}
+        return {"pid": os.getpid(), "node": socket.gethostname(), "tmp": tempfile.gettempdir()}
 
     def _build(self, role_class: str, kwargs: dict[str, Any]) -> None:
         module, _, name = role_class.rpartition(".")

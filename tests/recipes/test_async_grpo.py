@@ -196,8 +196,7 @@ def assert_loopback_only(process):
 def assert_temporary_files_are_the_runs(process, output_dir):
     """Those of a generator, which may be killed at any time, lie in the folder that is removed."""
     started = records(output_dir / "logs" / "roles.jsonl")
-    pids = [record["pid"] for record in started if record["role"].startswith("generator")]
-    folders = {psutil.Process(pid).environ()["TMPDIR"] for pid in pids}
+    folders = {record["tmp"] for record in started if record["role"].startswith("generator")}
     assert [Path(folder) for folder in folders] == temporary_files(process.pid)[:1]
 
 
