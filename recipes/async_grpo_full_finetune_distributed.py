@@ -141,7 +141,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.records = open_run(
             cfg, self.ledger, prompts, self.temperature, dataset, held_out, __file__
         )
-        self.cluster = build_cluster(cfg, self.ledger, self.records.log.note)
+        self.cluster = build_cluster(
+            cfg, objective.needs_reference, self.ledger, self.records.log.note
+        )
         self.cluster.start()
         longest = max(dataset.max_prompt_length, held_out.max_prompt_length)
         self.roles = start_roles(

@@ -340,16 +340,32 @@ def _environment(cpu_threads: int) -> dict[str, str]:
     }
 
 
-def build_cluster(cfg: Settings, ledger: Ledger, note: Callable[[str], None]) -> Cluster:
+def threads_of(cfg: Settings, role: str, num_references: int) -> int:
+    """Return the threads that torch gets in each process of a role.
+
+    Args:
+        cfg: config, checked by preflight.
+        role: trainer, generator, reference or reward_model.
+        num_references: number of references that will be started.
+    """
+    num_reward_models = int(cfg.reward_model.path is not None)
+    num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
+    share = max(1, available_cpus(cfg.replay_events) // num_roles)
+    return getattr(cfg.cpu_threads, role) or share
+
+
+def build_cluster(
+    cfg: Settings, needs_reference: bool, ledger: Ledger, note: Callable[[str], None]
+) -> Cluster:
     """Build the cluster from the config.
 
     Args:
         cfg: config, checked by preflight.
+        needs_reference: whether the run starts references.
         ledger: ledger (account of all groups) of the run; its event log records restarts.
         note: function that shows a line to the user.
     """
-    num_roles = cfg.num_generators + cfg.num_trainers
-    threads = max(1, available_cpus(cfg.replay_events) // num_roles)
+    threads = threads_of(cfg, "trainer", cfg.num_references * needs_reference)
     return Cluster(
         Path(cfg.output_dir),
         cfg.log_level,

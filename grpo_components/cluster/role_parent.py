@@ -31,10 +31,10 @@ _WORKER_MODULES = (
     "grpo_components.cluster.role_host",
 )
 """What the process of every role imports."""
-_FIXED = ("RAY_", "OMP_", "MKL_", "OPENBLAS_")
+_FIXED = ("RAY_", "OMP_", "MKL_")
 """Variables that libraries read only once: all roles of a parent must have the same values."""
-_NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Keeps pyarrow's allocator from starting a thread."""
+_NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
+"""Keeps pyarrow's allocator and numpy from starting threads when they are imported."""
 _REQUEST_S = 10.0
 """Longest wait for a request to arrive whole, in seconds."""
 
@@ -199,6 +199,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    for name in _NO_THREAD:  # programs that the role starts get what the role was given
+        os.environ.pop(name, None)
+    os.environ.update(request["env"])
     os.chdir(request["cwd"])
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["max_files"]))
     if request["oom_score"]:

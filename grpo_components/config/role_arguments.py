@@ -10,12 +10,12 @@ from typing import Any
 
 from torchtune import config
 
-from grpo_components.cluster.cluster import engine_environment
+from grpo_components.cluster.cluster import engine_environment, threads_of
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
-from grpo_components.replay.recorded_run import available_cpus, run_folder, stall_limit_s
+from grpo_components.replay.recorded_run import run_folder, stall_limit_s
 from grpo_components.rewards.pool import reward_specs
 from grpo_components.rollout.generator_options import (
     EngineOptions,
@@ -68,26 +68,18 @@ def role_arguments(
         longest_prompt: length of the longest prompt of all data sets, in tokens.
         rendezvous: file through which the trainer ranks find each other.
     """
-    num_reward_models = int(cfg.reward_model.path is not None)
-    num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
-    share = max(1, available_cpus(cfg.replay_events) // num_roles)
-    threads = cfg.cpu_threads
+    threads = partial(threads_of, cfg, num_references=num_references)
+    scratch = Path(rendezvous).parent
     trainer, generator = stand_in_arguments(
         cfg,
-        _trainer(cfg, threads.trainer or share, contract, objective, rendezvous),
-        _generator(
-            cfg,
-            threads.generator or share,
-            stop_tokens,
-            longest_prompt,
-            Path(rendezvous).parent,
-        ),
+        _trainer(cfg, threads("trainer"), contract, objective, rendezvous),
+        _generator(cfg, threads("generator"), stop_tokens, longest_prompt, scratch),
     )
     return RoleArguments(
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
-        reference=_reference(cfg, threads.reference or share),
-        reward_model=_reward_model(cfg, threads.reward_model or share),
+        reference=_reference(cfg, threads("reference")),
+        reward_model=_reward_model(cfg, threads("reward_model")),
         generator=generator,
     )
 

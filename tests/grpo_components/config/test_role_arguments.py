@@ -13,7 +13,7 @@ from grpo_components.exchange.staleness import StalenessContract
 def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
     settings_with, monkeypatch, given, trainer, generator
 ):
-    monkeypatch.setattr(role_arguments, "available_cpus", lambda replay: 8)
+    monkeypatch.setattr("grpo_components.cluster.cluster.available_cpus", lambda replay: 8)
     cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
     contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
     roles = role_arguments.role_arguments(
