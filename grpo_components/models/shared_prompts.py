@@ -66,7 +66,14 @@ class Layout(NamedTuple):
 
     def to(self, device: torch.device) -> Layout:
         """Return the same layout on a device."""
-        blocks = [Block(*(x if x is None else x.to(device) for x in b)) for b in self.blocks]
+        blocks = [
+            Block(
+                block.queries.to(device),
+                block.keys.to(device),
+                None if block.mask is None else block.mask.to(device),
+            )
+            for block in self.blocks
+        ]
         return Layout(tuple(blocks), self.places.to(device))
 
 
@@ -176,7 +183,8 @@ def _layout(
         real = queries >= 0
         places[queries[real]] = np.arange(outputs, outputs + n * width).reshape(n, width)[real]
         outputs += n * width
-        blocks.append(Block(*(torch.from_numpy(x.clip(0)) for x in (queries, keys)), mask))
+        tokens = [torch.from_numpy(indices.clip(0)) for indices in (queries, keys)]
+        blocks.append(Block(tokens[0], tokens[1], mask))
     return Layout(tuple(blocks), torch.from_numpy(places))
 
 
