@@ -31,6 +31,7 @@ from torch.nn.functional import log_softmax
 from torchtune.models.qwen2 import qwen2
 
 from grpo_components.models.logprobs import ResponseLogprobs, TokenBatch, token_batch
+from grpo_components.models.shared_prompts import share_prompts
 from grpo_components.trajectory import Trajectory
 
 VOCABULARIES = (4096, 32768, 151936)
@@ -108,12 +109,14 @@ def build_pass(setting: Setting, chunk: int | None) -> Callable[[TokenBatch], tu
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)
+    share_prompts(model)
     ours = None if chunk is None else ResponseLogprobs(model, chunk_tokens=chunk)
 
     def logprobs(batch: TokenBatch) -> Tensor:
         if ours is not None:
             return ours(batch)[0]
-        everywhere = log_softmax(model(batch.tokens), dim=-1).flatten(0, 1)
+        logits = model(batch.tokens, mask=batch.layout, input_pos=batch.input_pos)
+        everywhere = log_softmax(logits, dim=-1).flatten(0, 1)
         return everywhere[batch.positions, batch.targets]
 
     def run(batch: TokenBatch) -> tuple[float, float]:

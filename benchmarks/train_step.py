@@ -5,7 +5,7 @@
 One step is forward, loss, backward and optimizer on one rank. The baseline is `padded_baseline.py`.
 With `--model qwen2_5_0_5b` (or another) or `--alone`, only our trainer is measured:
 
-    python benchmarks/train_step.py --device cuda --dtype bf16 --model qwen2_5_3b --packing \
+    python benchmarks/train_step.py --device cuda --dtype bf16 --model qwen2_5_3b \
         --compile --sequences 64 --longest-response 1024 --tokens-per-micro-batch 16384
 """
 
@@ -46,6 +46,7 @@ from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.loading import DTYPES, load_sharded_model
+from grpo_components.models.logprobs import parts_of, token_batch
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.objective.aggregation import TokenMean
@@ -93,7 +94,6 @@ class Setting:
     longest_response: int = 256
     tokens_per_micro_batch: int = 1024
     logprob_chunk_tokens: int = 1024
-    packing: bool = False
     compile: bool = False
     activation_checkpointing: bool = False
 
@@ -197,8 +197,8 @@ def all_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
 
 def our_plan(setting: Setting, trajectories: Sequence[Trajectory]) -> list[list[int]]:
     """The trainer's micro-batches, as lists of indices."""
-    lengths, budget = all_lengths(trajectories), setting.tokens_per_micro_batch
-    return plan_micro_batches(lengths, lengths, 1, budget, packed=setting.packing)[0]
+    budget = setting.tokens_per_micro_batch
+    return plan_micro_batches(parts_of(trajectories), lambda tokens, _: tokens, 1, budget)[0]
 
 
 # ---- the two trainers ---------------------------------------------------------------------------
@@ -247,7 +247,6 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
             ppo_epochs=1,
             updates_per_batch=1,
             tokens_per_micro_batch=setting.tokens_per_micro_batch,
-            packing=setting.packing,
             contract=NEVER_STALE,
             mask_overlong=False,
         ),
@@ -419,15 +418,13 @@ def batch_line(setting: Setting) -> str:
     trajectories, _ = ragged_batch(setting)
     lengths, plan = all_lengths(trajectories), our_plan(setting, trajectories)
     trained = sum(len(t.response_ids) for t in trajectories)
-    ours = sum(len(members) * max(lengths[i] for i in members) for members in plan)
-    if setting.packing:
-        ours = len(plan) * setting.tokens_per_micro_batch
+    ours = sum(token_batch([trajectories[i] for i in members]).tokens.numel() for members in plan)
     columns = max(len(t.prompt_ids) for t in trajectories) + max(
         len(t.response_ids) for t in trajectories
     )
     return (
         f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in "
-        f"all, {trained} trained; {len(plan)} micro-batches. With padding: ours {ours} tokens, "
+        f"all, {trained} trained; {len(plan)} micro-batches. Computed: ours {ours} tokens, "
         f"padded to the longest {len(lengths) * columns}."
     )
 
@@ -440,7 +437,7 @@ def alone_table(setting: Setting, repeats: int) -> str:
         timing, metrics = in_child(run_alone, setting, folder, repeats)
     trajectories, _ = ragged_batch(setting)
     mfu = metrics["throughput/mfu"]
-    flags = ("packing", "compile", "activation_checkpointing")
+    flags = ("compile", "activation_checkpointing")
     row = [
         setting.model,
         setting.dtype,
@@ -467,7 +464,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default.device)
     parser.add_argument("--dtype", choices=list(DTYPES), default=default.dtype)
-    for flag in ("packing", "compile", "activation-checkpointing"):
+    for flag in ("compile", "activation-checkpointing"):
         parser.add_argument(f"--{flag}", action="store_true")
     for name in (
         "sequences",

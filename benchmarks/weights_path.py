@@ -145,7 +145,6 @@ class TrainerSide:
                 ppo_epochs=1,
                 updates_per_batch=1,
                 tokens_per_micro_batch=512,
-                packing=False,
                 contract=StalenessContract(0, 1),
                 mask_overlong=False,
             ),

@@ -247,7 +247,6 @@ class Settings(BaseModel):
     object_store_memory: Annotated[int, Field(ge=75 * 2**20, le=2**50)] | None = None  # bytes
     max_skipped_steps: Count = 10  # in a row
     max_generator_kl: Annotated[float, Field(gt=0, le=1e3)] | None = None  # null: depends on dtype
-    packing: bool = False
     keep_last_n: Count | None = None
     keep_best: Text | None = None  # a metric: eval/success_rate, eval/pass_at_4, ...
     async_checkpoint: bool = False

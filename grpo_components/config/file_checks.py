@@ -71,10 +71,6 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
     if engine.max_model_len is not None and engine.max_model_len > positions:
         problem = f"{engine.max_model_len} given, and the model has {positions} positions"
         fail("generator.max_model_len", problem, f"at most {positions}")
-    row = positions // 128 * 128
-    if settings.packing and settings.tokens_per_micro_batch > row:
-        problem = f"{settings.tokens_per_micro_batch} given with packing: true, as the row length"
-        fail("tokens_per_micro_batch", problem, f"at most the model's {row}")
     prompt = settings.dataset.get("max_prompt_tokens") or 1
     if prompt + engine.max_response_tokens > positions:
         problem = f"{engine.max_response_tokens} given with dataset.max_prompt_tokens: {prompt}, "

@@ -1,4 +1,4 @@
-"""Maps the old dotted paths of moved components to the new ones, for older configs."""
+"""Says what became of moved components and removed keys, for older configs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ _MOVED = {
 }
 """Old to new path within the package. The first match counts: components before their module."""
 _PACKAGE = "grpo_components."
+
+REMOVED = {
+    "packing": "removed: a group's prompt is always computed once, and no token is padded",
+}
+"""Top-level keys that no longer exist, with the reason."""
 
 
 def moved_to(path: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_components.config.moved import moved_to
+from grpo_components.config.moved import REMOVED, moved_to
 from grpo_components.config.reading import read_settings
 from grpo_components.errors import fail, shown
 from grpo_components.replay.recorded_run import FORMAT, read_events, read_json_lines, run_folder
@@ -89,8 +89,8 @@ def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def _of_this_version(saved: Any, given: dict[str, Any]) -> Any:
-    """Return a saved config in today's form: paths of moved components, keys of `loss`."""
-    named = _with_new_paths(saved)
+    """Return a saved config in today's form: no removed keys, new paths, keys of `loss`."""
+    named = _with_new_paths({key: saved[key] for key in saved if key not in REMOVED})
     if named["loss"].get("_component_") == _SAME_LOSS and "_component_" not in given["loss"]:
         del named["loss"]["_component_"]
     named["loss"] = PENALTIES | named["loss"]

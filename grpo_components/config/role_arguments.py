@@ -123,7 +123,6 @@ def _trainer(
             ppo_epochs=cfg.ppo_epochs,
             updates_per_batch=cfg.updates_per_batch,
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-            packing=cfg.packing,
             contract=contract,
             mask_overlong=cfg.mask_overlong,
         ),
@@ -181,7 +180,6 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "build_model": partial(config.instantiate, cfg.model),
         "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
-        "packing": cfg.packing,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
         "kl_estimator": cfg.reward_shaping.kl_estimator,
     }

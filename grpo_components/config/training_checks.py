@@ -76,9 +76,6 @@ def default_bound(settings: Settings) -> float | None:
 
 
 def _check_cpu(settings: Settings) -> None:
-    if settings.packing:
-        problem = "true given with device: cpu, where flex attention has no backward"
-        fail("packing", problem, "false, or device: cuda")
     for key in ("dtype", "reduce_dtype"):
         if (given := getattr(settings, key)) != "fp32":
             problem = f"{given} given with device: cpu, where rounding saves nothing"

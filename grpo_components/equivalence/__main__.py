@@ -86,6 +86,15 @@ RUNGS = (
         rungs.chunked_is_full_logits,
     ),
     Rung(
+        "shared prompts = one row per response",
+        "logprobs, loss and gradient, relative to the largest, of "
+        + ", ".join(FAMILIES)
+        + ": groups "
+        "of 1, 2 and 5, masked tokens, two temperatures; against torchtune's decoder one by one",
+        1e-5,
+        family_rungs.shared_prompts_are_one_row_per_response,
+    ),
+    Rung(
         "FSDP on 2 ranks = 1 rank",
         "weights after one SGD step, relative to the largest weight change of that step; for the "
         "objectives of rung 4",

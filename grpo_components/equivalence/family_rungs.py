@@ -11,12 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 from torchtune.training import FullModelHFCheckpointer
 
 from grpo_components.equivalence.families import FAMILIES, Family, random_checkpoint
 from grpo_components.equivalence.roles import ENGINES, RoleProcess, merged_export
-from grpo_components.equivalence.rungs import Bench, LogprobGap, max_difference, saved_weights
+from grpo_components.equivalence.rungs import (
+    Bench,
+    LogprobGap,
+    full_logprobs,
+    gradients,
+    max_difference,
+    saved_weights,
+)
 from grpo_components.exchange.weights import unpack_bucket
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.trajectory import Trajectory, pack
 
 _PROMPTS = [[5, 6, 7, number] for number in range(4)]
@@ -88,6 +97,67 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
             result = bench.train(calls, **arguments)[0][-1]
             worst = max(worst, result.metrics["gap/max"])
     return worst
+
+
+def shared_prompts_are_one_row_per_response(bench: Bench) -> float:
+    """Compare logprobs, loss and gradient with those of torchtune's own decoder, row by row."""
+    records = _grouped_batch()
+    masks = [record.response_mask for record in records]
+    worst = 0.0
+    for family in FAMILIES.values():
+        torch.manual_seed(0)
+        model, plain = family.build_model(), family.build_model()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        plain.load_state_dict(model.state_dict())
+        logprobs = ResponseLogprobs(model, chunk_tokens=50)(token_batch(records, masks))[0]
+        rows = [
+            full_logprobs(plain, record)[torch.from_numpy(mask)]
+            for record, mask in zip(records, masks, strict=True)
+        ]
+        expected = torch.cat(rows)
+        weights = torch.linspace(-1.0, 1.5, len(expected))
+        losses, expected_losses = logprobs * weights, expected * weights
+        found = gradients(model, losses.mean())
+        wanted = gradients(plain, expected_losses.mean())
+        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+        worst = max(
+            worst,
+            _relative(logprobs, expected),
+            _relative(losses.mean(), expected_losses.mean(), expected_losses.abs().mean()),
+            max_difference(wanted, found) / largest,
+        )
+    return worst
+
+
+def _relative(value: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
+    """Return the largest difference, relative to a size: by default the largest expected value."""
+    size = expected.abs().max() if size is None else size
+    return float(((value - expected).abs().max() / size).detach())
+
+
+def _grouped_batch() -> list[Trajectory]:
+    """Return random groups of one, two and five responses, two of which have no trained token."""
+    rng = np.random.default_rng(0)
+    records: list[Trajectory] = []
+    for prompt_tokens, sizes in ((40, (9,)), (90, (60, 1)), (12, (30, 2, 0, 17, 8))):
+        prompt = rng.integers(0, 256, prompt_tokens)
+        for size in sizes:
+            record = Trajectory(
+                prompt_ids=prompt,
+                response_ids=rng.integers(0, 256, size),
+                response_mask=(np.arange(size) % 5 != 3) & (size != 8),  # 8: a failed sample
+                generator_logprobs=np.zeros(size, np.float32),
+                token_versions=np.zeros(size, np.int32),
+                prompt_index=0,
+                epoch=0,
+                group_id=prompt_tokens,
+                attempt=0,
+                finish_reason="stop",
+                temperature=(1.0, 0.7)[len(records) % 2],
+            )
+            records.append(record)
+    return records
 
 
 def _train_step(

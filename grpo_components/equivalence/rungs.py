@@ -315,19 +315,25 @@ def chunked_is_full_logits(bench: Bench) -> float:
     model = whole_model(bench).requires_grad_(True)
     expected = torch.cat([full_logprobs(model, record) for record in records])
     weights = torch.linspace(-1, 1, len(expected))
-    expected_gradients = _gradients(model, expected @ weights)
+    expected_gradients = gradients(model, expected @ weights)
     largest_gradient = max(float(g.abs().max()) for g in expected_gradients.values())
     worst = 0.0
     for chunk_tokens in (1, 7, 10_000):
         logprobs = ResponseLogprobs(model, chunk_tokens=chunk_tokens)(token_batch(records))[0]
         gap = max_difference({"": expected.detach()}, {"": logprobs.detach()})
-        gradients = _gradients(model, logprobs @ weights)
-        relative = max_difference(expected_gradients, gradients) / largest_gradient
+        found = gradients(model, logprobs @ weights)
+        relative = max_difference(expected_gradients, found) / largest_gradient
         worst = max(worst, gap, relative)
     return worst
 
 
-def _gradients(model: nn.Module, value: Tensor) -> StateDict:
+def gradients(model: nn.Module, value: Tensor) -> StateDict:
+    """Compute the gradient of a scalar for each of a model's parameters.
+
+    Args:
+        model: a torchtune decoder.
+        value: scalar that was computed from its parameters.
+    """
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
 

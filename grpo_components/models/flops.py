@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
+
+from grpo_components.models.micro_batches import micro_batch_cost
+from grpo_components.models.shared_prompts import Part
 
 _PEAK_TFLOPS = (
     (r"B200", 2250.0, 80.0),
@@ -45,9 +48,10 @@ class ModelFlops:
     """Counts the floating-point operations of a model; a multiply-add counts as two.
 
     Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
-    here: a query attends to its own and earlier keys, and only wanted tokens are projected to the
-    vocabulary. The backward pass takes twice as many operations as the forward pass. Not counted:
-    recomputation (activation checkpointing, chunks of logprobs), padding, and everything else
+    here: a prompt counts once for all its responses, a query attends to its own and earlier keys,
+    and only wanted tokens are projected to the vocabulary. The backward pass takes twice as many
+    operations as the forward pass. Not counted: recomputation (activation checkpointing, chunks of
+    logprobs, prompts whose responses are in several micro-batches), padding, and everything else
     (norms, softmax, optimizer).
     """
 
@@ -71,20 +75,22 @@ class ModelFlops:
             per_logprob=2.0 * vocabulary * dim,
         )
 
-    def forward(self, length: int, num_logprobs: int = 0) -> float:
-        """Return the operations of one sequence's forward pass.
+    def layers(self, tokens: int, earlier: int = 0) -> float:
+        """Return the operations of the layers in a forward pass over one sequence's tokens.
 
         Args:
-            length: number of tokens T, which make T (T + 1) / 2 pairs of query and key.
-            num_logprobs: number of tokens whose logprob is computed.
+            tokens: number of tokens T, which make T (T + 1) / 2 pairs of query and key.
+            earlier: number of tokens before them, computed already; they make T more pairs each.
         """
-        pairs = length * (length + 1) / 2
-        return self.per_token * length + self.per_pair * pairs + self.per_logprob * num_logprobs
+        pairs = tokens * (tokens + 1) / 2 + tokens * earlier
+        return self.per_token * tokens + self.per_pair * pairs
 
-    def train(self, sequences: Iterable[tuple[int, int]]) -> float:
-        """Return the operations of the sequences' forward and backward passes.
+    def train(self, parts: Sequence[Part], num_logprobs: int) -> float:
+        """Return the operations of forward and backward passes.
 
         Args:
-            sequences: length and number of logprobs of each sequence.
+            parts: what is read of each response and its prompt.
+            num_logprobs: number of tokens whose logprob is computed, of all responses.
         """
-        return 3.0 * sum(self.forward(*sequence) for sequence in sequences)
+        everything = micro_batch_cost(parts, range(len(parts)), self.layers)
+        return 3.0 * (everything + self.per_logprob * num_logprobs)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,79 +13,93 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_components.models.packing import document_mask, row_layout
+from grpo_components.models.shared_prompts import Layout, Part, arrange, share_prompts
 from grpo_components.trajectory import TokenSequence, Trajectory
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Input of a forward pass: sequences, padded or packed, and the tokens to give logprobs of."""
+    """Input of a forward pass: prompts and responses, and the tokens to give logprobs of."""
 
     tokens: Tensor
-    """[B, T] int64; padding is on the right, where causal attention cannot see it."""
+    """[N, 1] int64: tokens of all sequences; a prompt that several share is there once."""
+    input_pos: Tensor
+    """[N, 1] int64: position of each token in its sequence."""
+    layout: Layout
+    """Which tokens see each other."""
+    longest: int
+    """Tokens that are read of the longest sequence."""
     positions: Tensor
-    """[N] int64: index of the hidden state that predicts each target, in the flattened [B * T]."""
+    """[M] int64: index of the token whose hidden state predicts each target."""
     targets: Tensor
-    """[N] int64: ids of the tokens whose logprobs are wanted."""
+    """[M] int64: ids of the tokens whose logprobs are wanted."""
     temperatures: Tensor
-    """[N] float32: divisor of each token's logits, the same as in the generator."""
-    input_pos: Tensor | None = None
-    """[1, T] int64: each token's position in its sequence; None if every sequence has a row."""
-    sequence_numbers: Tensor | None = None
-    """[1, T] int64: number of each token's sequence; None if every sequence has a row."""
+    """[M] float32: divisor of each token's logits, the same as in the generator."""
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the same batch on a device."""
-        on_device = {
-            field.name: column.to(device)
-            for field in fields(self)
-            if (column := getattr(self, field.name)) is not None
-        }
-        return TokenBatch(**on_device)
+        names = ("tokens", "input_pos", "layout", "positions", "targets", "temperatures")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def parts_of(
+    trajectories: Sequence[Trajectory | TokenSequence],
+    masks: Sequence[NDArray[np.bool_]] | None = None,
+) -> list[Part]:
+    """Return what a forward pass has to read for the wanted logprobs.
+
+    Args:
+        trajectories: B trajectories or token sequences.
+        masks: [R] bool for each of them, which response tokens are wanted; None means all.
+    """
+    parts: list[Part] = []
+    for number, t in enumerate(trajectories):
+        last = len(t.response_ids) - 1
+        if masks is not None:
+            last = int(max(np.flatnonzero(masks[number]), default=0))
+        parts.append(Part(t.prompt_ids.tobytes(), len(t.prompt_ids), max(last, 0)))
+    return parts
 
 
 def token_batch(
     trajectories: Sequence[Trajectory | TokenSequence],
     masks: Sequence[NDArray[np.bool_]] | None = None,
     *,
-    packed_width: int | None = None,
+    share_prompts: bool = True,
 ) -> TokenBatch:
     """Lay trajectories out for one forward pass.
 
     Args:
         trajectories: B trajectories or token sequences.
         masks: [R] bool for each of them, which response tokens are wanted; None means all.
-        packed_width: pack all sequences into one row of at least this width; None gives each
-            sequence its own row.
+        share_prompts: compute a prompt once for all its responses; False is for comparisons.
 
     Returns:
         The batch; its positions are in the order of the trajectories.
     """
-    lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
-    if packed_width is None:
-        shape = (len(trajectories), max(lengths))
-        starts = [number * shape[1] for number in range(len(trajectories))]
-        layout: dict[str, Tensor] = {}
-    else:
-        shape = (1, max(packed_width, sum(lengths)))
-        starts = [0, *itertools.accumulate(lengths)]
-        input_pos, numbers = row_layout(lengths, shape[1])
-        layout = {"input_pos": input_pos, "sequence_numbers": numbers}
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    flat = tokens.view(-1)
+    parts = parts_of(trajectories, masks)
+    if not share_prompts:
+        parts = [part._replace(prompt=number) for number, part in enumerate(parts)]
+    column = arrange(parts)
+    tokens = torch.empty(len(column.positions), dtype=torch.int64)
     positions, targets, temperatures = [], [], []
     for number, t in enumerate(trajectories):
-        prompt, response = torch.tensor(t.prompt_ids), torch.tensor(t.response_ids)
-        start = starts[number]
-        flat[start : start + lengths[number]] = torch.cat([prompt, response])
-        wanted = torch.arange(len(response))
-        if masks is not None:
-            wanted = wanted[torch.tensor(masks[number])]
-        positions.append(start + len(prompt) - 1 + wanted)
-        targets.append(response[wanted])
+        prompt, response = column.prompts[number], column.responses[number]
+        tokens[prompt] = torch.from_numpy(t.prompt_ids)
+        tokens[response] = torch.from_numpy(t.response_ids[: len(response)])
+        every = slice(None) if masks is None else masks[number]
+        wanted = np.arange(len(t.response_ids))[every]
+        predicts = np.concatenate([prompt[-1:], response])
+        positions.append(torch.from_numpy(predicts[wanted]))
+        targets.append(torch.from_numpy(t.response_ids[wanted]))
         temperatures.append(torch.full((len(wanted),), t.temperature))
-    columns = (torch.cat(column) for column in (positions, targets, temperatures))
-    return TokenBatch(tokens, *columns, **layout)
+    return TokenBatch(
+        tokens[:, None],
+        column.positions[:, None],
+        column.layout,
+        max(part.prompt_tokens + part.response_tokens for part in parts),
+        *(torch.cat(columns) for columns in (positions, targets, temperatures)),
+    )
 
 
 def logprobs_and_entropies(
@@ -114,13 +127,17 @@ class ResponseLogprobs:
 
     It replaces the decoder's method `unembed`, because the projection to the vocabulary must stay
     inside the decoder's forward pass, where FSDP has gathered the weights. The backward pass
-    recomputes each chunk, so at most chunk_tokens x V logits are in memory.
+    recomputes each chunk, so at most chunk_tokens x V logits are in memory. It also replaces the
+    layers' attention, so that a prompt is computed once for its responses.
 
     Args:
         model: a torchtune TransformerDecoder, sharded or not.
         chunk_tokens: positions projected to the vocabulary at a time.
         entropy_gradient: compute the entropy with a gradient, for an entropy bonus.
         compile_softmax: compile the operations after the projection with torch.compile.
+
+    Raises:
+        ValueError: the decoder's attention cannot share prompts.
     """
 
     def __init__(
@@ -131,6 +148,7 @@ class ResponseLogprobs:
         entropy_gradient: bool = False,
         compile_softmax: bool = False,
     ) -> None:
+        share_prompts(model)
         self._model = model
         self._batch: TokenBatch | None = None
         self._chunk, self._entropy_gradient = chunk_tokens, entropy_gradient
@@ -151,12 +169,11 @@ class ResponseLogprobs:
             Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
         """
         self._batch = batch
-        attention: dict[str, Any] = {}
-        if batch.sequence_numbers is not None:
-            mask = document_mask(batch.sequence_numbers)
-            attention = {"mask": mask, "input_pos": batch.input_pos}
+        if batch.longest > (allowed := cast(Any, self._model).max_seq_len):
+            problem = f"a sequence of {batch.longest} tokens given"
+            raise ValueError(f"model.max_seq_len: {problem}; allowed: at most {allowed}")
         try:
-            return self._model(batch.tokens, **attention)
+            return self._model(batch.tokens, mask=batch.layout, input_pos=batch.input_pos)
         finally:
             self._batch = None
 

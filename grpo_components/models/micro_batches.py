@@ -1,64 +1,168 @@
-"""Plans which trajectories share a forward pass, by rank, length and token budget."""
+"""Plans which responses share a forward pass, by rank, prompt, cost and token budget."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+from grpo_components.models.shared_prompts import Part
 
 Plan = list[list[list[int]]]
-"""plan[rank][i]: indices of the trajectories in that rank's i-th micro-batch; may be empty."""
+"""plan[rank][i]: indices of the responses in that rank's i-th micro-batch; may be empty."""
+Cost = Callable[[int, int], float]
+"""Cost of computing a number of tokens that go on from a number of earlier ones, in any unit."""
 
 
 def plan_micro_batches(
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    num_ranks: int,
-    tokens_per_micro_batch: int,
-    *,
-    packed: bool = False,
+    parts: Sequence[Part], cost: Cost, num_ranks: int, tokens_per_micro_batch: int
 ) -> Plan:
     """Split a global batch into the same number of micro-batches on every rank.
 
-    Trajectories are dealt in rounds, from the longest to the shortest. A round deals one to each
-    rank, the costliest to the rank with the least cost so far. So the costs of two ranks differ by
-    at most the costliest trajectory, and their numbers of trajectories by at most one. The i-th
-    micro-batches of all ranks have similar lengths; otherwise ranks would wait for the slowest in
-    FSDP's collectives. Every rank computes the whole plan, so ranks agree without communication.
+    A micro-batch computes each of its prompts once. So siblings stay together, unless they exceed
+    the budget, or ranks would wait for the one with the most work: then groups are also tried in
+    2, 4, ... pieces, whose prompts are recomputed. The plan with the least time wins, where ranks
+    wait for each other in every round of micro-batches (FSDP's collectives). Every rank computes
+    the whole plan, so ranks agree without communication.
 
     Args:
-        lengths: prompt plus response of each trajectory, in tokens.
-        costs: cost of each trajectory, in any unit; a longer trajectory must not cost less.
+        parts: what is read of each response and its prompt.
+        cost: cost of the forward pass; more tokens must not cost less.
         num_ranks: number of trainer ranks.
-        tokens_per_micro_batch: limit of rows x longest row, or of the sum of lengths if packed. A
-            trajectory over the limit gets a micro-batch of its own.
-        packed: pack each micro-batch into one row.
+        tokens_per_micro_batch: limit of the tokens in a forward pass, each prompt counted once. A
+            response over the limit gets a micro-batch of its own.
 
     Returns:
         The plan. Every index appears exactly once; the last micro-batch of some ranks may be
         empty.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    loads = [0.0] * num_ranks
-    rounds: list[list[list[int]]] = []  # rounds[i][rank]: a micro-batch
+    if not parts:
+        return [[] for _ in range(num_ranks)]
 
-    def fits(micro_batch: list[int], index: int) -> bool:
-        if packed:
-            tokens = sum(lengths[i] for i in micro_batch) + lengths[index]
+    def planned(groups: list[list[int]], pieces: int) -> tuple[float, Plan]:
+        units = [
+            unit
+            for group in groups
+            for unit in _pieces(group, parts, pieces, tokens_per_micro_batch)
+        ]
+        batches = _fill(units, parts, cost, num_ranks, tokens_per_micro_batch)
+        return _deal(batches, [micro_batch_cost(parts, b, cost) for b in batches], num_ranks)
+
+    groups = _siblings(parts)
+    best = planned(groups, 1)
+    if num_ranks > 1:  # one rank waits for nobody: recomputed prompts would only cost
+        largest = max(map(len, groups))
+        for pieces in itertools.takewhile(lambda n: n < 2 * largest, (2**i for i in range(1, 64))):
+            tried = planned(groups, pieces)
+            if tried[0] >= best[0]:
+                break
+            best = tried
+        best = min(best, planned([[i] for i in range(len(parts))], 1), key=lambda plan: plan[0])
+    return best[1]
+
+
+def micro_batch_cost(parts: Sequence[Part], indices: Sequence[int], cost: Cost) -> float:
+    """Return the cost of a micro-batch, whose prompts are each computed once.
+
+    Args:
+        parts: what is read of each response and its prompt.
+        indices: responses of the micro-batch.
+        cost: cost of the forward pass.
+    """
+    members = [parts[i] for i in indices]
+    prompts = {part.prompt: part.prompt_tokens for part in members}
+    total = sum(cost(tokens, 0) for tokens in prompts.values())
+    return total + sum(cost(part.response_tokens, part.prompt_tokens) for part in members)
+
+
+def padded_micro_batches(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]:
+    """Split sequences into micro-batches of similar lengths, for a model that pads its rows.
+
+    Args:
+        lengths: tokens of each sequence.
+        tokens_per_micro_batch: limit of rows x longest row. A longer sequence gets a micro-batch
+            of its own.
+
+    Returns:
+        Indices of the sequences in each micro-batch, from the longest to the shortest.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[batches[-1][0]] if batches else math.inf
+        if not batches or (len(batches[-1]) + 1) * longest > tokens_per_micro_batch:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def _siblings(parts: Sequence[Part]) -> list[list[int]]:
+    """Group the indices of responses to the same prompt, each group from the longest on."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, part in enumerate(parts):
+        groups.setdefault(part.prompt, []).append(index)
+    return [sorted(group, key=lambda i: -parts[i].response_tokens) for group in groups.values()]
+
+
+def _pieces(
+    group: list[int], parts: Sequence[Part], pieces: int, budget: int
+) -> Iterator[list[int]]:
+    """Cut a group into at least `pieces` of similar size, each within the budget if possible."""
+    room = budget - parts[group[0]].prompt_tokens
+    enough = sum(parts[i].response_tokens for i in group) / pieces
+    piece: list[int] = []
+    tokens = 0
+    for index in group:
+        more = parts[index].response_tokens
+        if piece and (tokens + more > room or (pieces > 1 and tokens >= enough)):
+            yield piece
+            piece, tokens = [], 0
+        piece.append(index)
+        tokens += more
+    yield piece
+
+
+def _fill(
+    units: list[list[int]], parts: Sequence[Part], cost: Cost, num_ranks: int, budget: int
+) -> list[list[int]]:
+    """Put units into as few rounds of micro-batches as fit, the costliest first.
+
+    Each goes to the micro-batch with the least cost so far that has room.
+    """
+    tokens = [micro_batch_cost(parts, unit, lambda new, _: new) for unit in units]
+    costs = [micro_batch_cost(parts, unit, cost) for unit in units]
+    order = sorted(range(len(units)), key=lambda u: (-costs[u], u))
+    rounds = max(1, math.ceil(sum(tokens) / (num_ranks * budget)))
+    while True:
+        batches: list[list[int]] = [[] for _ in range(rounds * num_ranks)]
+        used = [0.0] * len(batches)
+        heap = [(0.0, number) for number in range(len(batches))]
+        for unit in order:
+            full: list[tuple[float, int]] = []
+            while heap and batches[heap[0][1]] and used[heap[0][1]] + tokens[unit] > budget:
+                full.append(heapq.heappop(heap))
+            if not heap:
+                break
+            load, number = heapq.heappop(heap)
+            batches[number] += units[unit]
+            used[number] += tokens[unit]
+            for entry in (*full, (load + costs[unit], number)):
+                heapq.heappush(heap, entry)
         else:
-            tokens = (len(micro_batch) + 1) * lengths[(micro_batch or [index])[0]]
-        return tokens <= tokens_per_micro_batch
+            return batches
+        rounds += 1
 
+
+def _deal(batches: list[list[int]], costs: list[float], num_ranks: int) -> tuple[float, Plan]:
+    """Deal micro-batches to ranks in rounds of similar cost; return the time and the plan."""
+    plan: Plan = [[] for _ in range(num_ranks)]
+    loads, time = [0.0] * num_ranks, 0.0
+    order = sorted(range(len(batches)), key=lambda b: (-costs[b], b))
     for start in range(0, len(order), num_ranks):
         dealt = order[start : start + num_ranks]
-        ranks = sorted(range(num_ranks), key=lambda rank: (loads[rank], rank))[: len(dealt)]
-        pairs = list(zip(ranks, dealt, strict=True))
-        candidates = rounds if packed else rounds[-1:]  # if padded, no earlier round has room
-        for micro_batches in candidates:
-            if all(fits(micro_batches[rank], index) for rank, index in pairs):
-                break
-        else:
-            micro_batches = [[] for _ in range(num_ranks)]
-            rounds.append(micro_batches)
-        for rank, index in pairs:
-            micro_batches[rank].append(index)
-            loads[rank] += costs[index]
-    return [[micro_batches[rank] for micro_batches in rounds] for rank in range(num_ranks)]
+        ranks = sorted(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        for rank, batch in zip(ranks, dealt, strict=True):
+            plan[rank].append(batches[batch])
+            loads[rank] += costs[batch]
+        time += costs[dealt[0]]
+    return time, plan

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from grpo_components.models.loading import load_whole_model
-from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.micro_batches import plan_micro_batches
-from grpo_components.models.packing import row_width
 from grpo_components.objective.reward_shaping import sequence_kl
 from grpo_components.trajectory import PackedTrajectories, split, token_sequences
 
@@ -27,9 +26,8 @@ class Reference:
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
         kl_estimator: estimator of the KL divergence that is reported: k1, k2 or k3.
-        tokens_per_micro_batch: tokens in one forward pass, padding included.
+        tokens_per_micro_batch: tokens in one forward pass, each prompt counted once.
         logprob_chunk_tokens: positions projected to the vocabulary at a time.
-        packing: put the sequences of a micro-batch into one row, for flex attention.
     """
 
     def __init__(
@@ -42,13 +40,11 @@ class Reference:
         kl_estimator: str,
         tokens_per_micro_batch: int,
         logprob_chunk_tokens: int,
-        packing: bool,
     ) -> None:
         self._device = torch.device(device)
         model = load_whole_model(build_model, build_checkpointer, self._device, dtype)
         self._logprobs = ResponseLogprobs(model, chunk_tokens=logprob_chunk_tokens)
         self._kl_estimator, self._token_budget = kl_estimator, tokens_per_micro_batch
-        self._packed_width = row_width(tokens_per_micro_batch) if packing else None
 
     @torch.no_grad()
     def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
@@ -62,13 +58,12 @@ class Reference:
             estimated KL(generator || reference) in nats, summed over its sampled tokens.
         """
         sequences = token_sequences(group)
-        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
-        packed = self._packed_width is not None
-        (plan,) = plan_micro_batches(lengths, lengths, 1, self._token_budget, packed=packed)
+        parts = parts_of(sequences)
+        (plan,) = plan_micro_batches(parts, lambda tokens, _: tokens, 1, self._token_budget)
         logprobs: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
         for indices in plan:
             members = [sequences[i] for i in indices]
-            batch = token_batch(members, packed_width=self._packed_width).to(self._device)
+            batch = token_batch(members).to(self._device)
             parts = self._logprobs(batch)[0].cpu().split([len(s.response_ids) for s in members])
             for index, part in zip(indices, parts, strict=True):
                 logprobs[index] = part.numpy()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from grpo_components.models.flops import ModelFlops, peak_flops
+from grpo_components.models.shared_prompts import Part
 
 
 class ResourceUse:
@@ -38,13 +39,19 @@ class ResourceUse:
         self._peak_flops = peak and peak * num_ranks
 
     def metrics(
-        self, sequences: Sequence[tuple[int, int]], passes: int, start_known: bool, seconds: float
+        self,
+        parts: Sequence[Part],
+        num_logprobs: int,
+        passes: int,
+        start_known: bool,
+        seconds: float,
     ) -> dict[str, float]:
         """Return the metrics of one step.
 
         Args:
-            sequences: numbers of tokens and of trained tokens, for each sequence of all ranks.
-            passes: number of forward and backward passes over each sequence.
+            parts: what is read of each trained response of all ranks, and of its prompt.
+            num_logprobs: number of their trained tokens.
+            passes: number of forward and backward passes over each response.
             start_known: whether one more forward pass came first.
             seconds: duration of the step.
 
@@ -54,7 +61,7 @@ class ResourceUse:
         """
         metrics: dict[str, float] = {}
         if self._peak_flops:
-            done = self.flops.train(sequences) * (passes + (1 / 3 if start_known else 0))
+            done = self.flops.train(parts, num_logprobs) * (passes + (1 / 3 if start_known else 0))
             metrics["throughput/mfu"] = done / (seconds * self._peak_flops)
         if self._log_memory:
             metrics["memory/trainer_peak_gib"] = peak_memory_gib(self._device)

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_components.hub import reachable_or_cached
 from grpo_components.models.loading import DTYPES
-from grpo_components.models.micro_batches import plan_micro_batches
+from grpo_components.models.micro_batches import padded_micro_batches
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, summarize
 
 REWARD_TERM = "reward_model"
@@ -135,9 +135,7 @@ class RewardModel:
             f"{length} tokens, the model reads 1 to {self._max_tokens}" for length in lengths
         ]
         fit = [i for i, length in enumerate(lengths) if 0 < length <= self._max_tokens]
-        costs = [lengths[i] for i in fit]
-        (plan,) = plan_micro_batches(costs, costs, 1, self._token_budget)
-        for indices in plan:
+        for indices in padded_micro_batches([lengths[i] for i in fit], self._token_budget):
             members = [fit[i] for i in indices]
             logits = self._logits([torch.tensor(token_ids[i]) for i in members])
             for i, score in zip(members, logits.tolist(), strict=True):

@@ -40,11 +40,6 @@ class TrainSample:
         """Number of trained tokens N."""
         return int(self.mask.sum())
 
-    @property
-    def num_all_tokens(self) -> int:
-        """Number of tokens of prompt and response."""
-        return len(self.trajectory.prompt_ids) + len(self.trajectory.response_ids)
-
 
 def make_samples(
     trajectories: Sequence[Trajectory],

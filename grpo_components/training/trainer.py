@@ -22,10 +22,10 @@ from torchtune.training import OffloadActivations
 from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
 from grpo_components.models.hf_weights import hf_converter, layer_groups
 from grpo_components.models.loading import DTYPES, load_sharded_model
-from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
-from grpo_components.models.packing import row_width
+from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.losses import LossInputs
 from grpo_components.training.checkpoint import TrainerState
@@ -63,6 +63,10 @@ def _load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> Tra
         enable_activation_checkpointing=model.enable_activation_checkpointing,
         compile_layers=model.compile_model,
     )
+
+
+def _parts(samples: list[TrainSample]) -> list[Part]:
+    return parts_of([s.trajectory for s in samples], [s.mask for s in samples])
 
 
 class Trainer:
@@ -140,7 +144,6 @@ class Trainer:
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
-        self._packed_width = row_width(batch.tokens_per_micro_batch) if batch.packing else None
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
@@ -171,10 +174,16 @@ class Trainer:
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
         seconds = time.perf_counter() - started
-        sequences = [(s.num_all_tokens, s.num_tokens) for s in samples if s.num_tokens]
+        trained_samples = [sample for sample in samples if sample.num_tokens]
         metrics: dict[str, Any] = {
             **over_updates(updates),
-            **self._use.metrics(sequences, self._batch.ppo_epochs, start_known, seconds),
+            **self._use.metrics(
+                _parts(trained_samples),
+                sum(sample.num_tokens for sample in trained_samples),
+                self._batch.ppo_epochs,
+                start_known,
+                seconds,
+            ),
             "policy_version": self.policy_version,
             "skipped_steps": step + 1 - self.policy_version,  # each trained step made a version
             "time/train": seconds,
@@ -227,21 +236,15 @@ class Trainer:
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
     def _plan(self, samples: list[TrainSample]) -> list[list[int]]:
-        lengths = [sample.num_all_tokens for sample in samples]
-        costs = [self._use.flops.forward(length) for length in lengths]
-        plan = plan_micro_batches(
-            lengths,
-            costs,
-            self._num_data_ranks,
-            self._batch.tokens_per_micro_batch,
-            packed=self._batch.packing,
-        )
+        budget = self._batch.tokens_per_micro_batch
+        cost = self._use.flops.layers
+        plan = plan_micro_batches(_parts(samples), cost, self._num_data_ranks, budget)
         return plan[self._rank // self._sharding.tensor]
 
     def _forward(self, members: list[TrainSample]) -> tuple[Tensor, Tensor]:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
-        batch = token_batch(trajectories, masks, packed_width=self._packed_width)
+        batch = token_batch(trajectories, masks)
         with self._activations:
             return self._logprobs(batch.to(self._device))
 

@@ -66,9 +66,7 @@ class BatchOptions:
     updates_per_batch: int
     """Number of optimizer updates in one pass."""
     tokens_per_micro_batch: int
-    """Tokens in one forward pass, padding included."""
-    packing: bool
-    """Put the sequences of a micro-batch into one row, for flex attention."""
+    """Tokens in one forward pass, each prompt counted once."""
     contract: StalenessContract
     """Staleness contract; tokens older than it allows are not trained."""
     mask_overlong: bool

@@ -22,7 +22,7 @@ def test_both_trainers_have_the_same_loss_and_gradient(folder):
     assert first["ours"]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("flags", [["--quick"], ["--alone", "--packing"]])
+@pytest.mark.parametrize("flags", [["--quick"], ["--alone"]])
 def test_the_command_prints_its_table(flags, monkeypatch, capsys):
     for name in ("in_child", "in_lean_child"):
         monkeypatch.setattr(train_step, name, lambda function, *args: function(*args))

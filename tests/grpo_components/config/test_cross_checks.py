@@ -37,7 +37,6 @@ TIS = "{_component_: grpo_components.objective.off_policy.TokenTIS}"
         (["tokens_per_micro_batch=95"], "tokens_per_micro_batch"),
         (["generator.max_model_len=95"], "generator.max_model_len"),
         (["generator.max_response_tokens=449"], "generator.max_response_tokens"),
-        (["packing=true"], "packing"),
         (["rewards.correctness.is_success=false"], "rewards"),
         (["keep_best=loss/total"], "keep_best"),
         (["object_store_memory=1000000000000000"], "object_store_memory"),
@@ -170,11 +169,3 @@ def test_shares_of_a_gpu_must_be_possible(refusal, num_gpus):
     assert message.startswith("generator.gpu_memory_utilization: 0.85 given")
     message = refusal("device=cuda", "gpus_per_trainer=0.5", "num_trainers=2")
     assert message.startswith("gpus_per_trainer: 0.5 given")
-
-
-def test_packed_rows_must_fit_the_models_positions(check, refusal, num_gpus):
-    num_gpus(8)
-    packing = ("device=cuda", "packing=true")
-    assert check(*packing, "tokens_per_micro_batch=512").packing
-    message = refusal(*packing, "tokens_per_micro_batch=513")
-    assert message.startswith("tokens_per_micro_batch: 513 given") and message.endswith(" 512")

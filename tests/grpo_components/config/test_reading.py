@@ -169,7 +169,14 @@ def test_a_key_that_is_left_out_has_a_default_or_is_named(values_with):
             assert str(refused).startswith(f"{key}: missing; allowed: ")
             required.add(key)
     assert {"output_dir", "model", "rewards", "group_size", "generator"} <= required
-    assert not {"timeouts", "reward_model", "packing", "lr_scheduler"} & required
+    assert not {"timeouts", "reward_model", "lr_scheduler"} & required
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_removed_key_is_refused_with_what_became_of_it(values_with, value):
+    with pytest.raises(ValueError, match=r"^packing: removed: ") as refused:
+        read_settings(values_with(packing=value))
+    assert "prompt" in str(refused.value) and len(str(refused.value)) <= 300
 
 
 def test_a_default_can_be_overridden_alone(settings_with):

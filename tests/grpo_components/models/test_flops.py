@@ -12,6 +12,7 @@ from torchtune.models.phi3 import phi3
 from torchtune.models.qwen2 import qwen2
 
 from grpo_components.models.flops import ModelFlops, peak_flops
+from grpo_components.models.shared_prompts import Part
 
 SIZES = {
     "vocab_size": 64,
@@ -38,15 +39,17 @@ def test_forward_and_backward_count_as_in_pytorch_but_for_the_masked_half(name):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None]).sum().backward()
     masked_pairs = length**2 - length * (length + 1) / 2
-    expected = flops.train([(length, length)]) + 3 * flops.per_pair * masked_pairs
+    expected = flops.train([Part("", length, 0)], length) + 3 * flops.per_pair * masked_pairs
     assert counter.get_total_flops() == expected
 
 
-def test_two_sequences_are_no_pair():
+def test_a_shared_prompt_counts_once_and_is_seen_by_every_response():
     flops = ModelFlops(per_token=1.0, per_pair=10.0, per_logprob=100.0)
-    assert flops.forward(3) == 3 + 60
-    assert flops.forward(3, 2) == 3 + 60 + 200
-    assert flops.train([(3, 2), (1, 0)]) == 3 * (263 + 11)
+    assert flops.layers(3) == 3 + 60
+    assert flops.layers(2, earlier=3) == 2 + 90 == flops.layers(5) - flops.layers(3)
+    siblings, other = [Part("a", 3, 2), Part("a", 3, 1)], Part("b", 1, 0)
+    assert flops.train(siblings, 4) == 3 * (63 + 92 + 41 + 400)
+    assert flops.train([*siblings, other], 4) == 3 * (63 + 92 + 41 + 11 + 400)
 
 
 @pytest.mark.parametrize(

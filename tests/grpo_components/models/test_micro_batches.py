@@ -1,84 +1,118 @@
-"""Micro-batch plans: nothing lost, equal counts, within the budget, and as dear on every rank."""
+"""Micro-batch plans: nothing lost, equal counts, within the budget, prompts computed once."""
 
-from itertools import pairwise
-
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_components.models.micro_batches import plan_micro_batches
+from grpo_components.models.micro_batches import (
+    micro_batch_cost,
+    padded_micro_batches,
+    plan_micro_batches,
+)
+from grpo_components.models.shared_prompts import Part
+
+PROMPTS = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+RANKS, BUDGET = st.integers(1, 5), st.integers(1, 120)
+
+
+@st.composite
+def batches(draw):
+    """Responses of groups of several sizes, in any order."""
+    prompts = draw(PROMPTS)
+    numbers = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=30))
+    return [Part(n, prompts[n], draw(st.integers(0, 50))) for n in numbers]
+
+
+def cost(tokens, earlier):
+    return 7.0 * tokens + tokens**2 + 2.0 * tokens * earlier
+
+
+def tokens_of(parts, indices):
+    return micro_batch_cost(parts, indices, lambda tokens, _: tokens)
+
+
+def alone(parts):
+    return [part._replace(prompt=number) for number, part in enumerate(parts)]
+
+
+def time_of(plan, parts):
+    """The cost of each round of micro-batches, in which ranks wait for the costliest."""
+    return sum(max(micro_batch_cost(parts, b, cost) for b in r) for r in zip(*plan, strict=True))
+
+
+@given(batches(), RANKS, BUDGET)
+def test_every_response_is_in_exactly_one_micro_batch_of_as_many_on_every_rank(
+    parts, num_ranks, budget
+):
+    plan = plan_micro_batches(parts, cost, num_ranks, budget)
+    assert sorted(i for rank in plan for b in rank for i in b) == list(range(len(parts)))
+    assert len(plan) == num_ranks and len({len(rank) for rank in plan}) == 1
+
+
+@given(batches(), RANKS, BUDGET)
+def test_tokens_stay_within_the_budget_unless_one_is_too_long_alone(parts, num_ranks, budget):
+    for batch in (b for rank in plan_micro_batches(parts, cost, num_ranks, budget) for b in rank):
+        assert tokens_of(parts, batch) <= budget or len(batch) == 1
+
+
+@given(batches(), RANKS, BUDGET)
+def test_a_plan_never_takes_longer_than_the_one_without_sharing(parts, num_ranks, budget):
+    without = plan_micro_batches(alone(parts), cost, num_ranks, budget)
+    shared = plan_micro_batches(parts, cost, num_ranks, budget)
+    assert time_of(shared, parts) <= time_of(without, alone(parts)) * (1 + 1e-9)
+
+
+@given(batches(), BUDGET)
+def test_one_rank_recomputes_a_prompt_only_where_its_group_exceeds_the_budget(parts, budget):
+    (rank,) = plan_micro_batches(parts, cost, 1, budget)
+    for prompt in {part.prompt for part in parts}:
+        group = [i for i, part in enumerate(parts) if part.prompt == prompt]
+        if tokens_of(parts, group) <= budget:
+            assert sum(not set(group).isdisjoint(batch) for batch in rank) == 1
+
+
+@given(batches(), RANKS)
+def test_without_a_limit_no_two_ranks_differ_by_more_than_the_costliest_group(parts, num_ranks):
+    plan = plan_micro_batches(parts, cost, num_ranks, 10**6)
+    loads = [sum(micro_batch_cost(parts, b, cost) for b in rank) for rank in plan]
+    groups = {part.prompt: [] for part in parts}
+    for index, part in enumerate(parts):
+        groups[part.prompt].append(index)
+    costliest = max(micro_batch_cost(parts, group, cost) for group in groups.values())
+    assert max(loads) - min(loads) <= costliest + 1e-6
+
+
+def test_a_group_is_cut_where_ranks_would_wait_and_not_where_the_prompt_dominates():
+    short = [Part("a", 1, 50)] * 8
+    assert [len(b) for rank in plan_micro_batches(short, cost, 2, 1000) for b in rank] == [4, 4]
+    long = [Part("a", 400, 1)] * 8
+    assert {len(b) for rank in plan_micro_batches(long, cost, 2, 1000) for b in rank} <= {0, 4, 8}
+
+
+def test_nothing_to_plan_is_no_micro_batch():
+    assert plan_micro_batches([], cost, 2, 10) == [[], []]
+
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)
-RANKS, BUDGET, PACKED = st.integers(1, 5), st.integers(1, 120), st.booleans()
-
-
-def cost(length):
-    return 7.0 * length + length**2
-
-
-def planned(lengths, num_ranks, budget, packed=False):
-    costs = [cost(length) for length in lengths]
-    return plan_micro_batches(lengths, costs, num_ranks, budget, packed=packed)
-
-
-def members(rank):
-    return [index for micro_batch in rank for index in micro_batch]
-
-
-@given(LENGTHS, RANKS, BUDGET, PACKED)
-def test_every_trajectory_is_in_exactly_one_micro_batch(lengths, num_ranks, budget, packed):
-    plan = planned(lengths, num_ranks, budget, packed)
-    assert sorted(i for rank in plan for i in members(rank)) == list(range(len(lengths)))
-
-
-@given(LENGTHS, RANKS, BUDGET, PACKED)
-def test_every_rank_has_as_many_micro_batches_and_nearly_as_many_trajectories(
-    lengths, num_ranks, budget, packed
-):
-    plan = planned(lengths, num_ranks, budget, packed)
-    assert len(plan) == num_ranks
-    assert len({len(rank) for rank in plan}) == 1
-    counts = [len(members(rank)) for rank in plan]
-    assert max(counts) - min(counts) <= 1
-
-
-@given(LENGTHS, RANKS, BUDGET, PACKED)
-def test_tokens_stay_within_the_budget_unless_one_is_too_long_alone(lengths, ranks, budget, packed):
-    plan = planned(lengths, ranks, budget, packed)
-    for batch in (b for rank in plan for b in rank if b):
-        inside = [lengths[i] for i in batch]
-        tokens = sum(inside) if packed else len(batch) * max(inside)
-        assert tokens <= budget or len(batch) == 1
-
-
-@given(LENGTHS, RANKS, BUDGET, PACKED)
-def test_no_two_ranks_differ_by_more_than_the_costliest_trajectory(lengths, ranks, budget, packed):
-    plan = planned(lengths, ranks, budget, packed)
-    loads = [sum(cost(lengths[i]) for i in members(rank)) for rank in plan]
-    assert max(loads) - min(loads) <= cost(max(lengths)) + 1e-6
-
-
-@given(LENGTHS, RANKS, BUDGET)
-def test_micro_batches_are_sorted_by_length(lengths, num_ranks, budget):
-    for rank in planned(lengths, num_ranks, budget):
-        ordered = [lengths[i] for i in members(rank)]
-        assert ordered == sorted(ordered, reverse=True)
 
 
 @given(LENGTHS, BUDGET)
-def test_one_rank_opens_a_micro_batch_only_when_the_one_before_is_full(lengths, budget):
-    (rank,) = planned(lengths, 1, budget)
-    for full, after in pairwise(rank):
-        assert after and (len(full) + 1) * max(lengths[i] for i in full) > budget
+def test_padded_micro_batches_lose_nothing_and_are_sorted_by_length(lengths, budget):
+    plan = padded_micro_batches(lengths, budget)
+    order = [index for batch in plan for index in batch]
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[i] for i in order] == sorted(lengths, reverse=True)
 
 
-def test_packing_fills_what_is_left_of_earlier_micro_batches():
-    (rank,) = planned([60, 60, 30, 30], 1, 100, packed=True)
-    assert rank == [[0, 2], [1, 3]]
+@given(LENGTHS, BUDGET)
+def test_padded_rows_stay_within_the_budget_and_fill_it(lengths, budget):
+    plan = padded_micro_batches(lengths, budget)
+    for number, batch in enumerate(plan):
+        longest = max(lengths[i] for i in batch)
+        assert len(batch) * longest <= budget or len(batch) == 1
+        assert number + 1 == len(plan) or (len(batch) + 1) * longest > budget
 
 
-def test_long_trajectories_next_to_each_other_go_to_different_ranks():
-    """Halves of the batch would give all the long ones to the first rank."""
-    first, second = planned([50] * 4 + [5] * 4, 2, 120)
-    assert len(members(first)) == len(members(second)) == 4
-    for rank in (first, second):
-        assert sum(i < 4 for i in members(rank)) == 2
+@pytest.mark.parametrize("lengths", [[], [5]])
+def test_padded_micro_batches_of_next_to_nothing(lengths):
+    assert padded_micro_batches(lengths, 1) == [[0]] * len(lengths)

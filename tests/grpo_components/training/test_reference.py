@@ -61,7 +61,6 @@ def reference(model, tmp_path_factory):
         kl_estimator="k1",
         tokens_per_micro_batch=24,
         logprob_chunk_tokens=7,
-        packing=False,
     )
 
 

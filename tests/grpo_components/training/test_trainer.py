@@ -19,6 +19,7 @@ from trainer_ranks import (
     LOPSIDED,
     RAGGED,
     SHAPES,
+    SIBLINGS,
     SMALL,
     WHOLE,
     Blind,
@@ -61,26 +62,27 @@ from grpo_components.training.supervised import SupervisedExamples
 # ---- one update ---------------------------------------------------------------------------------
 
 
-LONG = partial(build_model, max_seq_len=256)  # to torchtune a packed row is one sequence
 VARIANTS = {
     "whole": {},
     "micro-batches": {"tokens_per_micro_batch": SMALL},
     "one response each": {"tokens_per_micro_batch": 1},
-    # On a CPU through a dense mask; another test compares it to the mask of flex attention.
-    "packed": {"packing": True, "tokens_per_micro_batch": 200, "build_model": LONG},
-    "packed micro-batches": {"packing": True, "tokens_per_micro_batch": SMALL, "build_model": LONG},
     "recomputed activations": {"enable_activation_checkpointing": True},
 }
-LOPSIDED_BATCHES = {"lopsided": LOPSIDED, "fewer than ranks": RAGGED[:1]}
+BATCHES = {
+    "ragged": RAGGED,
+    "siblings": SIBLINGS,
+    "lopsided": LOPSIDED,
+    "fewer than ranks": RAGGED[:1],
+}
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "batch", "variant"),
     [(num_ranks, "ragged", variant) for num_ranks in (1, 2) for variant in VARIANTS]
-    + [(2, batch, variant) for batch in LOPSIDED_BATCHES for variant in list(VARIANTS)[:3]],
+    + [(2, batch, variant) for batch in list(BATCHES)[1:] for variant in list(VARIANTS)[:3]],
 )
 def test_a_step_is_the_plain_update_however_it_is_computed(ranks, base, num_ranks, batch, variant):
-    trajectories = LOPSIDED_BATCHES.get(batch, RAGGED)
+    trajectories = BATCHES[batch]
     advantages = np.resize(ADVANTAGES, len(trajectories))
     weights, metrics = expected_update(base, trajectories, advantages)
     assert largest_change(hf_weights(base), weights) > 1e-2, "else this test sees nothing"

@@ -1,0 +1,249 @@
+"""Computes a prompt once for all responses to it, and pads nothing but attention.
+
+    four responses to two prompts      one column of N tokens, with each prompt once
+        a a a | r r                        a a a  r r  s  t t  b b u u
+        a a a | s
+        a a a | t t                    attention, by blocks of rows:   queries   keys
+        b b   | u u                        trunks, causal               a a a    a a a
+                                           (with the only response)     b b u u  b b u u
+                                           branches: see their prompt   s r r    a a a s r r
+                                           and themselves alone         t t      a a a t t
+
+Only attention mixes tokens; all other layers compute the column as it is. The positions of each
+response go on from its prompt's last one, which predicts the response's first token. Autograd adds
+up what the responses do to their prompt, so loss and gradient are those of one row per response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torchtune.modules import MultiHeadAttention
+
+_CHEAP_PAIRS = 1 << 16
+"""Padding of a block, in query-key pairs, that costs less than one more call of attention."""
+
+Tokens = NDArray[np.int64]
+"""Indices of tokens in the column."""
+Row = tuple[Tokens, Tokens]
+"""Queries, and the keys that they may see."""
+
+
+class Part(NamedTuple):
+    """What a forward pass reads of one response and its prompt."""
+
+    prompt: Hashable
+    """Equal for responses to the same prompt."""
+    prompt_tokens: int
+    response_tokens: int
+    """Tokens before the last one whose logprob is wanted: the others predict nothing."""
+
+
+class Block(NamedTuple):
+    """Rows that attention computes in one call, padded to the same widths."""
+
+    queries: Tensor
+    """[n, Q] int64: indices of tokens; padding is 0, and nobody reads its output."""
+    keys: Tensor
+    """[n, K] int64."""
+    mask: Tensor | None
+    """[n, 1, Q, K] bool, True where a query sees a key; None is causal, with the queries as keys.
+    """
+
+
+class Layout(NamedTuple):
+    """How attention reads the column of tokens; a torchtune decoder gets it as its mask."""
+
+    blocks: tuple[Block, ...]
+    places: Tensor
+    """[N] int64: index of each token in the outputs of all blocks, one after the other."""
+
+    def to(self, device: torch.device) -> Layout:
+        """Return the same layout on a device."""
+        blocks = [
+            Block(
+                block.queries.to(device),
+                block.keys.to(device),
+                None if block.mask is None else block.mask.to(device),
+            )
+            for block in self.blocks
+        ]
+        return Layout(tuple(blocks), self.places.to(device))
+
+
+class Column(NamedTuple):
+    """Places of prompts and responses in the column of tokens."""
+
+    prompts: list[Tokens]
+    """Tokens of each response's prompt; the same array for responses that share one."""
+    responses: list[Tokens]
+    """Tokens of each response."""
+    positions: Tensor
+    """[N] int64: position of each token in its sequence."""
+    layout: Layout
+
+
+def arrange(parts: Sequence[Part]) -> Column:
+    """Place prompts and responses in a column of tokens, each prompt once.
+
+    Args:
+        parts: what is read of each response; at least one, with a prompt of at least one token.
+    """
+    siblings: dict[Hashable, list[int]] = {}
+    for number, part in enumerate(parts):
+        siblings.setdefault(part.prompt, []).append(number)
+    prompts: list[Tokens] = [np.empty(0, np.int64)] * len(parts)
+    responses = list(prompts)
+    trunks: list[Row] = []
+    branches: list[Row] = []
+    end = 0
+    for members in siblings.values():
+        trunk = np.arange(end, end + parts[members[0]].prompt_tokens)
+        end += len(trunk)
+        for number in members:
+            prompts[number] = trunk
+            responses[number] = np.arange(end, end + parts[number].response_tokens)
+            end += parts[number].response_tokens
+        read = [responses[number] for number in members if len(responses[number])]
+        if len(read) == 1:
+            trunk = np.concatenate([trunk, *read])
+        else:
+            branches += [(run, np.concatenate([trunk, run])) for run in _runs(read, len(trunk))]
+        trunks.append((trunk, trunk))
+    positions, owners = np.empty(end, np.int64), np.zeros(end, np.int64)
+    for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True), start=1):
+        positions[prompt] = np.arange(len(prompt))
+        positions[response] = np.arange(len(prompt), len(prompt) + len(response))
+        owners[response] = number  # tokens of a prompt stay 0: all responses see them
+    layout = _layout([*_alike(trunks)], [*_alike(branches)], positions, owners)
+    return Column(prompts, responses, torch.from_numpy(positions), layout)
+
+
+def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
+    """Join short responses to one prompt into rows, so that its keys are not copied for each.
+
+    A run is at most half as long as the prompt. So a row computes at most 1.5 times the pairs of
+    its responses, and has at most about 3 times as many keys as all their tokens.
+    """
+    run: list[Tokens] = []
+    for response in sorted(responses, key=len):
+        if run and sum(map(len, run)) + len(response) > prompt_tokens // 2:
+            yield np.concatenate(run)
+            run = []
+        run.append(response)
+    if run:
+        yield np.concatenate(run)
+
+
+def _alike(rows: list[Row]) -> Iterator[list[Row]]:
+    """Group rows of similar size: padding at most doubles the query-key pairs of a large group."""
+    group: list[Row] = []
+    pairs = 0
+    for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
+        queries = len(row[0])  # the largest so far
+        keys = max(len(row[1]), *(len(other[1]) for other in group), 0)
+        padded, exact = (len(group) + 1) * queries * keys, pairs + queries * len(row[1])
+        if group and padded > max(2 * exact, exact + _CHEAP_PAIRS):
+            yield group
+            group, exact = [], queries * len(row[1])
+        group.append(row)
+        pairs = exact
+    if group:
+        yield group
+
+
+def _layout(
+    trunks: list[list[Row]], branches: list[list[Row]], positions: Tokens, owners: Tokens
+) -> Layout:
+    """Turn groups of rows into padded blocks.
+
+    Args:
+        trunks: groups of causal rows.
+        branches: groups of rows whose queries see their prompt and their own response.
+        positions: [N] position of each token in its sequence.
+        owners: [N] number of each token's response; 0 if it belongs to a prompt.
+    """
+    blocks: list[Block] = []
+    places, outputs = np.empty(len(positions), np.int64), 0
+    for group in [*trunks, *branches]:
+        queries, keys = (_padded([row[side] for row in group]) for side in (0, 1))
+        mask = None
+        if len(blocks) >= len(trunks):
+            asks, seen = queries[:, :, None].clip(0), keys[:, None, :]
+            mine = (owners[seen] == 0) | (owners[seen] == owners[asks])
+            mask = mine & (positions[seen] <= positions[asks]) & (seen >= 0)
+            mask = torch.from_numpy(mask[:, None])  # padding sees the prompt's start, so no NaN
+        n, width = queries.shape
+        real = queries >= 0
+        places[queries[real]] = np.arange(outputs, outputs + n * width).reshape(n, width)[real]
+        outputs += n * width
+        tokens = [torch.from_numpy(indices.clip(0)) for indices in (queries, keys)]
+        blocks.append(Block(tokens[0], tokens[1], mask))
+    return Layout(tuple(blocks), torch.from_numpy(places))
+
+
+def _padded(rows: list[Tokens]) -> Tokens:
+    """Stack rows of tokens, [n, width]; padding is -1."""
+    stacked = np.full((len(rows), max(map(len, rows))), -1)
+    for number, row in enumerate(rows):
+        stacked[number, : len(row)] = row
+    return stacked
+
+
+def share_prompts(model: nn.Module) -> None:
+    """Let a torchtune decoder's attention understand a `Layout` in place of a mask.
+
+    Args:
+        model: a torchtune TransformerDecoder, sharded or not.
+
+    Raises:
+        ValueError: a layer's attention is not torchtune's MultiHeadAttention, or not causal.
+    """
+    for layer in cast(Any, model).layers:
+        attention = layer.attn
+        if type(attention) is not MultiHeadAttention or not attention.is_causal:
+            problem = f"attention by {type(attention).__name__}, which cannot share prompts"
+            raise ValueError(f"model: {problem}; allowed: torchtune's causal MultiHeadAttention")
+        attention._attention_call = attend
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Layout, dropout_p: float, is_causal: bool
+) -> Tensor:
+    """Compute attention over a column of tokens, block by block.
+
+    Args:
+        q: [N, H, 1, D] queries of H heads, of any floating dtype.
+        k: [N, H, 1, D] keys.
+        v: [N, H, 1, D] values.
+        mask: layout of the N tokens.
+        dropout_p: probability that an attention weight becomes 0.
+        is_causal: unused; the layout says it.
+
+    Returns:
+        [N, H, 1, D] outputs.
+    """
+    heads = q.shape[1:]
+    q, k, v = (x.flatten(1) for x in (q, k, v))
+
+    def rows(x: Tensor, tokens: Tensor) -> Tensor:
+        # An embedding is the gather whose backward is fast on a CPU, and deterministic on CUDA.
+        return functional.embedding(tokens, x).unflatten(2, (heads[0], -1)).transpose(1, 2)
+
+    outputs = [
+        functional.scaled_dot_product_attention(
+            *(rows(q, block.queries), rows(k, block.keys), rows(v, block.keys)),
+            attn_mask=block.mask,
+            dropout_p=dropout_p,
+            is_causal=block.mask is None,
+        )
+        for block in mask.blocks
+    ]
+    flat = torch.cat([output.transpose(1, 2).flatten(2).flatten(0, 1) for output in outputs])
+    return functional.embedding(mask.places, flat).unflatten(1, heads)

@@ -1,0 +1,162 @@
+"""A prompt computed once gives the logprobs and gradients of one row per response."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchtune.models.gemma import gemma
+from torchtune.models.gemma2 import gemma2
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.phi3 import phi3
+from torchtune.models.qwen2 import qwen2
+from torchtune.training import set_activation_checkpointing
+
+from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
+from grpo_components.models.shared_prompts import Part, arrange, share_prompts
+from grpo_components.trajectory import TokenSequence
+
+SIZES = {
+    "vocab_size": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "max_seq_len": 64,
+}
+BUILDERS = {
+    "qwen2": qwen2,
+    "llama3_2": llama3_2,
+    "gemma": partial(gemma, head_dim=16),
+    "phi3": phi3,
+}
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.lists(st.booleans(), max_size=12), min_size=1)),
+    min_size=1,
+    max_size=4,
+)
+"""Prompt length, and the mask of each response."""
+
+
+def build(name="qwen2"):
+    torch.manual_seed(0)
+    model = BUILDERS[name](**SIZES)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def sequences(groups):
+    """Responses of all groups, in an order that mixes them, with masks."""
+    rng, found = np.random.default_rng(0), []
+    for length, masks in groups:
+        prompt = rng.integers(0, 64, length)
+        for mask in masks:
+            ids, temperature = rng.integers(0, 64, len(mask)), rng.uniform(0.5, 1.5)
+            found.append((TokenSequence(prompt.copy(), ids, temperature), np.array(mask, bool)))
+    order = rng.permutation(len(found))
+    return [found[i][0] for i in order], [found[i][1] for i in order]
+
+
+def one_by_one(model, records, masks):
+    """Logprobs and entropies from the decoder's own attention, one sequence at a time."""
+    values = []
+    for record, mask in zip(records, masks, strict=True):
+        ids = torch.tensor(np.concatenate([record.prompt_ids, record.response_ids]))
+        logits = model(ids[None])[0, len(record.prompt_ids) - 1 : -1]
+        logprobs = torch.log_softmax(logits.float() / record.temperature, dim=-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        taken = logprobs[torch.arange(len(record.response_ids)), torch.tensor(record.response_ids)]
+        values.append(torch.stack([taken, entropies])[:, torch.tensor(mask)])
+    return torch.cat(values, dim=1)
+
+
+def gradients(model, values):
+    weights = torch.linspace(-1, 1.5, values.numel()).view_as(values)
+    return torch.autograd.grad((values * weights).sum(), list(model.parameters()))
+
+
+def assert_exact(name, records, masks, *, chunk=5, recomputes=False):
+    plain, model = build(name), build(name)
+    if recomputes:
+        layers = {type(layer) for layer in model.layers}
+        set_activation_checkpointing(model, auto_wrap_policy=layers)
+    logprobs = ResponseLogprobs(model, chunk_tokens=chunk, entropy_gradient=True)
+    actual = torch.stack(logprobs(token_batch(records, masks)))
+    expected = one_by_one(plain, records, masks)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+    if actual.numel():
+        found, wanted = gradients(model, actual), gradients(plain, expected)
+        largest = max(float(gradient.abs().max()) for gradient in wanted)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * largest)
+
+
+@settings(max_examples=30, deadline=None)
+@given(GROUPS, st.integers(1, 40))
+def test_values_and_gradients_are_those_of_one_row_per_response(groups, chunk):
+    assert_exact("qwen2", *sequences(groups), chunk=chunk)
+
+
+RAGGED = [(7, [[True] * 3, [True, False, True], [True] * 12, [False, True]]), (2, [[True] * 5] * 3)]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_every_kind_of_attention_is_exact_also_where_layers_are_recomputed(name, recomputes):
+    assert_exact(name, *sequences(RAGGED), recomputes=recomputes)
+
+
+@given(GROUPS)
+def test_each_prompt_is_in_the_column_once_and_nothing_after_the_last_wanted_token(groups):
+    records, masks = sequences(groups)
+    prompts = {record.prompt_ids.tobytes(): len(record.prompt_ids) for record in records}
+    read = sum(int(max(np.flatnonzero(mask), default=0)) for mask in masks)
+    batch = token_batch(records, masks)
+    assert batch.tokens.shape == batch.input_pos.shape == (sum(prompts.values()) + read, 1)
+    alone = token_batch(records, masks, share_prompts=False)
+    assert len(alone.tokens) == sum(len(record.prompt_ids) for record in records) + read
+    assert torch.equal(alone.targets, batch.targets)
+    assert torch.equal(alone.tokens[alone.positions], batch.tokens[batch.positions])
+    assert torch.equal(alone.input_pos[alone.positions], batch.input_pos[batch.positions])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2000)), min_size=1, max_size=40))
+def test_attention_pads_at_most_to_twice_the_pairs_of_large_rows(pairs):
+    lengths = (3, 30, 300, 300, 1000, 4000)
+    parts = [Part(prompt, lengths[prompt], response) for prompt, response in pairs]
+    blocks = arrange(parts).layout.blocks
+    padded = sum(block.queries.numel() * block.keys.shape[1] for block in blocks)
+    rows: dict[int, list[int]] = {}
+    for prompt, response in pairs:
+        rows.setdefault(prompt, []).extend([response] * (response > 0))
+    exact = sum(lengths[p] ** 2 + sum(r * (lengths[p] + r) for r in rs) for p, rs in rows.items())
+    assert padded <= 6 * exact + len(blocks) * 2**17
+
+
+def test_siblings_are_found_by_their_prompts_ids():
+    prompt = np.array([3, 1, 4])
+    prompts = (prompt, prompt.copy(), prompt[::-1].copy())
+    records = [TokenSequence(ids, np.array([5, 9]), 1.0) for ids in prompts]
+    first, second, third = parts_of(records)
+    assert first == second and first.prompt != third.prompt
+    assert first.prompt_tokens == 3 and first.response_tokens == 1
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused():
+    records = [TokenSequence(np.zeros(60, np.int64), np.zeros(6, np.int64), 1.0)]
+    logprobs = ResponseLogprobs(build(), chunk_tokens=8)
+    with pytest.raises(ValueError, match=r"max_seq_len: a sequence of 65 tokens"):
+        logprobs(token_batch(records))
+    records = [TokenSequence(np.zeros(60, np.int64), np.zeros(5, np.int64), 1.0)]
+    assert len(logprobs(token_batch(records))[0]) == 5
+
+
+def test_attention_that_cannot_share_prompts_is_refused():
+    model = gemma2(**SIZES, head_dim=16)
+    with pytest.raises(ValueError, match=r"^model: attention by Gemma2Attention"):
+        share_prompts(model)
