@@ -81,7 +81,7 @@ def random_batch(setting: Setting) -> TokenBatch:
         )
         for number in range(setting.sequences)
     ]
-    return token_batch(trajectories).to(torch.device(setting.device))
+    return token_batch(trajectories, device=torch.device(setting.device))
 
 
 def build_pass(setting: Setting, chunk: int | None) -> Callable[[TokenBatch], tuple[float, float]]:

@@ -97,7 +97,7 @@ Pass = Callable[[Sequence[TokenSequence]], Tensor]
 def shared_pass(model: nn.Module, device: str) -> Pass:
     """The project's forward pass."""
     logprobs = ResponseLogprobs(model, chunk_tokens=1024)
-    return lambda sequences: logprobs(token_batch(sequences).to(torch.device(device)))[0]
+    return lambda sequences: logprobs(token_batch(sequences, device=torch.device(device)))[0]
 
 
 def padded_pass(model: Any, device: str) -> Pass:

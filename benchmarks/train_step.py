@@ -418,7 +418,7 @@ def batch_line(setting: Setting) -> str:
     trajectories, _ = ragged_batch(setting)
     lengths, plan = all_lengths(trajectories), our_plan(setting, trajectories)
     trained = sum(len(t.response_ids) for t in trajectories)
-    ours = sum(token_batch([trajectories[i] for i in members]).tokens.numel() for members in plan)
+    ours = sum(len(token_batch([trajectories[i] for i in members]).tokens) for members in plan)
     columns = max(len(t.prompt_ids) for t in trajectories) + max(
         len(t.response_ids) for t in trajectories
     )

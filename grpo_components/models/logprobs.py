@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_components.models.shared_prompts import Layout, Part, arrange, share_prompts
+from grpo_components.models.shared_prompts import CPU, Layout, Part, arrange, share_prompts
 from grpo_components.trajectory import TokenSequence, Trajectory
 
 
@@ -35,11 +35,6 @@ class TokenBatch:
     """[M] int64: ids of the tokens whose logprobs are wanted."""
     temperatures: Tensor
     """[M] float32: divisor of each token's logits, the same as in the generator."""
-
-    def to(self, device: torch.device) -> TokenBatch:
-        """Return the same batch on a device."""
-        names = ("tokens", "input_pos", "layout", "positions", "targets", "temperatures")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def parts_of(
@@ -65,6 +60,7 @@ def token_batch(
     trajectories: Sequence[Trajectory | TokenSequence],
     masks: Sequence[NDArray[np.bool_]] | None = None,
     *,
+    device: torch.device = CPU,
     share_prompts: bool = True,
 ) -> TokenBatch:
     """Lay trajectories out for one forward pass.
@@ -72,6 +68,7 @@ def token_batch(
     Args:
         trajectories: B trajectories or token sequences.
         masks: [R] bool for each of them, which response tokens are wanted; None means all.
+        device: device of the batch.
         share_prompts: compute a prompt once for all its responses; False is for comparisons.
 
     Returns:
@@ -80,7 +77,7 @@ def token_batch(
     parts = parts_of(trajectories, masks)
     if not share_prompts:
         parts = [part._replace(prompt=number) for number, part in enumerate(parts)]
-    column = arrange(parts)
+    column = arrange(parts, device)
     tokens = torch.empty(len(column.positions), dtype=torch.int64)
     positions, targets, temperatures = [], [], []
     for number, t in enumerate(trajectories):
@@ -94,11 +91,11 @@ def token_batch(
         targets.append(torch.from_numpy(t.response_ids[wanted]))
         temperatures.append(torch.full((len(wanted),), t.temperature))
     return TokenBatch(
-        tokens[:, None],
+        tokens[:, None].to(device),
         column.positions[:, None],
         column.layout,
         max(part.prompt_tokens + part.response_tokens for part in parts),
-        *(torch.cat(columns) for columns in (positions, targets, temperatures)),
+        *(torch.cat(column).to(device) for column in (positions, targets, temperatures)),
     )
 
 

@@ -132,7 +132,8 @@ def _fill(
     tokens = [micro_batch_cost(parts, unit, lambda new, _: new) for unit in units]
     costs = [micro_batch_cost(parts, unit, cost) for unit in units]
     order = sorted(range(len(units)), key=lambda u: (-costs[u], u))
-    rounds = max(1, math.ceil(sum(tokens) / (num_ranks * budget)))
+    enough = math.ceil(len(units) / num_ranks)  # a unit alone always fits
+    rounds = min(enough, math.ceil(max(sum(tokens) / budget, 1) / num_ranks))
     while True:
         batches: list[list[int]] = [[] for _ in range(rounds * num_ranks)]
         used = [0.0] * len(batches)

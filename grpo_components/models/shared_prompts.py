@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchtune.modules import MultiHeadAttention
 
+CPU = torch.device("cpu")
 _CHEAP_PAIRS = 1 << 16
 """Padding of a block, in query-key pairs, that costs less than one more call of attention."""
 
@@ -64,18 +65,6 @@ class Layout(NamedTuple):
     places: Tensor
     """[N] int64: index of each token in the outputs of all blocks, one after the other."""
 
-    def to(self, device: torch.device) -> Layout:
-        """Return the same layout on a device."""
-        blocks = [
-            Block(
-                block.queries.to(device),
-                block.keys.to(device),
-                None if block.mask is None else block.mask.to(device),
-            )
-            for block in self.blocks
-        ]
-        return Layout(tuple(blocks), self.places.to(device))
-
 
 class Column(NamedTuple):
     """Places of prompts and responses in the column of tokens."""
@@ -89,11 +78,12 @@ class Column(NamedTuple):
     layout: Layout
 
 
-def arrange(parts: Sequence[Part]) -> Column:
+def arrange(parts: Sequence[Part], device: torch.device = CPU) -> Column:
     """Place prompts and responses in a column of tokens, each prompt once.
 
     Args:
         parts: what is read of each response; at least one, with a prompt of at least one token.
+        device: device of the positions and the layout.
     """
     siblings: dict[Hashable, list[int]] = {}
     for number, part in enumerate(parts):
@@ -121,15 +111,16 @@ def arrange(parts: Sequence[Part]) -> Column:
         positions[prompt] = np.arange(len(prompt))
         positions[response] = np.arange(len(prompt), len(prompt) + len(response))
         owners[response] = number  # tokens of a prompt stay 0: all responses see them
-    layout = _layout([*_alike(trunks)], [*_alike(branches)], positions, owners)
-    return Column(prompts, responses, torch.from_numpy(positions), layout)
+    on_device = [torch.from_numpy(column).to(device) for column in (positions, owners)]
+    layout = _layout([*_alike(trunks)], [*_alike(branches)], *on_device)
+    return Column(prompts, responses, on_device[0], layout)
 
 
 def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
     """Join short responses to one prompt into rows, so that its keys are not copied for each.
 
-    A run is at most half as long as the prompt. So a row computes at most 1.5 times the pairs of
-    its responses, and has at most about 3 times as many keys as all their tokens.
+    A run of several is at most half as long as the prompt. So a row computes at most 1.5 times the
+    pairs of its responses, and R tokens of siblings have at most 5 R + P keys.
     """
     run: list[Tokens] = []
     for response in sorted(responses, key=len):
@@ -144,48 +135,48 @@ def _runs(responses: list[Tokens], prompt_tokens: int) -> Iterator[Tokens]:
 def _alike(rows: list[Row]) -> Iterator[list[Row]]:
     """Group rows of similar size: padding at most doubles the query-key pairs of a large group."""
     group: list[Row] = []
-    pairs = 0
+    pairs = longest = 0
     for row in sorted(rows, key=lambda row: (len(row[0]), len(row[1]))):
-        queries = len(row[0])  # the largest so far
-        keys = max(len(row[1]), *(len(other[1]) for other in group), 0)
-        padded, exact = (len(group) + 1) * queries * keys, pairs + queries * len(row[1])
+        queries, keys = len(row[0]), len(row[1])  # no row before has more queries
+        padded = (len(group) + 1) * queries * max(longest, keys)
+        exact = pairs + queries * keys
         if group and padded > max(2 * exact, exact + _CHEAP_PAIRS):
             yield group
-            group, exact = [], queries * len(row[1])
+            group, exact, longest = [], queries * keys, 0
         group.append(row)
-        pairs = exact
+        pairs, longest = exact, max(longest, keys)
     if group:
         yield group
 
 
 def _layout(
-    trunks: list[list[Row]], branches: list[list[Row]], positions: Tokens, owners: Tokens
+    trunks: list[list[Row]], branches: list[list[Row]], positions: Tensor, owners: Tensor
 ) -> Layout:
-    """Turn groups of rows into padded blocks.
+    """Turn groups of rows into padded blocks, on the device of the positions.
 
     Args:
         trunks: groups of causal rows.
         branches: groups of rows whose queries see their prompt and their own response.
-        positions: [N] position of each token in its sequence.
-        owners: [N] number of each token's response; 0 if it belongs to a prompt.
+        positions: [N] int64: position of each token in its sequence.
+        owners: [N] int64: number of each token's response; 0 if it belongs to a prompt.
     """
     blocks: list[Block] = []
     places, outputs = np.empty(len(positions), np.int64), 0
     for group in [*trunks, *branches]:
-        queries, keys = (_padded([row[side] for row in group]) for side in (0, 1))
+        padded = [_padded([row[side] for row in group]) for side in (0, 1)]
+        real, (n, width) = padded[0] >= 0, padded[0].shape
+        places[padded[0][real]] = np.arange(outputs, outputs + n * width).reshape(n, width)[real]
+        outputs += n * width
+        queries, keys = (torch.from_numpy(rows).to(positions.device) for rows in padded)
+        exists, queries, keys = keys >= 0, queries.clamp(min=0), keys.clamp(min=0)
         mask = None
         if len(blocks) >= len(trunks):
-            asks, seen = queries[:, :, None].clip(0), keys[:, None, :]
-            mine = (owners[seen] == 0) | (owners[seen] == owners[asks])
-            mask = mine & (positions[seen] <= positions[asks]) & (seen >= 0)
-            mask = torch.from_numpy(mask[:, None])  # padding sees the prompt's start, so no NaN
-        n, width = queries.shape
-        real = queries >= 0
-        places[queries[real]] = np.arange(outputs, outputs + n * width).reshape(n, width)[real]
-        outputs += n * width
-        tokens = [torch.from_numpy(indices.clip(0)) for indices in (queries, keys)]
-        blocks.append(Block(tokens[0], tokens[1], mask))
-    return Layout(tuple(blocks), torch.from_numpy(places))
+            asks, seen = queries[:, :, None], keys[:, None, :]
+            mask = (owners[seen] == 0) | (owners[seen] == owners[asks])
+            # Padding asks as the first token, which sees its row's first, so that nothing is NaN.
+            mask = (mask & (positions[seen] <= positions[asks]) & exists[:, None, :])[:, None]
+        blocks.append(Block(queries, keys, mask))
+    return Layout(tuple(blocks), torch.from_numpy(places).to(positions.device))
 
 
 def _padded(rows: list[Tokens]) -> Tokens:

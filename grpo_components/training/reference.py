@@ -63,7 +63,7 @@ class Reference:
         logprobs: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
         for indices in plan:
             members = [sequences[i] for i in indices]
-            batch = token_batch(members).to(self._device)
+            batch = token_batch(members, device=self._device)
             parts = self._logprobs(batch)[0].cpu().split([len(s.response_ids) for s in members])
             for index, part in zip(indices, parts, strict=True):
                 logprobs[index] = part.numpy()

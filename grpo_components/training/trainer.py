@@ -244,9 +244,9 @@ class Trainer:
     def _forward(self, members: list[TrainSample]) -> tuple[Tensor, Tensor]:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
-        batch = token_batch(trajectories, masks)
+        batch = token_batch(trajectories, masks, device=self._device)
         with self._activations:
-            return self._logprobs(batch.to(self._device))
+            return self._logprobs(batch)
 
     @torch.no_grad()
     def _fill_proximal_logprobs(self, samples: list[TrainSample]) -> None:

@@ -4,7 +4,7 @@ import pytest
 import train_step
 
 SMALL = train_step.Setting(
-    vocabulary=384, sequences=6, longest_response=48, tokens_per_micro_batch=160
+    vocabulary=384, sequences=6, longest_response=48, tokens_per_micro_batch=80
 )
 
 

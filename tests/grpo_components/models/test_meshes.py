@@ -14,7 +14,7 @@ from torchtune.models.qwen2 import qwen2
 from trainer_ranks import (
     ADVANTAGES,
     HEADS,
-    RAGGED,
+    SIBLINGS,
     SMALL,
     VOCABULARY,
     Ranks,
@@ -97,9 +97,9 @@ def run(ranks, bases):
         model_type = name.split()[0]
         calls = calls or [
             *export(0),
-            step(RAGGED, ADVANTAGES),
+            step(SIBLINGS, ADVANTAGES),
             *export(1),
-            step(RAGGED, -ADVANTAGES),
+            step(SIBLINGS, -ADVANTAGES),
             *export(2),
         ]
         options = {"build_model": MODELS[name], "model_type": model_type, "sharding": sharding}
@@ -148,7 +148,7 @@ def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, shardi
 def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path):
     for sharding in (Sharding(replicate=2), Sharding(tensor=2)):
         folder = tmp_path / f"{sharding.tensor}"
-        trained = [step(RAGGED, ADVANTAGES), *export(1)]
+        trained = [step(SIBLINGS, ADVANTAGES), *export(1)]
         save = [("hold_state", True), ("write_state", str(folder))]
         results = run("QWEN2 tied", 2, sharding, calls=[*trained, *save])
         assert_weights_equal(load_file(folder / "model.safetensors"), exported(results, 2))

@@ -47,6 +47,7 @@ def test_every_response_is_in_exactly_one_micro_batch_of_as_many_on_every_rank(
     plan = plan_micro_batches(parts, cost, num_ranks, budget)
     assert sorted(i for rank in plan for b in rank for i in b) == list(range(len(parts)))
     assert len(plan) == num_ranks and len({len(rank) for rank in plan}) == 1
+    assert all(any(micro_batches) for micro_batches in zip(*plan, strict=True))
 
 
 @given(batches(), RANKS, BUDGET)

@@ -78,8 +78,13 @@ BATCHES = {
 
 @pytest.mark.parametrize(
     ("num_ranks", "batch", "variant"),
-    [(num_ranks, "ragged", variant) for num_ranks in (1, 2) for variant in VARIANTS]
-    + [(2, batch, variant) for batch in list(BATCHES)[1:] for variant in list(VARIANTS)[:3]],
+    [
+        (num_ranks, batch, variant)
+        for num_ranks in (1, 2)
+        for batch in ("ragged", "siblings")
+        for variant in VARIANTS
+    ]
+    + [(2, batch, variant) for batch in list(BATCHES)[2:] for variant in list(VARIANTS)[:3]],
 )
 def test_a_step_is_the_plain_update_however_it_is_computed(ranks, base, num_ranks, batch, variant):
     trajectories = BATCHES[batch]

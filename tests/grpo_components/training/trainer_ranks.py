@@ -286,9 +286,10 @@ def make(number, prompt_length, mask, finish_reason="stop"):
 SHAPES = [(3, 5), (8, 2), (1, 9), (4, 4), (2, 1), (6, 7), (5, 3)]
 RAGGED = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
 RAGGED[1] = make(1, 2, [True, False, False, True, True])  # the environment spoke in between
-for first, second in zip(RAGGED[0::2], RAGGED[1::2], strict=False):  # the last has no sibling
-    second.prompt_ids = first.prompt_ids.copy()
-SIBLINGS = [replace(trajectory, prompt_ids=RAGGED[5].prompt_ids) for trajectory in RAGGED]
+SIBLINGS = [  # groups of four, two and one
+    replace(trajectory, prompt_ids=RAGGED[number].prompt_ids.copy())
+    for trajectory, number in zip(RAGGED, (5, 5, 0, 5, 0, 5, 6), strict=True)
+]
 ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.25], np.float32)
 
 # The first half of the batch fits into one forward pass, the second half does not.
