@@ -159,6 +159,8 @@ def _end_on_signals() -> list[int]:
 
 def _interrupted(received: list[int]) -> int:
     how, code = _ENDS[signal.Signals(received[0])] if received else ("interrupted", 130)
+    # A terminal that closes now would end Python while it shuts down, with another exit code.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.stderr.write(f"{how}: all roles stopped\n")
     return code
 

@@ -175,6 +175,8 @@ class VLLMEngine:
 
     def _run(self) -> None:
         """Run the engine thread: repeatedly take the commands that are due, then make a step."""
+        # OpenMP keeps this number per thread, and vLLM's kernels do not ask torch for it.
+        torch.set_num_threads(torch.get_num_threads())
         waiting: Future[Any] | None = None
         try:
             while True:

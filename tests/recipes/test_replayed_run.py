@@ -59,7 +59,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     assert code == 0, table
     output, replay = succeed(tune, *knobs, f"replay_events={original}")
     assert "events in the recorded order" in output
-    assert "generator_0 is back" in output and "replay_buffer" not in output
+    assert "generator_0 is back" in output and "replay_buffer is back" not in output
     groups = records(original / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
