@@ -145,9 +145,10 @@ class Evaluation:
             for generator in generators:  # nobody swaps the weights during an evaluation
                 if not generator.lost:
                     await held.enter_async_context(generator.swapping)
-            results = None
+            results, number = None, 1
             while results is None:
-                results = await self._try(step, generators, pull, pinned)
+                results = await self._try(step, number, generators, pull, pinned)
+                number += 1
         for result in results:
             for name in _VERSIONS:
                 if result[name] is not None:
@@ -160,12 +161,14 @@ class Evaluation:
     async def _try(
         self,
         step: int,
+        number: int,
         generators: Sequence[GeneratorHandle],
         pull: Pull,
         pinned: asyncio.Event,
     ) -> Results | None:
         """Return all results, of one version; None if a generator was lost or restarted."""
-        cause = f"evaluation {step}"
+        # Unique for each try: a replay would wait in the first one for a pull of the second.
+        cause = f"evaluation {step}" if number == 1 else f"evaluation {step}, try {number}"
         living = [generator for generator in generators if not generator.lost]
         pulled = await _none_lost(pull(generator, cause) for generator in living)
         pinned.set()

@@ -74,7 +74,7 @@ class Run:
         **schedule,
     ):
         self.generators, self.published, self.results = generators, 7, []
-        self.answers = []
+        self.answers, self.pulls = [], []
         self.ledger = new_ledger()
         self.evaluation = Evaluation(
             range(rows),
@@ -91,7 +91,10 @@ class Run:
         )
 
     async def pull(self, generator, cause):
-        assert cause == "evaluation 3" and generator.swapping.locked()
+        assert cause.startswith("evaluation 3") and generator.swapping.locked()
+        pull = id(generator), cause
+        assert pull not in self.pulls, "a replay cannot tell it from the earlier one"
+        self.pulls.append(pull)
         await asyncio.sleep(0)
         generator.version = self.published
 
