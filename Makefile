@@ -32,7 +32,7 @@ equivalence: tiny-policy  ## Measure what must come out the same; writes docs/eq
 crash-anywhere: tiny-policy  ## Kill and freeze roles of runs at random moments (about 20 minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
-test: lint typecheck  ## Check style and types, run all tests (about 25 minutes on two cores)
+test: lint typecheck  ## Check style and types, run all tests (about 20 minutes on two cores)
 	$(BIN)/pytest -n 2 --dist worksteal $$($(TRACKED) 'tests/**/test_*.py')
 
 lint: install-dev  ## Check style and spelling
