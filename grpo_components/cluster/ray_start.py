@@ -60,7 +60,7 @@ def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -
                 logging_level=getattr(logging, "ERROR" if log_level == "WARNING" else log_level),
                 object_store_memory=object_store_memory,
                 _temp_dir=str(temp_dir),
-                _system_config=_SYSTEM_CONFIG,
+                _system_config=dict(_SYSTEM_CONFIG),  # Ray writes into it, e.g. where it spills
             )
     except SystemExit:  # of the SIGTERM handler that Ray sets
         signal.signal(signal.SIGTERM, on_sigterm)

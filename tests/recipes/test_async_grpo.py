@@ -27,7 +27,6 @@ from whole_runs import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
 
-@pytest.mark.timeout(2400)  # the longest of all
 def test_the_main_job_learns(tune):
     """The first half of what `make demo` runs."""
     output, output_dir = succeed(tune, "num_steps=125")

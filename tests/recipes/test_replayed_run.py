@@ -38,8 +38,8 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     """
     (tmp_path / "my_worlds.py").write_text(TALKATIVE)
     faults = [
-        Fault("generator_0", "generate_group", after_step=4),
-        Fault("replay_buffer", "add", 9),
+        Fault("generator_0", "generate_group", after_step=4, awaited=True),
+        Fault("replay_buffer", "add", 9, awaited=True),
     ]
     recipe, environment = forked_recipe(tmp_path, faults)
     knobs = (

@@ -34,6 +34,8 @@ class Fault:
     """Since that call was made."""
     stop: bool = False
     """The process is stopped (SIGSTOP), not killed."""
+    awaited: bool = False
+    """No later training step ends before the role is back: the run cannot end without it."""
 
 
 def forked_recipe(folder, faults):
@@ -54,9 +56,12 @@ def forked_recipe(folder, faults):
 def install():
     """Let the faults of the environment happen in this process's run."""
     waiting = [Fault(**fault) for fault in json.loads(os.environ["CHAOS"])]
-    calls, submit = Counter(), Role.submit
+    calls, submit, result = Counter(), Role.submit, Role.result
+    awaited = {}
 
     def strike(role, fault):
+        if fault.awaited:
+            awaited[role] = role.pid
         os.kill(role.pid, signal.SIGSTOP if fault.stop else signal.SIGKILL)
         sys.stdout.write(f"chaos: {json.dumps(asdict(fault))}\n")
 
@@ -73,4 +78,12 @@ def install():
                 break
         return part
 
-    Role.submit = disturbed_submit
+    async def held_result(role, part, *args, **kwargs):
+        if part.call.method == "train_step":
+            for struck, pid in list(awaited.items()):
+                while struck.pid in (0, pid):
+                    await asyncio.sleep(0.1)
+                await struck.wait_idle()
+        return await result(role, part, *args, **kwargs)
+
+    Role.submit, Role.result = disturbed_submit, held_result

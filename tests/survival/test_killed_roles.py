@@ -24,7 +24,7 @@ FAULTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a busy machine may take long
+@pytest.mark.timeout(900)
 def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
     recipe, environment = forked_recipe(tmp_path, FAULTS)
     output_dir = tmp_path / "run"
@@ -45,7 +45,7 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=1700,
+        timeout=800,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
@@ -60,7 +60,12 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
     steps = {r["step"]: r for r in records(output_dir / "logs" / "metrics.jsonl")}  # last attempts
     assert sorted(steps) == list(range(13))
     assert steps[12]["attempt"] >= 2, "the trainer was killed twice"
-    assert steps[12]["restarts"] > 0
+    events = records(output_dir / "logs" / "events.jsonl")
+    restarts = [i for i, e in enumerate(events) if e["event"] in ("restart", "rollback")]
+    last = max(i for i, e in enumerate(events) if e["event"] == "step" and e["step"] == 12)
+    assert len(restarts) >= len(FAULTS)
+    # The last one may come after the last step.
+    assert sum(i < last for i in restarts) <= steps[12]["restarts"] <= len(restarts)
     code, table = audit(output_dir)
     assert code == 0, table
     assert "= 48 trained + 0 dropped or filtered + 0 living" in table

@@ -32,5 +32,7 @@ def test_a_resumed_run_has_the_examples_that_it_would_have_had():
 
 def test_every_token_of_the_response_is_learned_and_none_of_the_prompt():
     (sample,) = make(1, 1).batch(0)
+    trajectory = sample.trajectory
     assert sample.num_tokens == 2
-    sample.trajectory.check()
+    assert len(trajectory.prompt_ids) + len(trajectory.response_ids) == 3
+    trajectory.check()
