@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from grpo_components.cluster.role import Role
@@ -24,6 +25,7 @@ class Fault:
     """What happens to a role, and when."""
 
     role: str
+    """Name, or pattern of names as of files."""
     method: str
     """Of which a call is under way then."""
     number: int = 1
@@ -63,13 +65,13 @@ def install():
         if fault.awaited:
             awaited[role] = role.pid
         os.kill(role.pid, signal.SIGSTOP if fault.stop else signal.SIGKILL)
-        sys.stdout.write(f"chaos: {json.dumps(asdict(fault))}\n")
+        sys.stdout.write(f"chaos: {role.name} {json.dumps(asdict(fault))}\n")
 
     def disturbed_submit(role, method, *args, **kwargs):
         part = submit(role, method, *args, **kwargs)
         calls[role.name, method] += 1
         for fault in list(waiting):
-            if (fault.role, fault.method) != (role.name, method):
+            if method != fault.method or not fnmatch(role.name, fault.role):
                 continue
             begun = calls["trainer_0", "train_step"] >= fault.after_step
             if calls[role.name, method] >= fault.number and begun and role.pid:
