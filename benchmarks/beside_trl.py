@@ -145,7 +145,12 @@ def table(measured: dict[str, list[Measured]]) -> str:
         *("", "samples per second", *(f"seconds to held-out {goal}" for goal in GOALS)),
         *("success, last ten steps", "start, s"),
     ]
-    lines = [f"- {name}: {spread(values, 2)} times as fast" for name, values in ratios.items()]
+    lines = [
+        f"- {name}: {spread(values, 2)} times as fast"
+        if values
+        else f"- {name}: not reached by both"
+        for name, values in ratios.items()
+    ]
     return "\n".join([markdown_table(head, rows), "", "Ours beside TRL, pair by pair:", *lines])
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import worker as ray_worker
 
 from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
-from grpo_components.cluster.ray_start import start_ray
+from grpo_components.cluster.ray_start import objects_in_scope, start_ray
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import RoleHost, resource_use
@@ -43,12 +42,6 @@ _HEARTBEAT_EVERY_S = 5.0
 _EARLY = ("torch", "torchtune", "torchrl")
 """What most roles import, less Ray and what imports it."""
 _LOG = logging.getLogger("cluster")
-
-
-def _objects_in_scope() -> int:
-    """Return the number of Ray objects that this process still refers to."""
-    core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
-    return len(core.get_all_reference_counts())
 
 
 class Cluster:
@@ -223,7 +216,7 @@ class Cluster:
 
             async def watch_driver() -> None:
                 while True:
-                    beat("driver", resource_use() | {"objects": _objects_in_scope()})
+                    beat("driver", resource_use() | {"objects": objects_in_scope()})
                     await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
             async def attempt() -> None:
@@ -236,6 +229,8 @@ class Cluster:
                     await loops()
                     for task in watching:
                         task.cancel()
+                    last = (role.process_failure(_HEARTBEAT_EVERY_S, beat) for role in self.roles)
+                    await asyncio.gather(*last)
 
             while True:
                 try:

@@ -8,6 +8,7 @@ import secrets
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import ray
@@ -67,3 +68,9 @@ def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -
         signal.raise_signal(signal.SIGTERM)
         raise
     signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def objects_in_scope() -> int:
+    """Return the number of Ray objects that this process still refers to."""
+    core: Any = ray_worker.global_worker.core_worker  # pyright: ignore[reportAttributeAccessIssue]
+    return len(core.get_all_reference_counts())

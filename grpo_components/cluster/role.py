@@ -246,19 +246,22 @@ class Role:
             else:
                 beat(self.name, use)
 
-    async def process_failure(self, patience_s: float) -> RoleFailedError | None:
-        """Check that the role's process answers.
+    async def process_failure(
+        self, patience_s: float, beat: Callable[[str, dict[str, Any]], None] | None = None
+    ) -> RoleFailedError | None:
+        """Check that the role's process answers; return its failure, or None if it answers.
 
         Args:
             patience_s: longest wait for the answer, in seconds.
-
-        Returns:
-            The failure of the process; None if it answers.
+            beat: see `watch`.
         """
+        heartbeat = self._process.host.heartbeat.remote(0.0)
         try:
-            await self.answer(self._process.host.heartbeat.remote(0.0), "heartbeat", patience_s)
+            use = await self.answer(heartbeat, "heartbeat", patience_s)
         except RoleFailedError as failure:
             return failure
+        if beat:
+            beat(self.name, use)
         return None
 
     async def replay_restart(self, what: str) -> None:

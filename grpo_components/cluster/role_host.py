@@ -25,9 +25,13 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.plain_text import PlainFormatter
 from grpo_components.quiet import quiet_libraries
+from grpo_components.time_use import TimeUse
 
 DUMP_STACKS = signal.SIGUSR1
 """Signal that makes a role's process write the stacks of all its threads to its log."""
+IDLE = "idle"
+_STARTING = "starting"
+_MAIN_LANE = "main"
 
 
 class RoleHost:
@@ -64,6 +68,7 @@ class RoleHost:
         sys.path += [folder for folder in module_path if folder not in sys.path]
         self._cpu_threads = cpu_threads
         self._role: Any = None
+        self._time_use, self._running = TimeUse(_STARTING), dict[object, tuple[str, str]]()
         self._lanes: dict[str, ThreadPoolExecutor] = {}
 
     def __repr__(self) -> str:  # Ray shows it in every error
@@ -80,7 +85,8 @@ class RoleHost:
             `pid` and `node` of this process, and its folder for temporary files as `tmp`.
         """
         with named_failure(self._name, self._log_file, "start"):
-            await self._in_lane("main", self._build, role_class, kwargs)
+            await self._in_lane(_MAIN_LANE, self._build, role_class, kwargs)
+        self._time_use.begin(IDLE)
         return {"pid": os.getpid(), "node": socket.gethostname(), "tmp": tempfile.gettempdir()}
 
     def _build(self, role_class: str, kwargs: dict[str, Any]) -> None:
@@ -103,10 +109,26 @@ class RoleHost:
             args: arguments of the method.
         """
         function = getattr(self._role, method)
-        with named_failure(self._name, self._log_file, method):
+        with named_failure(self._name, self._log_file, method), self._timed(method, lane):
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
             return await self._in_lane(lane, function, *args)
+
+    @contextlib.contextmanager
+    def _timed(self, method: str, lane: str) -> Iterator[None]:
+        """Context manager: count the time as that of the method, unless the main lane works too."""
+        call = object()
+        self._running[call] = lane, method
+        self._time_use.begin(self._activity())
+        try:
+            yield
+        finally:
+            del self._running[call]
+            self._time_use.begin(self._activity())
+
+    def _activity(self) -> str:
+        calls = sorted(self._running.values(), key=lambda call: call[0] != _MAIN_LANE)
+        return calls[0][1] if calls else IDLE
 
     async def _in_lane(self, lane: str, function: Any, *args: Any) -> Any:
         if lane not in self._lanes:
@@ -116,7 +138,7 @@ class RoleHost:
     async def close(self) -> None:
         """Let the role stop its child processes, if it has any."""
         if hasattr(self._role, "close"):
-            await self._in_lane("main", self._role.close)
+            await self._in_lane(_MAIN_LANE, self._role.close)
 
     async def heartbeat(self, interval_s: float) -> dict[str, Any]:
         """Answer after an interval, so that the caller notices a process that is dead or hung.
@@ -125,10 +147,15 @@ class RoleHost:
             interval_s: seconds to wait before the answer.
 
         Returns:
-            Resources that the process uses, see `resource_use`.
+            Resources that the process uses, see `resource_use`; `seconds` of each activity since
+            its start, and what else the role's `time_use` returns.
         """
         await asyncio.sleep(interval_s)
-        return resource_use()
+        seconds = self._time_use.seconds()
+        if not hasattr(self._role, "time_use"):
+            return resource_use() | {"seconds": seconds}
+        use = self._role.time_use()  # the role knows better than its calls
+        return resource_use() | use | {"seconds": {_STARTING: seconds[_STARTING], **use["seconds"]}}
 
 
 @contextlib.contextmanager

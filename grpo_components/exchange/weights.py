@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,34 +43,81 @@ def checksum(name: str, dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]
     return digest.intdigest()
 
 
-def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArray[np.uint8]]:
-    """Copy named tensors into one flat array of bytes.
+class Bucket:
+    """Packs named tensors, one after the other, into a flat buffer of bytes.
 
-    The array holds bytes because numpy has no bfloat16; the manifest keeps dtypes and shapes.
+    The buffer holds bytes because numpy has no bfloat16; the manifest keeps dtypes and shapes.
 
     Args:
-        tensors: names and tensors, on the CPU and of any dtype.
+        buffer: [nbytes] uint8 on the CPU, to write into.
+        free: function that gets the buffer back once nobody uses the packed bytes any more.
+    """
+
+    def __init__(self, buffer: Tensor, free: Callable[[Tensor], None]) -> None:
+        self._buffer, self._free = buffer, free
+        self._entries: list[TensorEntry] = []
+        self._used = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor into the buffer; from a GPU into pinned memory, the copy goes on."""
+        raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        begin, self._used = self._used, self._used + raw.numel()
+        self._buffer[begin : self._used].copy_(raw, non_blocking=True)
+        self._entries.append(TensorEntry(name, dtype, shape, begin, raw.numel(), 0))
+
+    def close(self) -> tuple[Manifest, NDArray[np.uint8]]:
+        """Compute the checksums; all copies must have ended.
+
+        Returns:
+            The manifest, and the bytes [nbytes] uint8.
+        """
+        assert self._used == len(self._buffer)
+        # Based on a memoryview: slices of the array would keep an array alive, but not this one.
+        packed = np.frombuffer(memoryview(cast(Any, self._buffer.numpy())), np.uint8)
+        weakref.finalize(packed, self._free, self._buffer).atexit = False
+
+        def with_checksum(entry: TensorEntry) -> TensorEntry:
+            raw = packed[entry.offset : entry.offset + entry.nbytes]
+            return replace(entry, checksum=checksum(entry.name, entry.dtype, entry.shape, raw))
+
+        return tuple(map(with_checksum, self._entries)), packed
+
+
+class BucketBuffers:
+    """Makes buckets of one size, whose buffers are reused from push to push.
+
+    Args:
+        nbytes: size of each bucket, in bytes.
+        pinned: whether a GPU copies into the buffers directly.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self._nbytes, self._pinned = nbytes, pinned
+        self._free: list[Tensor] = []
+
+    def bucket(self) -> Bucket:
+        """Return an empty bucket in a buffer that nobody uses."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return Bucket(buffer, self._free.append)
+
+
+def pack_bucket(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, NDArray[np.uint8]]:
+    """Copy named tensors into one bucket.
+
+    Args:
+        tensors: names and tensors, of any dtype.
 
     Returns:
         The manifest, and the bytes [sum of nbytes] uint8.
     """
-    entries, parts, offset = [], [], 0
+    bucket = BucketBuffers(sum(tensor.nbytes for _, tensor in tensors), pinned=False).bucket()
     for name, tensor in tensors:
-        raw = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype=dtype,
-                shape=shape,
-                offset=offset,
-                nbytes=raw.nbytes,
-                checksum=checksum(name, dtype, shape, raw),
-            )
-        )
-        parts.append(raw)
-        offset += raw.nbytes
-    return tuple(entries), np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        bucket.add(name, tensor)
+    return bucket.close()
 
 
 def unpack_bucket(manifest: Manifest, bucket: NDArray[np.uint8]) -> StateDict:

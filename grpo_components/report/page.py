@@ -18,6 +18,7 @@ from grpo_components.report.run_files import (
     ANSWERS,
     FAILURES,
     NUMBER,
+    fits,
     read_failures,
     read_metrics,
     read_receipts,
@@ -84,6 +85,7 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
         read_records(events, unread=unread),
         list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER}, unread)),
         list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER}, unread)),
+        sum(r["time/wait_for_batch"] for r in metrics if fits(r, {"time/wait_for_batch": NUMBER})),
         lambda: unread.skip_file(events, "skipped events without a required field"),
     )
     failures = read_failures(logs / FAILURES, unread)

@@ -1,4 +1,4 @@
-"""Draws charts over a run's time: policy versions, role processes, idle time and memory."""
+"""Draws charts over a run's time: policy versions, role processes, their use of time and memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
-from grpo_components.report.idle import Idle
 from grpo_components.report.run_files import NUMBER, Record, fits
 from grpo_components.report.safe_text import label
+from grpo_components.report.time_use import time_use_charts
 
 _ROLE_EVENTS = ("start", "restart", "rollback")
 """Kinds of events that `timeline` returns."""
@@ -33,6 +33,7 @@ def timeline(
     events: Iterable[Record],
     starts: Sequence[Record],
     heartbeats: Sequence[Record],
+    waited_s: float = 0.0,
     on_skip: Callable[[], None] = lambda: None,
 ) -> tuple[list[Chart], list[Record]]:
     """Draw charts over time, and collect the starts, restarts and rollbacks of roles.
@@ -40,7 +41,8 @@ def timeline(
     Args:
         events: records of events.jsonl.
         starts: records of roles.jsonl, one per process: role, attempt, started (seconds).
-        heartbeats: records of heartbeats.jsonl: role, time (seconds), rss_mib.
+        heartbeats: records of heartbeats.jsonl: role, time (seconds), rss_mib, seconds.
+        waited_s: seconds in which the trainers waited for a batch.
         on_skip: function called for each event that lacks a required field.
 
     Returns:
@@ -48,7 +50,6 @@ def timeline(
         since the run began).
     """
     names = list(dict.fromkeys(start["role"] for start in starts))
-    idle = Idle(sum(name.startswith("reference_") for name in names))
     versions: dict[str, list[tuple[float, int]]] = defaultdict(list)
     role_events: list[Record] = []
     last = max((beat["time"] for beat in heartbeats), default=0.0)
@@ -57,7 +58,6 @@ def timeline(
         if not fits(event, _EVENT) or not fits(event, _FIELDS.get(event["event"], {})):
             on_skip()
             continue
-        idle.follow(event)
         first, last = min(first or event["time"], event["time"]), max(last, event["time"])
         if event["event"] == "publish":
             versions["published"].append((event["time"], event["version"]))
@@ -72,7 +72,7 @@ def timeline(
     charts = [
         _versions_chart(versions, role_events, first),
         _processes_chart(names, starts, role_events, first, last),
-        idle.chart(),
+        *time_use_charts(heartbeats, waited_s),
         _memory_chart(heartbeats, first),
     ]
     return [each for each in charts if each], role_events

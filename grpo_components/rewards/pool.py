@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 from traceback import StackSummary
@@ -128,11 +128,23 @@ class RewardPool:
         for _ in range(num_workers):  # start the processes now, but do not wait for them
             self._threads.submit(self._get_worker)
 
-    def score(self, samples: list[RewardInput]) -> list[Score]:
+    def begin(self, sample: RewardInput) -> Future[Score]:
+        """Start to score a sample, without waiting. Any thread may call this.
+
+        Args:
+            sample: the rewards' keyword arguments.
+
+        Returns:
+            What `score` takes in the sample's place.
+        """
+        return self._threads.submit(self._score_one, sample)
+
+    def score(self, samples: Sequence[RewardInput | Future[Score]]) -> list[Score]:
         """Score samples and wait for all scores. Any thread may call this.
 
         Args:
-            samples: the rewards' keyword arguments for each sample; any number of samples.
+            samples: the rewards' keyword arguments for each sample, or what `begin` returned for
+                it; any number of samples.
 
         Returns:
             The scores, in the order of the samples.
@@ -142,7 +154,14 @@ class RewardPool:
                 is closed.
             ComponentError: a reward has missed its first deadlines and never answered.
         """
-        return list(self._threads.map(self._score_one, samples))
+        scores = [each if isinstance(each, Future) else self.begin(each) for each in samples]
+        try:
+            return [score.result() for score in scores]
+        finally:
+            for score in scores:  # left over if one of them raised
+                score.cancel()
+
+    __call__ = score
 
     def late(self) -> str:
         """Return which rewards missed their deadlines, for an error of what waited for them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,8 @@ class EnginePolicy:
         """Names of the samples in the engine's schedule, one per slot."""
         self.temperature = 1.0
         """Sampling temperature of the next rollout."""
+        self.on_sampled: Callable[[int, list[int], str], None] | None = None
+        """Function called with slot, token ids and finish reason when a slot's turn is sampled."""
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write `response`, `logprobs`, `versions` and `finish_reason` into every slot.
@@ -71,6 +73,11 @@ class EnginePolicy:
             None if slot["done"] else self._sample(slot, name, seed)
             for slot, name, seed in zip(slots, self.names, self.seeds, strict=True)
         ]
+        if self.on_sampled:
+            numbers = {future: number for number, future in enumerate(futures) if future}
+            for future in as_completed(numbers):
+                turn = future.result()
+                self.on_sampled(numbers[future], turn.token_ids.tolist(), turn.finish_reason)
         for slot, future in zip(slots, futures, strict=True):
             completion = _NOTHING if future is None else future.result()
             slot.update(

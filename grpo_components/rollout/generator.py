@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -48,6 +49,8 @@ _REPLAY_THREADS = 1000
 """Number of threads in a replay: its calls come in any order, and none may block another."""
 _CLOSING_S = 5.0
 """Seconds for the environments to close; one that hangs ends with the process."""
+_SWITCH_S = 0.0005
+"""Seconds that a thread may keep the GIL while another wants it."""
 _NO_REPLAY = ReplayOptions()
 _log = logging.getLogger(__name__)
 
@@ -92,6 +95,8 @@ class Generator:
         number: int = 0,
         restart_count: int = 0,
     ) -> None:
+        # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
+        sys.setswitchinterval(_SWITCH_S)
         self._rewards = RewardPool(
             rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
         )
@@ -229,6 +234,11 @@ class Generator:
         """Accept weights older than the loaded ones, because the run returns to a checkpoint."""
         self._loading = BASE_VERSION
 
+    def time_use(self) -> dict[str, Any]:
+        """Return the seconds of each activity of the engine, and its mean share of sequences."""
+        use = self._engine.use
+        return {"seconds": use.seconds(), "sequence_share": use.sequence_share()}
+
     def close(self) -> None:
         """Stop the engine, the reward processes and the environments."""
         self._engine.close()
@@ -243,12 +253,13 @@ class Generator:
         size = 1 if self._environment.slots_apart else len(prompts)
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        rollouts = await asyncio.gather(
-            *(
-                run(self._collect_in_thread, prompts[p], names[p], seeds[p], temperature)
-                for p in parts
+        with self._engine.use.rollout():
+            rollouts = await asyncio.gather(
+                *(
+                    run(self._collect_in_thread, prompts[p], names[p], seeds[p], temperature)
+                    for p in parts
+                )
             )
-        )
         return [slot for slots in rollouts for slot in slots]
 
     def _collect_in_thread(
@@ -301,7 +312,7 @@ class Generator:
             num_slots=num_slots,
             decode=self._decode,
             encode=partial(encode_text, self._tokenizer),
-            score=self._rewards.score,
+            score=self._rewards,
             max_response_tokens=self._sampling.max_response_tokens,
         )
         try:
@@ -316,6 +327,7 @@ class Generator:
             stop_token_ids=self._sampling.stop_token_ids,
             truncation=self._sampling.truncation,
         )
+        policy.on_sampled = getattr(env, "begin_scoring", None)
         return _Seat(environment, env, policy, GroupCollector(env, policy))
 
     def _evaluated(

@@ -26,6 +26,7 @@ from vllm.v1.engine.core_client import InprocClient
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.replay.schedule import STOP, Schedule
+from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
 
@@ -98,6 +99,8 @@ class VLLMEngine:
             **more,
         ).llm_engine
         self._engine.set_weight_version(str(BASE_VERSION))
+        self.use = EngineUse(options.max_num_seqs)
+        """What the thread spends its time on."""
         self._recompute_kv = options.recompute_kv_after_pull
         self._expected_shapes = checkpoint_shapes(Path(options.model_path))
         self._schedule = Schedule() if schedule is None else schedule
@@ -180,7 +183,7 @@ class VLLMEngine:
         waiting: Future[Any] | None = None
         try:
             while True:
-                while command := self._schedule.take(self._step, idle=not self._running):
+                while command := self._take():
                     kind, payload, waiting = command
                     if kind == STOP:
                         self._dead = EngineStoppedError("closed")
@@ -204,6 +207,11 @@ class VLLMEngine:
             self._fail_all()
             # Otherwise garbage collection does it, and takes the process groups of a later engine.
             self._engine.engine_core.shutdown()
+
+    def _take(self) -> tuple[str, Any, Future[Any]] | None:
+        idle = not self._running
+        self.use.begin("idle" if idle else "sampling", len(self._running))
+        return self._schedule.take(self._step, idle=idle)
 
     def _add_request(
         self, prompt_ids: list[int], sampling: SamplingParams, future: Future[Completion]
@@ -240,6 +248,7 @@ class VLLMEngine:
         )
 
     def _swap_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.use.begin("loading weights", len(self._running))
         core = cast(InprocClient, self._engine.engine_core).engine_core
         self._finish_batches_in_flight(core)
         self._engine.collective_rpc(cast(Any, _load_into_worker), args=(tensors,))
@@ -275,7 +284,10 @@ class VLLMEngine:
 def _load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     runner = worker.model_runner
     model, config = runner.model, runner.vllm_config
-    with set_current_vllm_config(config), torch.device(worker.device):
+    on_device = torch.device(worker.device)
+    if worker.device.type == "cpu":
+        on_device = contextlib.nullcontext()  # the default; as a context it slows down every call
+    with set_current_vllm_config(config), on_device:
         parameters = {name for name, _ in model.named_parameters()}
         initialize_layerwise_reload(model)
         loaded = model.load_weights(iter(tensors.items()))

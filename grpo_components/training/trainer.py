@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +14,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtune.modules import TransformerDecoder
 from torchtune.training import OffloadActivations
 
-from grpo_components.exchange.weights import Manifest, StateDict, pack_bucket
-from grpo_components.models.hf_weights import hf_converter, layer_groups
+from grpo_components.exchange.weights import Manifest
+from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
@@ -49,6 +47,7 @@ from grpo_components.training.trainer_options import (
     OptimizerOptions,
     RankOptions,
 )
+from grpo_components.training.weight_export import WeightExport
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
 
 
@@ -138,9 +137,11 @@ class Trainer:
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
-        self._to_hf = hf_converter(model.model_type, base)
-        self._weights_dtype = DTYPES[model.dtype]
-        self._gathered: dict[int, list[tuple[str, Tensor]]] = {}
+        to_hf = hf_converter(model.model_type, base)
+        weights_dtype = DTYPES[model.dtype]
+        self._export = WeightExport(
+            self._model, to_hf, weights_dtype, self._device, rank, num_ranks
+        )
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
@@ -344,22 +345,18 @@ class Trainer:
         return losses * weights.repeat_interleave(counts).to(self._device)
 
     def gather_weights(self) -> int:
-        """Gather the current weights layer by layer; each rank keeps the layers assigned to it.
+        """Gather the current weights layer by layer; each rank copies the layers assigned to it.
 
         Call it between steps: a gather in another thread would interleave with FSDP's collectives.
 
         Returns:
             The policy version of the gathered weights.
         """
-        kept: list[tuple[str, Tensor]] = []
-        for number, tensors in enumerate(self._gather_layers()):
-            if number % self._num_ranks == self._rank:
-                kept += [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors.items()]
-        self._gathered[self.policy_version] = kept
+        self._export.copy(self.policy_version)
         return self.policy_version
 
     def export_weights(self, version: int) -> tuple[tuple[Manifest, NDArray[np.uint8]], Manifest]:
-        """Pack the weights that `gather_weights` kept; may run during the next training step.
+        """Return the weights that `gather_weights` copied; may run during the next training step.
 
         Args:
             version: policy version that `gather_weights` returned.
@@ -367,23 +364,12 @@ class Trainer:
         Returns:
             Two values: this rank's bucket (manifest and bytes), and the manifest alone.
         """
-        bucket = pack_bucket(self._gathered.pop(version))
+        bucket = self._export.bucket(version)
         return bucket, bucket[0]
-
-    def _gather_layers(self) -> Iterator[StateDict]:
-        state_dict = self._model.state_dict()
-        for names in layer_groups(state_dict):
-            full: StateDict = {}
-            for name in names:
-                value = state_dict[name]
-                assert isinstance(value, DTensor)
-                value = value.to(self._device, self._weights_dtype)  # may be on the CPU
-                full[name] = cast(DTensor, value).full_tensor()
-            yield self._to_hf(full)
 
     def hold_state(self, copy: bool) -> None:
         """Keep the current state for a checkpoint; see `TrainerState.hold`."""
-        self._state.hold(self.policy_version, self._gather_layers(), copy=copy)
+        self._state.hold(self.policy_version, self._export.layers(), copy=copy)
 
     def write_state(self, folder: str) -> str | None:
         """Write the state saved by `hold_state`; safe during a step. See `TrainerState.write`."""

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_components.exchange.weights import (
+    BucketBuffers,
     check_names_and_shapes,
     checkpoint_shapes,
     pack_bucket,
@@ -73,6 +74,28 @@ def test_only_a_tied_head_may_be_missing(tied, tmp_path):
     else:
         with pytest.raises(ValueError, match=r"^weights: .* lm_head\.weight"):
             check_names_and_shapes({"a": (1,)}, expected)
+
+
+def test_a_buffer_is_written_again_only_once_nobody_uses_its_bucket():
+    """Not even a slice of it: Ray and `unpack_bucket` keep nothing else."""
+    buffers = BucketBuffers(8, pinned=False)
+
+    def push(value):
+        bucket = buffers.bucket()
+        bucket.add("a", torch.tensor([value, value], dtype=torch.int32))
+        return bucket.close()
+
+    first, second = push(1), push(2)
+    part = unpack_bucket(*first)["a"][1:]
+    address = first[1].ctypes.data
+    assert address != second[1].ctypes.data
+    del first
+    third = push(3)
+    assert third[1].ctypes.data != address and part.tolist() == [1]
+    del part
+    assert push(4)[1].ctypes.data == address
+    assert unpack_bucket(*second)["a"].tolist() == [2, 2]
+    assert unpack_bucket(*third)["a"].tolist() == [3, 3]
 
 
 def test_an_empty_bucket_is_allowed():

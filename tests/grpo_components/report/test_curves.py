@@ -33,7 +33,8 @@ STARTS = [
     {"role": role, "started": started, "attempt": 0, "pid": 1}
     for role, started in (("generator_0", 90.0), ("trainer_0", 95.0), ("generator_0", 410.0))
 ]
-HEARTBEATS = [{"role": "generator_0", "time": 100.0 + i, "rss_mib": 512.0} for i in range(3)]
+USE = {"rss_mib": 512.0, "seconds": {"starting": 9.0, "idle: no group": 1.0}, "sequence_share": 0.5}
+HEARTBEATS = [{"role": "generator_0", "time": 100.0 + i, **USE} for i in range(3)]
 
 
 def test_plotly_accepts_every_figure():
@@ -42,7 +43,13 @@ def test_plotly_accepts_every_figure():
     charts = [chart for charts in by_section.values() for chart in charts] + over_time
     assert {chart["title"] for chart in charts} >= {
         *("Reward", "Success", "Staleness", "my/own"),
-        *("Policy versions", "Role processes", "Idle time by role", "Memory by role"),
+        *(
+            "Policy versions",
+            "Role processes",
+            "Memory by role",
+            "Time of each role",
+            "Sequences in the engine",
+        ),
     }
     assert "KL" not in {chart["title"] for chart in charts}, "it was never measured"
     for chart in charts:
@@ -73,7 +80,7 @@ def test_a_curve_left_alone_in_a_chart_of_several_keeps_its_legend():
     steps = [{"step": 1, "mismatch/generator_kl": 0.1, "loss/kl_reference": None, "my/own": 2}]
     charts = {c["title"]: c["figure"]["layout"] for s in metric_charts(steps).values() for c in s}
     assert charts["KL"]["showlegend"] and not charts["my/own"]["showlegend"]
-    [memory], _ = timeline([], [], HEARTBEATS)
+    *_, memory = timeline([], [], HEARTBEATS)[0]
     assert memory["figure"]["layout"]["showlegend"]
 
 
@@ -94,7 +101,7 @@ def test_a_single_point_is_drawn_as_a_marker():
     charts, _ = timeline(step, [], [{"role": "a", "time": 1.0, "rss_mib": 1.0}])
     charts += metric_charts([{"step": 1, "my/own": 2}])["Other metrics"]
     modes = {chart["title"]: {t["mode"] for t in chart["figure"]["data"]} for chart in charts}
-    titles = {"Policy versions", "Idle time by role", "Memory by role", "my/own"}
+    titles = {"Policy versions", "Memory by role", "my/own"}
     assert modes == {title: {"markers"} for title in titles}
 
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from grpo_components.objective.advantages import (
     LeaveOneOutAdvantages,
 )
 from grpo_components.rewards.pool import Score
+from grpo_components.rollout.engine_use import NO_REWARD, EngineUse
 from grpo_components.rollout.environments import SingleTurnEnvironment, slot_state
 from grpo_components.rollout.generator_options import (
     EnvironmentOptions,
@@ -66,7 +68,7 @@ class FakeEngine:
 
     def __init__(self, group_size=1):
         self.requests, self.loaded, self._waiting, self.group_size = [], [], [], group_size
-        self.answer = completion
+        self.answer, self.use = completion, EngineUse(4)
 
     def submit(self, prompt_ids, *, seed, **sampling):
         self.requests.append((list(prompt_ids), seed, sampling))
@@ -367,6 +369,25 @@ class Tokenizer:
         return "".join(f"<{token_id}>" for token_id in token_ids)
 
 
+class FakePool:
+    """Scores at once; `begun` has the samples whose scoring began before the environment's step."""
+
+    def __init__(self):
+        self.begun = []
+
+    def begin(self, sample):
+        self.begun.append(sample)
+        return sample
+
+    def score(self, samples):
+        return scores(samples)
+
+    def close(self):
+        pass
+
+    __call__ = score
+
+
 @pytest.fixture
 def engines(module, monkeypatch):
     """The fake engines of the generators that the test has built, the newest last."""
@@ -383,8 +404,7 @@ def engines(module, monkeypatch):
 @pytest.fixture
 def make_generator(module, engines, monkeypatch):
     """Build a generator over another environment."""
-    pool = SimpleNamespace(score=scores, close=lambda: None)
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: FakePool())
     made = []
 
     def make(environment, *, group_size=3, rollouts_in_flight=2, timeout_s=60):
@@ -437,6 +457,57 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
     assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
     assert [r["response_tokens"] for r in text["responses"]] == summary.response_tokens
     assert [r["reward"] for r in text["responses"]] == summary.rewards
+
+
+def test_a_response_is_scored_while_others_of_its_group_are_sampled(
+    make_generator, engines, module, monkeypatch
+):
+    pool, order = FakePool(), []
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
+    generator, begin = make_generator(SingleTurnEnvironment), pool.begin
+    waiting = []
+
+    def submit(prompt_ids, *, seed, **_):
+        waiting.append((Future(), completion(prompt_ids, seed)))
+        if len(waiting) == 3:
+            sample(2)
+        return waiting[-1][0]
+
+    def sample(number):
+        order.append(f"sampled {number}")
+        future, answer = waiting[number]
+        future.set_result(answer)
+
+    def begun(each):
+        order.append("scoring began")
+        if len(pool.begun) < 2:
+            sample(len(pool.begun))
+        return begin(each)
+
+    engines[-1].submit, pool.begin = submit, begun
+    group(generator, number=4, group_id=17)
+    began = "scoring began"
+    assert order == ["sampled 2", began, "sampled 0", began, "sampled 1", began]
+
+
+def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(
+    make_generator, engines, module, monkeypatch
+):
+    class Asking(FakePool):
+        def score(self, samples):
+            time.sleep(0.02)
+            return scores(samples)
+
+        __call__ = score
+
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: Asking())
+    generator = make_generator(SingleTurnEnvironment)
+    began = time.perf_counter()
+    group(generator, number=4, group_id=17)
+    use = generator.time_use()
+    assert use["seconds"][NO_REWARD] >= 0.02
+    assert sum(use["seconds"].values()) >= time.perf_counter() - began - 0.01
+    assert use["sequence_share"] == 0
 
 
 def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, engine, module):
@@ -734,12 +805,17 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
 def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator, module, monkeypatch):
     released = threading.Event()
 
-    def score(samples):
-        released.wait(30)
-        return scores(samples)
+    class Slow(FakePool):
+        def score(self, samples):
+            released.wait(30)
+            return scores(samples)
 
-    pool = SimpleNamespace(score=score, late=lambda: "mood was late", close=released.set)
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
+        def late(self):
+            return "mood was late"
+
+        __call__ = score
+
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: Slow())
     generator = make_generator(SingleTurnEnvironment, timeout_s=0.5, rollouts_in_flight=1)
     _, summary, _ = group(generator, number=4, group_id=4)
     released.set()

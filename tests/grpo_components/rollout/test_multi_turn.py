@@ -16,6 +16,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.cluster.cluster import engine_environment
 from grpo_components.rewards.pool import Score
+from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import (
     EnvironmentOptions,
     RewardOptions,
@@ -343,13 +344,25 @@ def test_several_slots_of_one_environment_end_one_by_one(module):
 # ---- in a generator -----------------------------------------------------------------------------
 
 
+class FakePool:
+    """Finds every response right."""
+
+    def score(self, samples):
+        return all_right(samples)
+
+    def close(self):
+        pass
+
+    __call__ = score
+
+
 class FakeEngine:
     """Responds at once, with letters that depend on the seed."""
 
     latest: "FakeEngine"
 
     def __init__(self, *args, **kwargs):
-        self.requests, self._lock = [], threading.Lock()
+        self.requests, self._lock, self.use = [], threading.Lock(), EngineUse(4)
         FakeEngine.latest = self
 
     def submit(self, prompt_ids, *, seed, max_tokens, name, **sampling):
@@ -375,8 +388,7 @@ class FakeEngine:
 def make_generator(module, monkeypatch):
     """Build a generator over a world."""
     monkeypatch.setattr(module, "VLLMEngine", FakeEngine)
-    pool = SimpleNamespace(score=all_right, close=lambda: None)
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
+    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: FakePool())
     made = []
 
     def make(world, **kwargs):

@@ -1,0 +1,136 @@
+"""Draws what each role's process spent its time on, and how full the engines were."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
+from grpo_components.report.run_files import NUMBER, Record, fits
+from grpo_components.report.safe_text import label
+
+_IDLE = "idle"
+_STARTING = "starting"
+_COLORS = {
+    "starting": "#c9c9c9",
+    "idle": "#e8d9a0",
+    "idle: no group": "#e3b341",
+    "idle: rewards, environments": "#c2410c",
+    "idle: no batch": "#e3b341",
+    "idle: between steps": "#e8d9a0",
+    "sampling": "#3b7dd8",
+    "train_step": "#3b7dd8",
+    "add_logprobs": "#3b7dd8",
+    "add_scores": "#3b7dd8",
+    "loading weights": "#7c3aed",
+    "gather_weights": "#7c3aed",
+}
+"""Color of an activity; others have plotly's."""
+
+
+def seconds_by_role(
+    heartbeats: Sequence[Record], waited_s: float = 0.0
+) -> dict[str, dict[str, float]]:
+    """Add up the time of each role's processes by activity.
+
+    Args:
+        heartbeats: records of heartbeats.jsonl in order; `seconds` counts from a process's start.
+        waited_s: seconds in which the trainers waited for a batch.
+
+    Returns:
+        Seconds of each activity, by role. They add up to the time that the role's processes ran,
+        until each one's last heartbeat.
+    """
+    total: dict[str, dict[str, float]] = {}
+    for role, processes in _processes(heartbeats).items():
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for beats in processes:
+            for activity, value in beats[-1]["seconds"].items():
+                seconds[activity] += value
+        if role.startswith("trainer_") and _IDLE in seconds:
+            idle = seconds.pop(_IDLE)
+            seconds["idle: no batch"] = min(idle, waited_s)
+            seconds["idle: between steps"] = idle - seconds["idle: no batch"]
+        total[role] = dict(seconds)
+    return total
+
+
+def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart]:
+    """Draw the time of each role by activity, and the share of each engine's sequences in use.
+
+    Args:
+        heartbeats: records of heartbeats.jsonl: role, time (seconds), seconds (by activity), and
+            for a generator sequence_share (mean since its engine started).
+        waited_s: seconds in which the trainers waited for a batch.
+    """
+    by_role = seconds_by_role(heartbeats, waited_s)
+    if not by_role:
+        return []
+    names = sorted(by_role)
+    activities = dict.fromkeys(activity for name in names for activity in by_role[name])
+    activities = sorted(activities, key=lambda a: (a.startswith(_IDLE), a == _STARTING))
+    traces = []
+    for activity in activities:
+        parts = [by_role[name].get(activity, 0.0) for name in names]
+        walls = [sum(by_role[name].values()) for name in names]
+        shares = [part / wall if wall else 0.0 for part, wall in zip(parts, walls, strict=True)]
+        texts = [f"{part:.1f} s of {wall:.1f} s" for part, wall in zip(parts, walls, strict=True)]
+        trace: dict[str, Any] = {"type": "bar", "orientation": "h", "name": label(activity)}
+        trace |= {"y": list(map(label, names)), "x": [round(share, 5) for share in shares]}
+        trace |= {"text": texts, "textposition": "none"}
+        trace["hovertemplate"] = "%{y}: %{text}, %{x:.1%}<extra>%{fullData.name}</extra>"
+        if activity in _COLORS:
+            trace["marker"] = {"color": _COLORS[activity]}
+        traces.append(trace)
+    about = "share of the time of each role's processes, from their start to the last heartbeat"
+    axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
+    layout: dict[str, Any] = {"yaxis": axis, "barmode": "stack", "bargap": 0.35}
+    layout["xaxis"] = {"range": [0, 1], "tickformat": ".0%", "title": {"text": "share"}}
+    charts = [chart("Time of each role", about, traces, "share", rows=len(names), **layout)]
+    return charts + [each for each in [_sequences_chart(heartbeats)] if each]
+
+
+def _sequences_chart(heartbeats: Sequence[Record]) -> Chart | None:
+    """Draw the share of `max_num_seqs` in use between one heartbeat and the next."""
+    first = min(beat["time"] for beat in heartbeats)
+    traces = []
+    for role, processes in sorted(_processes(heartbeats).items()):
+        minutes, shares = [], []
+        for beats in processes:
+            used = before = 0.0  # seconds: full-engine time, and all time
+            for beat in beats:
+                if not fits(beat, {"sequence_share": NUMBER}):
+                    continue
+                wall = sum(value for key, value in beat["seconds"].items() if key != _STARTING)
+                if wall > before:
+                    minutes.append((beat["time"] - first) / 60)
+                    shares.append((beat["sequence_share"] * wall - used) / (wall - before))
+                    used, before = beat["sequence_share"] * wall, wall
+        if minutes:
+            width = -(-len(minutes) // MAX_POINTS)
+            traces.append(curve(role, minutes[::width], shares[::width]))
+    if not traces:
+        return None
+    about = "mean share of generator.max_num_seqs in use between two heartbeats"
+    layout = {"yaxis": {"rangemode": "tozero", "tickformat": ".0%"}, "showlegend": True}
+    return chart("Sequences in the engine", about, traces, "minutes", **layout)
+
+
+def _processes(heartbeats: Sequence[Record]) -> dict[str, list[list[Record]]]:
+    """Return the heartbeats that carry times: by role, and by process of that role."""
+    by_role: dict[str, list[list[Record]]] = {}
+    for beat in heartbeats:
+        seconds = beat.get("seconds")
+        if not isinstance(seconds, Mapping) or not seconds or not all(_counts(seconds.values())):
+            continue
+        processes = by_role.setdefault(beat["role"], [])
+        wall = sum(seconds.values())
+        if not processes or wall < sum(processes[-1][-1]["seconds"].values()):
+            processes.append([])  # its clock began again: a new process
+        processes[-1].append(beat)
+    return by_role
+
+
+def _counts(values: Iterable[Any]) -> Iterator[bool]:
+    return (isinstance(value, NUMBER) and 0 <= value < 1e12 for value in values)

@@ -1,0 +1,74 @@
+"""Measures how an engine uses its time and its room for sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+from grpo_components.time_use import TimeUse
+
+NO_GROUP = "idle: no group"
+NO_REWARD = "idle: rewards, environments"
+
+
+class EngineUse:
+    """Adds up the seconds of an engine's activities, and of its idle time by cause.
+
+    The engine is idle while it has no sequence: because no group is asked for, or because all
+    that are asked for wait for a reward or an environment.
+
+    Args:
+        max_num_seqs: number of sequences that the engine computes at once.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._lock = threading.Lock()
+        self._time, self._engine_does = TimeUse(NO_GROUP), "idle"
+        self._rollouts = self._sequences = 0
+        self._sequence_s = 0.0
+
+    def begin(self, activity: Literal["sampling", "loading weights", "idle"], running: int) -> None:
+        """Begin an activity of the engine's thread.
+
+        Args:
+            activity: what the engine does next.
+            running: number of sequences in the engine, waiting ones included.
+        """
+        with self._lock:
+            self._engine_does = activity
+            self._advance()
+            self._sequences = min(running, self._max_num_seqs)
+
+    @contextlib.contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Context manager: a rollout asks for sequences meanwhile. Any thread may call this."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each activity, and of each cause of idle time."""
+        with self._lock:
+            self._advance()
+            return self._time.seconds()
+
+    def sequence_share(self) -> float:
+        """Return the mean share of `max_num_seqs` in use since the engine started."""
+        wall_s = sum(self.seconds().values())
+        return self._sequence_s / (self._max_num_seqs * wall_s)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._rollouts += change
+            self._advance()
+
+    def _advance(self) -> None:
+        """Count the time since the last call, and go on with the present activity."""
+        cause = NO_REWARD if self._rollouts else NO_GROUP
+        passed = self._time.begin(cause if self._engine_does == "idle" else self._engine_does)
+        self._sequence_s += passed * self._sequences

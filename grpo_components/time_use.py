@@ -1,0 +1,45 @@
+"""Measures what a process spends its time on; the parts add up to the wall time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+
+
+class TimeUse:
+    """Adds up the seconds of each activity, one activity at a time. Any thread may call it.
+
+    Args:
+        activity: name of the first activity, which begins now.
+    """
+
+    def __init__(self, activity: str) -> None:
+        self._lock = threading.Lock()
+        self._activity, self._since = activity, time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self, activity: str) -> float:
+        """End the present activity and begin another.
+
+        Args:
+            activity: name of the activity that begins; may be the present one.
+
+        Returns:
+            Seconds since the last call.
+        """
+        with self._lock:
+            return self._begin(activity)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each activity so far, by name."""
+        with self._lock:
+            self._begin(self._activity)
+            return dict(self._seconds)
+
+    def _begin(self, activity: str) -> float:
+        now = time.perf_counter()
+        passed = now - self._since
+        self._seconds[self._activity] += passed
+        self._activity, self._since = activity, now
+        return passed

@@ -1,0 +1,101 @@
+"""Gathers the sharded weights layer by layer, and packs one rank's share for a push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grpo_components.exchange.weights import Bucket, BucketBuffers, Manifest, StateDict
+from grpo_components.models.hf_weights import layer_groups
+
+
+class WeightExport:
+    """Copies every n-th layer of the gathered weights into a buffer that later pushes reuse.
+
+    A push holds one copy of the rank's share. A further buffer is made only while an earlier
+    bucket is still in use.
+
+    Args:
+        model: policy, sharded over the ranks.
+        to_hf: function that converts one layer's state dict to Hugging Face names and row order.
+        dtype: dtype of the exported weights.
+        device: device on which layers are gathered.
+        rank: rank of this process.
+        num_ranks: number of ranks, each of which exports its share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        to_hf: Callable[[StateDict], StateDict],
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._model, self._to_hf, self._dtype, self._device = model, to_hf, dtype, device
+        self._rank, self._num_ranks = rank, num_ranks
+        empty = partial(torch.empty, dtype=dtype, device="meta")
+        share = list(self._convert(lambda value: empty(value.shape)))[rank::num_ranks]
+        nbytes = sum(tensor.nbytes for layer in share for tensor in layer.values())
+        self._on_gpu = device.type == "cuda"
+        self._buffers = BucketBuffers(nbytes, pinned=self._on_gpu)
+        self._copied: dict[int, tuple[Bucket, torch.cuda.Event | None]] = {}
+
+    def layers(self) -> Iterator[StateDict]:
+        """Gather one layer after the other, by Hugging Face names; a collective of all ranks."""
+
+        def gather(value: DTensor) -> Tensor:
+            value = cast(DTensor, value.to(self._device, self._dtype))  # may be on the CPU
+            return value.full_tensor()
+
+        return self._convert(gather)
+
+    def copy(self, version: int) -> None:
+        """Gather all layers and copy this rank's share; a collective of all ranks.
+
+        Args:
+            version: policy version of the weights.
+        """
+        bucket, mine = self._buffers.bucket(), StateDict()
+        for number, layer in enumerate(self.layers()):
+            if number % self._num_ranks == self._rank:
+                mine = layer
+            if number % self._num_ranks == self._num_ranks - 1:
+                # Now each rank has a layer: they copy side by side, and none waits in a gather.
+                _add(bucket, mine)
+                mine = {}
+        _add(bucket, mine)
+        done = torch.cuda.Event() if self._on_gpu else None
+        if done:
+            done.record()
+        self._copied[version] = bucket, done
+
+    def bucket(self, version: int) -> tuple[Manifest, NDArray[np.uint8]]:
+        """Return the copied share with its checksums; may run in another thread.
+
+        Args:
+            version: policy version that `copy` was given.
+        """
+        bucket, done = self._copied.pop(version)
+        if done:
+            done.synchronize()
+        return bucket.close()
+
+    def _convert(self, full: Callable[[DTensor], Tensor]) -> Iterator[StateDict]:
+        """Yield each layer by Hugging Face names; `full` makes a tensor of each parameter."""
+        state_dict = cast(dict[str, DTensor], self._model.state_dict())
+        for names in layer_groups(state_dict):
+            yield self._to_hf({name: full(state_dict[name]) for name in names})
+
+
+def _add(bucket: Bucket, tensors: StateDict) -> None:
+    for name, tensor in tensors.items():
+        bucket.add(name, tensor)
