@@ -401,7 +401,7 @@ class WeightsPath:
     """
 
     def __init__(self, cluster: Any, folder: Path, shape: dict[str, Any]) -> None:
-        from grpo_components.cluster.cluster import engine_environment
+        from grpo_components.rollout.engine_environment import engine_environment
 
         server = "grpo_components.exchange.parameter_server.VLLMParameterServer"
         env = engine_environment("cpu", "WARNING", kv_cache_gib=1)

@@ -141,8 +141,9 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.records = open_run(
             cfg, self.ledger, prompts, self.temperature, dataset, held_out, __file__
         )
+        log = self.records.log
         self.cluster = build_cluster(
-            cfg, objective.needs_reference, self.ledger, self.records.log.note
+            cfg, objective.needs_reference, self.ledger, log.note, log.phase
         )
         self.cluster.start()
         longest = max(dataset.max_prompt_length, held_out.max_prompt_length)

@@ -54,6 +54,7 @@ class Cluster:
         budget: restarts allowed; None allows none.
         heartbeat_s: seconds a role's heartbeat may be late before the role is restarted.
         note: function that shows a line to the user.
+        phase: function that is called with the name of each phase that begins.
         events: event log; records restarts, and in a replay says when to restart which role.
         object_store_memory: bytes of shared memory for Ray's objects; more is spilled to disk.
             None lets Ray choose.
@@ -70,6 +71,7 @@ class Cluster:
         budget: RestartBudget | None = None,
         heartbeat_s: float = 60.0,
         note: Callable[[str], None] = _LOG.warning,
+        phase: Callable[[str], None] = _LOG.info,
         events: EventOrder | None = None,
         object_store_memory: int | None = None,
         early_threads: int | None = None,
@@ -77,7 +79,8 @@ class Cluster:
         self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
         self._log_level, self._attempt, self._early_threads = log_level, attempt, early_threads
         self._budget = budget or RestartBudget(0, math.inf)
-        self._heartbeat_s, self._note, self._events = heartbeat_s, note, events or EventOrder()
+        self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
+        self._note, self._phase = note, phase
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []
@@ -93,6 +96,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run."""
+        self._phase("starting Ray")
         if swept := sweep():
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
         if self._early_threads is not None:
@@ -171,6 +175,7 @@ class Cluster:
         Raises:
             RoleFailedError: a role cannot be built, or takes too long.
         """
+        self._phase("starting roles")
         starting, self._starting = self._starting, []
         self._note(f"starting {', '.join(role.name for role in starting)} ...")
         together = {role for role in starting if not role.restarts_alone}
@@ -301,10 +306,12 @@ class Cluster:
         Args:
             timeout_s: longest wait for each role, in seconds.
         """
+        self._phase("closing roles")
         await apart(_all(role.close(timeout_s) for role in self.roles))
 
     def stop(self) -> None:
         """Kill every process of the run, whatever its state, and remove Ray's folder."""
+        self._phase("stopping Ray and all processes")
         processes = set(psutil.Process().children(recursive=True)) - self._not_ours
         for role in self.roles:
             role.kill()
@@ -350,7 +357,11 @@ def threads_of(cfg: Settings, role: str, num_references: int) -> int:
 
 
 def build_cluster(
-    cfg: Settings, needs_reference: bool, ledger: Ledger, note: Callable[[str], None]
+    cfg: Settings,
+    needs_reference: bool,
+    ledger: Ledger,
+    note: Callable[[str], None],
+    phase: Callable[[str], None],
 ) -> Cluster:
     """Build the cluster from the config.
 
@@ -359,6 +370,7 @@ def build_cluster(
         needs_reference: whether the run starts references.
         ledger: ledger (account of all groups) of the run; its event log records restarts.
         note: function that shows a line to the user.
+        phase: function that is called with the name of each phase that begins.
     """
     threads = threads_of(cfg, "trainer", cfg.num_references * needs_reference)
     return Cluster(
@@ -368,27 +380,8 @@ def build_cluster(
         budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
         heartbeat_s=cfg.timeouts.heartbeat_s,
         note=note,
+        phase=phase,
         events=ledger.events,
         object_store_memory=cfg.object_store_memory,
         early_threads=threads if cfg.device == "cpu" else None,  # a GPU's roles are not forked
     )
-
-
-def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[str, str]:
-    """Return the environment variables that vLLM reads when it is imported.
-
-    Args:
-        device: cpu or cuda.
-        log_level: logging level of vLLM.
-        kv_cache_gib: memory for the KV cache on a CPU, in GiB.
-    """
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": log_level,
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if device == "cpu":
-        # Dynamo would compile the sampler, which takes seconds at its first use.
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "TORCHDYNAMO_DISABLE": "1"}
-    return variables

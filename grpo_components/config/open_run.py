@@ -114,7 +114,8 @@ def open_log(
     trains = not (cfg.eval_only or cfg.rollout_only)
     resume = resume_command(sys.argv) if trains else ""
     ideas = _next_ideas(cfg, recipe)
-    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt, resume, ideas)
+    show_phases = cfg.log_level in ("INFO", "DEBUG")
+    run_log = RunLog(folder, logger, every, cfg.num_steps, attempt, resume, ideas, show_phases)
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if trains else ""
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared)):

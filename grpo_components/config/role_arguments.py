@@ -10,13 +10,14 @@ from typing import Any
 
 from torchtune import config
 
-from grpo_components.cluster.cluster import engine_environment, threads_of
+from grpo_components.cluster.cluster import threads_of
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import run_folder, stall_limit_s
 from grpo_components.rewards.pool import reward_specs
+from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import (
     EngineOptions,
     EnvironmentOptions,

@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from grpo_components import _plugin
-from grpo_components.cluster.cluster import engine_environment
 from grpo_components.config import preflight
 from grpo_components.config.objective import build_penalties
 from grpo_components.config.role_arguments import RoleArguments, role_arguments
@@ -32,6 +31,7 @@ from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
+from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.settings import Settings
 from grpo_components.training.trainer_options import ObjectiveOptions

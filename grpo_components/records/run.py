@@ -86,9 +86,10 @@ class Run:
             tasks: task group of the attempt's loops, in which evaluations run, too.
         """
         self._tasks = tasks
-        self._log.phase("evaluating the policy")
+        self._log.phase("evaluating the policy", shown=True)
         await self._evaluate(self._ledger.steps_done)
         await self._evaluation.collect()
+        self._log.phase("first step")
 
     def has_trainable(self, group: Group) -> bool:
         """Count a group's tokens and failed samples; return whether any sample can be trained."""
@@ -119,6 +120,7 @@ class Run:
 
     async def finish(self) -> None:
         """Wait until the last checkpoint has been written."""
+        self._log.phase("last checkpoint")
         await self._journal.finish()
 
     async def begin_again(self) -> None:

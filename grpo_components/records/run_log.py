@@ -20,6 +20,7 @@ from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.files import append_line
 from grpo_components.records.checkpoint_folder import latest
 from grpo_components.records.metrics import MetricLog
+from grpo_components.records.phases import TRAINING, Phases
 from grpo_components.records.progress import Progress
 from grpo_components.records.run_totals import RunTotals
 from grpo_components.records.step_metrics import mean
@@ -42,6 +43,7 @@ class RunLog:
         attempt: number of the run's attempt, from 0.
         resume: command that goes on from the run's last checkpoint; empty if it saves none.
         try_next: what the summary suggests after the run.
+        show_phases: whether the user sees what each phase took.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class RunLog:
         attempt: int,
         resume: str = "",
         try_next: Sequence[str] = (),
+        show_phases: bool = False,
     ) -> None:
         prints = type(metric_logger).__name__ == "StdoutLogger"
         self._metric_log = MetricLog(str(output_dir), metric_logger, log_every_n_steps)
@@ -70,7 +73,20 @@ class RunLog:
         self._live_report = LiveReport(output_dir, self._progress.note)
         self._totals = RunTotals(output_dir / "logs")
         self.follow = self._totals.follow
-        self.phase, self.note = self._progress.phase, self._progress.note
+        self.note = self._progress.note
+        show = self.note if show_phases else None
+        self._phases = Phases(output_dir / "logs" / "phases.jsonl", attempt, show)
+
+    def phase(self, name: str, *, shown: bool = False) -> None:
+        """Begin a phase of the run's start or end.
+
+        Args:
+            name: name of the phase.
+            shown: whether the display shows it, until the next step or phase.
+        """
+        self._phases.begin(name)
+        if shown:
+            self._progress.phase(name)
 
     def step(self, step: int, metrics: dict[str, float], trained_tokens: int) -> None:
         """Log a finished step; throughput is per second of wall time, including evaluations.
@@ -90,6 +106,7 @@ class RunLog:
         self._steps.append(metrics)
         self._steps_left = self._num_steps - step
         self._metric_log.log(step, {"attempt": self.attempt, **metrics, **self._totals.metrics()})
+        self._phases.begin(TRAINING)
         self._recent.append((seconds, generated, trained_tokens))
         self._progress.update(step, {**metrics, **self._recent_throughput()})
         self._live_report.start()
@@ -243,11 +260,13 @@ class RunLog:
         if (error := sys.exception()) is not None:
             with contextlib.suppress(OSError):  # the disk may be full
                 self._write_failure(error)
+        self._phases.begin("report")
         self._progress.close()
         self._live_report.stop()
         self._metric_log.close()
         if self._steps or self._evaluations or self.attempt:
             self._report()
+        self._phases.end()
         if error is not None and self._resume and self._steps_left:
             self._show_how_to_go_on()
 

@@ -99,6 +99,21 @@ def history_tables(
     return "".join(parts)
 
 
+def phases_table(phases: Sequence[Record]) -> str:
+    """Return an HTML table of what the phases of the last attempt's start and end took.
+
+    Args:
+        phases: records of phases.jsonl: attempt, phase, seconds.
+    """
+    last = [each for each in phases if each["attempt"] == phases[-1]["attempt"]]
+    if not last:
+        return ""
+    rows = [(each["phase"], round(each["seconds"], 1)) for each in last[-_MAX_EVENTS:]]
+    about = "last attempt, from the command on; a report made after the run also has its end"
+    head = f'<div class="box"><h3>Start and end</h3><p class="about">{about}</p>'
+    return head + table(("phase", "seconds"), rows) + "</div>"
+
+
 def _ending(receipts: Receipts, failures: Mapping[int, str | None], attempt: int) -> str | None:
     """Return in a few words how an attempt ended; None if no file says so."""
     if attempt in failures:

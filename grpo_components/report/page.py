@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_components.report.curves import MAX_OTHER_CHARTS, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.held_out import held_out_table
-from grpo_components.report.history import history_tables, state_line
+from grpo_components.report.history import history_tables, phases_table, state_line
 from grpo_components.report.page_parts import PageParts, clock, controls
 from grpo_components.report.rollouts import MAX_GROUPS, read_answers, read_rollouts
 from grpo_components.report.run_facts import read_facts
@@ -37,6 +37,9 @@ _MAX_CONFIGS = 100
 
 class NoStepsError(FileNotFoundError):
     """The run has not logged a step or an evaluation yet."""
+
+
+_PHASE = {"attempt": int, "phase": str, "seconds": NUMBER}
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
     if trained or rollouts.logged:
         parts.add("Rollouts", rollouts_section(rollouts))
     history = parts.charts(over_time) + history_tables(receipts, failures, role_events)
+    history += phases_table(list(read_records(logs / "phases.jsonl", _PHASE, unread)))
     parts.add("Timeline", history)
     dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
     parts.add("Dropped groups", dropped)

@@ -56,6 +56,7 @@ def run(tmp_path):
         {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9},
         {"record": "step", "attempt": 0, "step": 1, "events": [drop]},
     )
+    write("logs/phases.jsonl", {"attempt": 0, "phase": HOSTILE, "seconds": 1.5})
     write("logs/metrics.jsonl", {"step": 1, "attempt": 0, "rollout/reward_mean": 0.5, HOSTILE: 1})
     write("logs/rollouts.jsonl", {**group, "responses": [response], "advantages": [0.0]})
     restart = {"role": HOSTILE, "what": HOSTILE, "attempt": 0, "time": 3.0}
@@ -108,6 +109,20 @@ def test_the_state_line_shows_how_the_run_ended(run, end, state):
             file.truncate()
             file.write(whole + "\n" + json.dumps(record) + "\n")
     assert f"{state}; 1 of 9 steps" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_what_the_last_attempts_start_and_end_took_is_on_the_page(run):
+    phases = [(0, "starting Ray", 3.0), (1, "starting Ray", 2.0), (1, "training", 9.26)]
+    (run / "logs" / "phases.jsonl").write_text(
+        "".join(
+            json.dumps({"attempt": attempt, "phase": phase, "seconds": seconds}) + "\n"
+            for attempt, phase, seconds in phases
+        )
+    )
+    page = write_report(run).read_text()
+    assert re.findall(r"<tr><td>(starting Ray|training)</td><td[^>]*>([0-9.]+)", page) == [
+        *(("starting Ray", "2.0"), ("training", "9.3")),
+    ]
 
 
 def test_metrics_alone_are_enough(run):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_components.cluster.cluster import engine_environment
+from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions
 
 

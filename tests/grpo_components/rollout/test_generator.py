@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from grpo_components.cluster.cluster import engine_environment
 from grpo_components.exchange.weights import check_names_and_shapes, pack_bucket, snapshot_checksum
 from grpo_components.objective.advantages import (
     BatchNormalizedAdvantages,
@@ -26,6 +25,7 @@ from grpo_components.objective.advantages import (
     LeaveOneOutAdvantages,
 )
 from grpo_components.rewards.pool import Score
+from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.engine_use import NO_REWARD, EngineUse
 from grpo_components.rollout.environments import SingleTurnEnvironment, slot_state
 from grpo_components.rollout.generator_options import (

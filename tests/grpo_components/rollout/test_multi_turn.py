@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from grpo_components.cluster.cluster import engine_environment
 from grpo_components.rewards.pool import Score
+from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import (
     EnvironmentOptions,

@@ -1,0 +1,120 @@
+"""Compare degrees of asynchrony at the same wall time on the same cores, over several seeds.
+
+    python benchmarks/equal_budget.py
+
+The demo's job with `max_staleness` 0, 1, 2, 4 and 8; 0 is synchronous (push and pull at each step).
+Each run gets the same seconds of training, evaluations included; its last evaluation counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_speedup import RECIPE, TUNE
+from measuring import machine_line, markdown_table
+
+STALENESS = 0, 1, 2, 4, 8
+POLL_S = 0.2
+START_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run, as far as its budget went."""
+
+    steps: int
+    success: float
+    """Share of held-out prompts that were answered correctly, in the last evaluation."""
+    staleness: float
+    """Mean staleness of the trained tokens, in policy versions."""
+
+
+def run(folder: Path, staleness: int, seed: int, budget_s: float, every: int) -> Measured:
+    """Run the demo until its budget is used up.
+
+    Args:
+        folder: folder of the run.
+        staleness: `max_staleness`.
+        seed: seed of the run.
+        budget_s: seconds from the end of the evaluation before the first step.
+        every: steps between evaluations.
+    """
+    command = [TUNE, "run", RECIPE, "--config", "tiny_async_grpo", f"output_dir={folder}"]
+    keys = [f"max_staleness={staleness}", f"seed={seed}", f"eval_every_n_steps={every}"]
+    keys += ["num_steps=100000", "save_every_n_steps=100000", "rollouts_in_flight=8"]
+    keys += [] if staleness else ["push_every_n_steps=1", "pull_every_m_rollouts=1"]
+    process = subprocess.Popen(
+        [*map(str, command), *keys], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    file, began = folder / "logs/metrics.jsonl", time.monotonic()
+    try:
+        while not file.exists():
+            if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
+                raise SystemExit(f"the run with seed {seed} did not start")
+            time.sleep(POLL_S)
+        time.sleep(budget_s)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    return measured_of([json.loads(line) for line in file.open()], budget_s)
+
+
+def measured_of(records: list[dict[str, Any]], budget_s: float) -> Measured:
+    """Summarize the metrics of a run up to its budget."""
+    end = records[0]["time/wall_clock"] + budget_s
+    within = [record for record in records if record["time/wall_clock"] <= end]
+    steps = [record for record in within if record["step"] > 0]
+    evaluated = [r["eval/success_rate"] for r in within if r.get("eval/success_rate") is not None]
+    staleness = statistics.fmean(step["staleness/mean"] for step in steps)
+    return Measured(len(steps), evaluated[-1], staleness)
+
+
+def table(measured: dict[int, list[Measured]]) -> str:
+    """Table of all degrees: medians over the seeds, with the range."""
+
+    def spread(values: list[float], digits: int) -> str:
+        low, mid, high = min(values), statistics.median(values), max(values)
+        return f"{mid:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+
+    rows = [
+        [
+            staleness,
+            spread([run.steps for run in runs], 0),
+            spread([run.success for run in runs], 3),
+            spread([run.staleness for run in runs], 2),
+        ]
+        for staleness, runs in measured.items()
+    ]
+    return markdown_table(["max_staleness", "steps", "held-out success", "mean staleness"], rows)
+
+
+def main() -> None:
+    """Run all degrees in turns and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each degree")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of each run")
+    parser.add_argument("--evaluate-every", type=int, default=10, help="steps between evaluations")
+    given = parser.parse_args()
+    if given.seeds < 1 or given.budget <= 0:
+        parser.error("--seeds must be at least 1, --budget above 0")
+    measured: dict[int, list[Measured]] = {staleness: [] for staleness in STALENESS}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(given.seeds):
+            for staleness, runs in measured.items():
+                place = Path(folder, f"{staleness}_{seed}")
+                runs.append(run(place, staleness, seed, given.budget, given.evaluate_every))
+    sys.stdout.write(f"{machine_line()}\n\n{table(measured)}\n")
+
+
+if __name__ == "__main__":
+    main()
