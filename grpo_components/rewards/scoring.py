@@ -119,13 +119,15 @@ def _serve(connection: Connection, stack_descriptor: int) -> None:
         connection.send(f"rewards cannot be built: {describe(error)}")
         return
     connection.send(None)
+    # Nobody needs to hear the name of the only reward; a message costs more than most rewards.
+    announce = connection.send if len(rewards) > 1 else lambda _: None
     while True:
         try:
             sample, too_costly = connection.recv()
         except EOFError:
             return
         limits = {"too_costly": too_costly, "max_cpu_s": max_cpu_s}
-        connection.send(score_sample(rewards, sample, announce=connection.send, **limits))
+        connection.send(score_sample(rewards, sample, announce, **limits))
 
 
 if __name__ == "__main__":
