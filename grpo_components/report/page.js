@@ -73,7 +73,8 @@ function traces(figure, chosen) {
     const color = colors[order % colors.length];
     const dash = DASHES[(style.dash || Math.floor(order / colors.length)) % DASHES.length];
     if (given.type === "bar") {
-      return [{ ...given, marker: { color: theme("--bar"), line: { color: theme("--card"), width: 2 } } }];
+      const fill = style.color === undefined ? theme("--bar") : color;
+      return [{ ...given, marker: { color: fill, line: { color: theme("--card"), width: 1 } } }];
     }
     const x = clocks ? given.x.map((step) => minutesAt(clocks[style.run || 0], step)) : given.x;
     const trace = { ...given, x, marker: { color, ...given.marker } };

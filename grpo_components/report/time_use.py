@@ -12,21 +12,20 @@ from grpo_components.report.safe_text import label
 
 _IDLE = "idle"
 _STARTING = "starting"
-_COLORS = {
-    "starting": "#c9c9c9",
-    "idle": "#e8d9a0",
-    "idle: no group": "#e3b341",
-    "idle: rewards, environments": "#c2410c",
-    "idle: no batch": "#e3b341",
-    "idle: between steps": "#e8d9a0",
-    "sampling": "#3b7dd8",
-    "train_step": "#3b7dd8",
-    "add_logprobs": "#3b7dd8",
-    "add_scores": "#3b7dd8",
-    "loading weights": "#7c3aed",
-    "gather_weights": "#7c3aed",
+_KINDS = {
+    "working": (),
+    "weights, checkpoints": (
+        *("loading weights", "gather_weights", "export_weights", "load_weights"),
+        *("hold_state", "write_state", "load_state", "read_state"),
+    ),
+    "starting": (_STARTING,),
+    "no reward": ("idle: rewards, environments",),
+    "no group": ("idle: no group",),
+    "idle": (_IDLE, "idle: between steps"),
+    "no batch": ("idle: no batch",),
 }
-"""Color of an activity; others have plotly's."""
+"""What a bar shows as one part, in the order of the page's colors; what is not listed is work."""
+_KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
 
 
 def seconds_by_role(
@@ -68,20 +67,25 @@ def time_use_charts(heartbeats: Sequence[Record], waited_s: float) -> list[Chart
     if not by_role:
         return []
     names = sorted(by_role)
-    activities = dict.fromkeys(activity for name in names for activity in by_role[name])
-    activities = sorted(activities, key=lambda a: (a.startswith(_IDLE), a == _STARTING))
     traces = []
-    for activity in activities:
-        parts = [by_role[name].get(activity, 0.0) for name in names]
+    for color, kind in enumerate(_KINDS):
+        parts = [
+            sum(
+                s
+                for activity, s in by_role[name].items()
+                if _KIND_OF.get(activity, "working") == kind
+            )
+            for name in names
+        ]
+        if not any(parts):
+            continue
         walls = [sum(by_role[name].values()) for name in names]
         shares = [part / wall if wall else 0.0 for part, wall in zip(parts, walls, strict=True)]
         texts = [f"{part:.1f} s of {wall:.1f} s" for part, wall in zip(parts, walls, strict=True)]
-        trace: dict[str, Any] = {"type": "bar", "orientation": "h", "name": label(activity)}
+        trace: dict[str, Any] = {"type": "bar", "orientation": "h", "name": label(kind)}
         trace |= {"y": list(map(label, names)), "x": [round(share, 5) for share in shares]}
-        trace |= {"text": texts, "textposition": "none"}
+        trace |= {"text": texts, "textposition": "none", "meta": {"color": color}}
         trace["hovertemplate"] = "%{y}: %{text}, %{x:.1%}<extra>%{fullData.name}</extra>"
-        if activity in _COLORS:
-            trace["marker"] = {"color": _COLORS[activity]}
         traces.append(trace)
     about = "share of the time of each role's processes, from their start to the last heartbeat"
     axis = {"autorange": "reversed", "automargin": True, "dtick": 1}
