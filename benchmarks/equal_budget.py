@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from async_speedup import RECIPE, TUNE
 from measuring import machine_line, markdown_table
 
 STALENESS = 0, 1, 2, 4, 8
-POLL_S = 0.2
-START_LIMIT_S = 300
 
 
 @dataclass(frozen=True)
@@ -56,17 +53,21 @@ def run(folder: Path, staleness: int, seed: int, budget_s: float, every: int) ->
     process = subprocess.Popen(
         [*map(str, command), *keys], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    file, began = folder / "logs/metrics.jsonl", time.monotonic()
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 0: held-out"):
+            break
     try:
-        while not file.exists():
-            if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
-                raise SystemExit(f"the run with seed {seed} did not start")
-            time.sleep(POLL_S)
-        time.sleep(budget_s)
-    finally:
+        rest, _ = process.communicate(timeout=budget_s)
+    except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         process.communicate()
-    return measured_of([json.loads(line) for line in file.open()], budget_s)
+    else:
+        raise SystemExit("".join([*seen, rest]))
+    records = [json.loads(line) for line in (folder / "logs/metrics.jsonl").open()]
+    return measured_of(records, budget_s)
 
 
 def measured_of(records: list[dict[str, Any]], budget_s: float) -> Measured:

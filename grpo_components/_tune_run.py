@@ -1,4 +1,4 @@
-"""Completes `tune run` where torchtune ends with a traceback: paths and unknown names."""
+"""Completes `tune run` where torchtune ends with a traceback: paths, unknown names, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ import contextlib
 import importlib.util
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
 
 RECIPE = "async_grpo_full_finetune_distributed"
 """Name of our recipe."""
+
+
+def main() -> Any:
+    """Run torchtune's command; a run of ours answers before torch is imported, which takes seconds.
+
+    Returns:
+        The exit code of the command, as torchtune returns it.
+    """
+    if is_run_of_ours(sys.argv):
+        _begin()
+    from torchtune._cli.tune import main as tune
+
+    return tune()
 
 
 def recipe_argument(argv: Sequence[str]) -> str | None:
@@ -93,3 +108,19 @@ def _uses_us(path: Path) -> bool:
         return path.suffix == ".py" and b"from grpo_components" in path.read_bytes()
     except (OSError, ValueError):
         return False
+
+
+def _begin() -> None:
+    """Say that the imports take a while, and let Ctrl-C end them at once, without a traceback."""
+    sys.stdout.write("loading torch, Ray and torchtune, then checking the config ...\n")
+    sys.stdout.flush()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    # An exception would be lost where an import runs a callback. The recipe sets a handler again.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections import defaultdict
 
+STARTING, IDLE = "starting", "idle"
+
 
 class TimeUse:
     """Adds up the seconds of each activity, one activity at a time. Any thread may call it.

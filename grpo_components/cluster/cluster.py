@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import ray
 
-from grpo_components.cluster.early_parent import EARLY
 from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
 from grpo_components.cluster.ray_start import objects_in_scope, start_ray
 from grpo_components.cluster.restarts import Family, RestartBudget
@@ -40,6 +39,8 @@ _LOOPBACK_ONLY = {
 _SHUTDOWN_KILL_S = 5.0
 """Seconds a stopped process may take to end before it is killed."""
 _HEARTBEAT_EVERY_S = 5.0
+_EARLY = ("torch", "torchtune", "torchrl")
+"""What most roles import, less Ray and what imports it."""
 _LOG = logging.getLogger("cluster")
 
 
@@ -99,7 +100,7 @@ class Cluster:
         if swept := sweep():
             self._note(f"removed what killed runs left behind: {', '.join(swept)}")
         if self._early_threads is not None:
-            self._parents.start(_environment(self._early_threads), EARLY)
+            self._parents.start(_environment(self._early_threads), _EARLY)
         start_ray(self.temp_dir, self._log_level, self._object_store_memory)
 
     def spawn(

@@ -25,12 +25,10 @@ from grpo_components.errors import RoleFailedError
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.plain_text import PlainFormatter
 from grpo_components.quiet import quiet_libraries
-from grpo_components.time_use import TimeUse
+from grpo_components.time_use import IDLE, STARTING, TimeUse
 
 DUMP_STACKS = signal.SIGUSR1
 """Signal that makes a role's process write the stacks of all its threads to its log."""
-IDLE = "idle"
-_STARTING = "starting"
 _MAIN_LANE = "main"
 
 
@@ -68,7 +66,7 @@ class RoleHost:
         sys.path += [folder for folder in module_path if folder not in sys.path]
         self._cpu_threads = cpu_threads
         self._role: Any = None
-        self._time_use, self._running = TimeUse(_STARTING), dict[object, tuple[str, str]]()
+        self._time_use, self._running = TimeUse(STARTING), dict[object, tuple[str, str]]()
         self._lanes: dict[str, ThreadPoolExecutor] = {}
 
     def __repr__(self) -> str:  # Ray shows it in every error
@@ -152,10 +150,12 @@ class RoleHost:
         """
         await asyncio.sleep(interval_s)
         seconds = self._time_use.seconds()
-        if not hasattr(self._role, "time_use"):
-            return resource_use() | {"seconds": seconds}
-        use = self._role.time_use()  # the role knows better than its calls
-        return resource_use() | use | {"seconds": {_STARTING: seconds[_STARTING], **use["seconds"]}}
+        more: dict[str, Any] = {}
+        if hasattr(self._role, "time_use"):  # the role knows better than its calls
+            more = self._role.time_use()
+            seconds = {STARTING: seconds[STARTING], **more["seconds"]}
+        rounded = {activity: round(value, 3) for activity, value in seconds.items()}
+        return resource_use() | more | {"seconds": rounded}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ environment variables; Ray's core, too, as it reads its settings from the enviro
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -36,7 +35,6 @@ _FIXED = ("RAY_", "OMP_", "MKL_")
 """Variables that libraries read only once: all roles of a parent must have the same values."""
 _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps pyarrow's allocator and numpy from starting threads when they are imported."""
-_PR_SET_PDEATHSIG = 1
 _REQUEST_S = 10.0
 """Longest wait for a request to arrive whole, in seconds."""
 
@@ -60,7 +58,7 @@ class RoleParent:
         environment: dict[str, str],
         early: Sequence[str] = (),
     ) -> None:
-        self.address, self.log_file = str(folder / name), log_file
+        self.address = str(folder / name)
         with socket.socket(socket.AF_UNIX) as listener, log_file.open("a") as log:
             listener.bind(self.address)
             listener.listen(256)
@@ -228,7 +226,6 @@ def main(listener: int, life: int, options: str) -> None:
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s: %(message)s")
     given = json.loads(options)
     sys.path += [folder for folder in given["path"] if folder not in sys.path]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # its children do not inherit it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
     os.environ.update(_NO_THREAD)
     if failed := _import(given["early"]):

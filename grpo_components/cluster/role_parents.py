@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_components.cluster import early_parent
 from grpo_components.cluster.role_parent import RoleParent
 from grpo_components.cluster.setup_worker import MODULE_VARIABLE, SOCKET_VARIABLE
 
@@ -37,9 +36,8 @@ class RoleParents:
         """
         loaded = {name: environment[name] for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
         threads = environment["OMP_NUM_THREADS"]
-        self._parents[threads] = early_parent.take(loaded) or RoleParent(
-            self._folder, f"parent_{threads}", self._log_file, loaded, early
-        )
+        log_file, name = self._log_file, f"parent_{threads}"
+        self._parents[threads] = RoleParent(self._folder, name, log_file, loaded, early)
 
     def variables(
         self, role_class: str, environment: dict[str, str], num_gpus: float = 0
@@ -65,7 +63,7 @@ class RoleParents:
                 self._lost.add(threads)
                 self._note(
                     "the parent of the roles ended: roles import everything by themselves from now "
-                    f"on; its log: {parent.log_file}"
+                    f"on; its log: {self._log_file}"
                 )
             return {}
         module = role_class.rpartition(".")[0]
@@ -73,9 +71,6 @@ class RoleParents:
         return {SOCKET_VARIABLE: parent.address, **imported}
 
     def stop(self) -> None:
-        """End all parents, and keep what they wrote."""
+        """End all parents."""
         for parent in self._parents.values():
             parent.stop()
-            if parent.log_file != self._log_file and parent.log_file.exists():
-                with self._log_file.open("a", encoding="utf-8") as log:
-                    log.write(parent.log_file.read_text(encoding="utf-8", errors="replace"))

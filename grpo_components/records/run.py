@@ -89,7 +89,8 @@ class Run:
         self._log.phase("evaluating the policy", shown=True)
         await self._evaluate(self._ledger.steps_done)
         await self._evaluation.collect()
-        self._log.phase("first step")
+        if not self._ledger.finished:
+            self._log.phase("first step")
 
     def has_trainable(self, group: Group) -> bool:
         """Count a group's tokens and failed samples; return whether any sample can be trained."""

@@ -31,15 +31,13 @@ from grpo_components.report.unread import INCOMPLETE, Unread
 from grpo_components.report.viewer import answers_section, rollouts_section
 from grpo_components.whole_files import write_whole
 
+_PHASE = {"attempt": int, "phase": str, "seconds": NUMBER}
 _MAX_CONFIG_BYTES = 2**20
 _MAX_CONFIGS = 100
 
 
 class NoStepsError(FileNotFoundError):
     """The run has not logged a step or an evaluation yet."""
-
-
-_PHASE = {"attempt": int, "phase": str, "seconds": NUMBER}
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,21 @@ from typing import Any
 from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
 from grpo_components.report.run_files import NUMBER, Record, fits
 from grpo_components.report.safe_text import label
+from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
+from grpo_components.time_use import IDLE, STARTING
 
-_IDLE = "idle"
-_STARTING = "starting"
+_NO_BATCH, _BETWEEN_STEPS = f"{IDLE}: no batch", f"{IDLE}: between steps"
 _KINDS = {
     "working": (),
     "weights, checkpoints": (
         *("loading weights", "gather_weights", "export_weights", "load_weights"),
         *("hold_state", "write_state", "load_state", "read_state"),
     ),
-    "starting": (_STARTING,),
-    "no reward": ("idle: rewards, environments",),
-    "no group": ("idle: no group",),
-    "idle": (_IDLE, "idle: between steps"),
-    "no batch": ("idle: no batch",),
+    "starting": (STARTING,),
+    "no reward": (NO_REWARD,),
+    "no group": (NO_GROUP,),
+    "idle": (IDLE, _BETWEEN_STEPS),
+    "no batch": (_NO_BATCH,),
 }
 """What a bar shows as one part, in the order of the page's colors; what is not listed is work."""
 _KIND_OF = {activity: kind for kind, activities in _KINDS.items() for activity in activities}
@@ -47,10 +48,10 @@ def seconds_by_role(
         for beats in processes:
             for activity, value in beats[-1]["seconds"].items():
                 seconds[activity] += value
-        if role.startswith("trainer_") and _IDLE in seconds:
-            idle = seconds.pop(_IDLE)
-            seconds["idle: no batch"] = min(idle, waited_s)
-            seconds["idle: between steps"] = idle - seconds["idle: no batch"]
+        if role.startswith("trainer_") and IDLE in seconds:
+            idle = seconds.pop(IDLE)
+            seconds[_NO_BATCH] = min(idle, waited_s)
+            seconds[_BETWEEN_STEPS] = idle - seconds[_NO_BATCH]
         total[role] = dict(seconds)
     return total
 
@@ -106,7 +107,7 @@ def _sequences_chart(heartbeats: Sequence[Record]) -> Chart | None:
             for beat in beats:
                 if not fits(beat, {"sequence_share": NUMBER}):
                     continue
-                wall = sum(value for key, value in beat["seconds"].items() if key != _STARTING)
+                wall = sum(value for key, value in beat["seconds"].items() if key != STARTING)
                 if wall > before:
                     minutes.append((beat["time"] - first) / 60)
                     shares.append((beat["sequence_share"] * wall - used) / (wall - before))

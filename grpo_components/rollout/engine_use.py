@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterator
 from typing import Literal
 
-from grpo_components.time_use import TimeUse
+from grpo_components.time_use import IDLE, TimeUse
 
-NO_GROUP = "idle: no group"
-NO_REWARD = "idle: rewards, environments"
+NO_GROUP = f"{IDLE}: no group"
+NO_REWARD = f"{IDLE}: rewards, environments"
 
 
 class EngineUse:
@@ -26,7 +26,7 @@ class EngineUse:
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._lock = threading.Lock()
-        self._time, self._engine_does = TimeUse(NO_GROUP), "idle"
+        self._time, self._engine_does = TimeUse(NO_GROUP), IDLE
         self._rollouts = self._sequences = 0
         self._sequence_s = 0.0
 
@@ -70,5 +70,5 @@ class EngineUse:
     def _advance(self) -> None:
         """Count the time since the last call, and go on with the present activity."""
         cause = NO_REWARD if self._rollouts else NO_GROUP
-        passed = self._time.begin(cause if self._engine_does == "idle" else self._engine_does)
+        passed = self._time.begin(cause if self._engine_does == IDLE else self._engine_does)
         self._sequence_s += passed * self._sequences

@@ -239,7 +239,7 @@ def test_ctrl_c_while_torch_is_imported_shows_one_line_and_is_not_lost(tmp_path:
     (tmp_path / "torchtune.py").write_text(lost)
     program = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     program += f"sys.argv = ['tune', 'run', '{RECIPE}']\n"
-    program += "from grpo_components.cluster import tune_command\ntune_command.main()\n"
+    program += "from grpo_components import _tune_run\n_tune_run.main()\n"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.startswith("loading torch")

@@ -43,7 +43,23 @@ def test_the_main_job_learns(tune):
     assert code == 0, table
     for words in ("held-out success", "staleness", "tokens per second", "checkpoint", "try next"):
         assert words in output, words
-    assert_nothing_grows(records(output_dir / "logs" / "heartbeats.jsonl"))
+    heartbeats = records(output_dir / "logs" / "heartbeats.jsonl")
+    assert_nothing_grows(heartbeats)
+    assert_times_add_up(heartbeats)
+
+
+def assert_times_add_up(heartbeats):
+    """The seconds of a role's activities are those between its first heartbeat and its last."""
+    for role in ("generator_0", "trainer_0", "replay_buffer", "parameter_server"):
+        first, *_, last = (beat for beat in heartbeats if beat["role"] == role)
+        counted = sum(last["seconds"].values()) - sum(first["seconds"].values())
+        assert counted == pytest.approx(last["time"] - first["time"], rel=0.01, abs=0.5), role
+    assert 0 < last_share(heartbeats) <= 1
+
+
+def last_share(heartbeats):
+    """Mean share of its sequences that the generator used."""
+    return next(b["sequence_share"] for b in reversed(heartbeats) if b["role"] == "generator_0")
 
 
 def assert_nothing_grows(heartbeats):

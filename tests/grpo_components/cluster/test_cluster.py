@@ -146,10 +146,10 @@ def test_a_full_object_store_spills_to_disk_and_loses_nothing(cluster, pair):
         for number, (block, _) in enumerate(blocks):
             total = await role.call("total_of", block, timeout_s=60)
             assert total == number * sizes[number]
+        files = [path for path in cluster.temp_dir.rglob("*") if path.is_file()]
+        return [path for path in files if path.stat().st_size > 10**7]  # while the blocks live
 
-    asyncio.run(run())
-    spilled = [p for p in cluster.temp_dir.rglob("*") if p.is_file() and p.stat().st_size > 10**7]
-    assert spilled
+    assert asyncio.run(run())
 
 
 def test_every_process_listens_on_loopback_only(pair, processes):
