@@ -3,74 +3,136 @@
 from __future__ import annotations
 
 import json
-import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+from pydantic_core import ErrorDetails
 
 LARGEST = 2**53
 """Largest number allowed in a record; the smallest is 0."""
-_NUMBER = re.compile("0|[1-9][0-9]*")
-"""The one allowed spelling of a number as a key, so that two keys are never the same number."""
 
-_AMOUNT = {"count": int, "response_tokens_mean": (float, None)}
-_GROUPS = {
-    "issued": int,
-    "generated": _AMOUNT,
-    "filtered": _AMOUNT,
-    "dropped": {str: _AMOUNT},
-    "trained": _AMOUNT,
-}
-_EVENT = (
-    {"issued": int, "prompt_index": int, "epoch": int},
-    {"generated": int, "response_tokens": float},
-    {"restarted": int},
-    {"dropped": int, "reason": str, "reissue": bool},
-    {"trained": int},
+
+def _object(**types: Any) -> type[BaseModel]:
+    """Return the type of a JSON object that has exactly these fields."""
+    return create_model("object", __config__=ConfigDict(extra="forbid", strict=True), **types)
+
+
+def _number_as_key(key: str) -> str:
+    if len(key) > len(str(LARGEST)) or int(key) > LARGEST:
+        raise ValueError("too large")
+    return key
+
+
+def _before_rounding(number: Any) -> Any:
+    if isinstance(number, int) and number > LARGEST:
+        raise ValueError("too large")  # as a float it could be rounded down to the largest
+    return number
+
+
+_Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+_Number = Annotated[
+    float, Field(ge=0, le=LARGEST, allow_inf_nan=False), BeforeValidator(_before_rounding)
+]
+# Numbers as keys have one spelling, so that two keys are never the same number.
+_Version = Annotated[str, Field(pattern="^(0|[1-9][0-9]*)$"), AfterValidator(_number_as_key)]
+
+_EVENTS = "issued", "generated", "restarted", "dropped", "trained"
+
+
+def _tag_of_event(event: Any) -> str | None:
+    names = _EVENTS if isinstance(event, dict) else ()
+    return next((f"<{name}>" for name in names if name in event), None)
+
+
+_AMOUNT = _object(count=_Whole, response_tokens_mean=_Number | None)
+_GROUPS = _object(
+    issued=_Whole,
+    generated=_AMOUNT,
+    filtered=_AMOUNT,
+    dropped=dict[str, _AMOUNT],
+    trained=_AMOUNT,
 )
+_ISSUED = _object(issued=_Whole, prompt_index=_Whole, epoch=_Whole)
+_GENERATED = _object(generated=_Whole, response_tokens=_Number)
+_RESTARTED = _object(restarted=_Whole)
+_DROPPED = _object(dropped=_Whole, reason=str, reissue=bool)
+_TRAINED = _object(trained=_Whole)
+_Event = Annotated[
+    Annotated[_ISSUED, Tag("<issued>")]
+    | Annotated[_GENERATED, Tag("<generated>")]
+    | Annotated[_RESTARTED, Tag("<restarted>")]
+    | Annotated[_DROPPED, Tag("<dropped>")]
+    | Annotated[_TRAINED, Tag("<trained>")],
+    Discriminator(_tag_of_event),
+]
 _SHARED = {
     "record": str,
-    "attempt": int,
-    "step": int,
-    "policy_version": int,
-    "generators": {str: {"version": int, "checksum": (str, None)}},
-    "acknowledged": [{"generator": str, "version": int, "checksum": str, "published": str}],
+    "attempt": _Whole,
+    "step": _Whole,
+    "policy_version": _Whole,
+    "generators": dict[str, _object(version=_Whole, checksum=str | None)],
+    "acknowledged": list[_object(generator=str, version=_Whole, checksum=str, published=str)],
     "groups": _GROUPS,
-    "events": [_EVENT],
+    "events": list[_Event],
 }
 _START = {
     "record": str,
-    "format": int,
-    "attempt": int,
-    "steps_done": int,
-    "policy_version": int,
-    "num_steps": int,
-    "max_staleness": int,
-    "groups_per_step": int,
-    "group_size": int,
+    "format": _Whole,
+    "attempt": _Whole,
+    "steps_done": _Whole,
+    "policy_version": _Whole,
+    "num_steps": _Whole,
+    "max_staleness": _Whole,
+    "groups_per_step": _Whole,
+    "group_size": _Whole,
 }
-_SHAPES = {
-    "start": (_START | {"run": str, "incarnation": str}, _START),  # older versions have no ids
-    "step": {
-        **_SHARED,
-        "trained_from": int,
-        "token_versions": {int: int},
-        "max_staleness": (int, None),
-        "correction_mass": (float, None),
-        "batch_hash": str,
-        "trained": [{"prompt_index": int, "epoch": int, "group_id": int}],
-    },
-    "end": {
-        **_SHARED,
-        "finished": bool,
-        "living": [{"group_id": int, "prompt_index": int, "epoch": int, "state": str}],
-        "waiting": [{"prompt_index": int, "epoch": int}],
-    },
+_PROMPT = {"prompt_index": _Whole, "epoch": _Whole}
+_IDS = {"run": str, "incarnation": str}  # records of older versions have none
+_Start = Annotated[
+    Annotated[_object(**_START, **_IDS), Tag("<ids>")] | Annotated[_object(**_START), Tag("<old>")],
+    Discriminator(lambda record: "<ids>" if record.keys() & _IDS else "<old>"),
+]
+_RECORDS: dict[str, TypeAdapter[Any]] = {
+    "start": TypeAdapter(_Start),
+    "step": TypeAdapter(
+        _object(
+            **_SHARED,
+            trained_from=_Whole,
+            token_versions=dict[_Version, _Whole],
+            max_staleness=_Whole | None,
+            correction_mass=_Number | None,
+            batch_hash=str,
+            trained=list[_object(**_PROMPT, group_id=_Whole)],
+        )
+    ),
+    "end": TypeAdapter(
+        _object(
+            **_SHARED,
+            finished=bool,
+            living=list[_object(**_PROMPT, group_id=_Whole, state=str)],
+            waiting=list[_object(**_PROMPT)],
+        )
+    ),
 }
-"""Kind of record -> its shape. A shape is a type, a tuple of alternative shapes, [shape of each
-item], {type of the keys: shape of the values}, or {field: shape} with all fields."""
+"""Kind of record -> its type."""
+_OTHER_FIELDS = "missing", "extra_forbidden"
+"""Pydantic's types of errors about a field that lacks, or that is not known."""
 
 
 def mismatch(record: Any) -> str | None:
-    """Find out how a record differs from the shape of its kind.
+    """Find out how a record differs from the type of its kind.
 
     Args:
         record: JSON value of a line of receipts.jsonl, without its hash.
@@ -79,39 +141,29 @@ def mismatch(record: Any) -> str | None:
         The first difference; None if there is none.
     """
     kind = record.get("record") if isinstance(record, dict) else None
-    if not isinstance(kind, str) or kind not in _SHAPES:
-        return f"record: {json.dumps(kind)[:40]} given; allowed: {', '.join(_SHAPES)}"
-    return _mismatch(record, _SHAPES[kind], "record")
+    if not isinstance(kind, str) or kind not in _RECORDS:
+        return f"record: {json.dumps(kind)[:40]} given; allowed: {', '.join(_RECORDS)}"
+    try:
+        _RECORDS[kind].validate_python(record)
+    except ValidationError as error:
+        return _first_problem(error.errors(include_url=False))
+    return None
 
 
-def _mismatch(value: Any, shape: Any, path: str) -> str | None:
-    """Return the first difference between a JSON value and a shape (see `_SHAPES`), or None."""
-    if isinstance(shape, tuple):
-        found = [_mismatch(value, each, path) for each in shape]
-        return None if None in found else found[0]
-    if isinstance(shape, list) and isinstance(value, list):
-        found = (_mismatch(item, shape[0], f"{path}[{i}]") for i, item in enumerate(value))
-        return next((problem for problem in found if problem), None)
-    if isinstance(shape, dict) and isinstance(value, dict):
-        keys = next(iter(shape))
-        if keys is int and (wrong := [key for key in value if not _is_number(key)]):
-            return f"{path} has a key that is not a number: {json.dumps(wrong[0])[:40]}"
-        if isinstance(keys, type):
-            shape = dict.fromkeys(value, shape[keys])
-        if value.keys() != shape.keys():
-            return f"{path} has missing or unknown fields: " + ", ".join(
-                sorted(value.keys() ^ shape.keys())
-            )
-        found = (_mismatch(value[name], shape[name], f"{path}.{name}") for name in shape)
-        return next((problem for problem in found if problem), None)
-    if shape is None and value is None:
-        return None
-    if isinstance(shape, type):
-        kinds = (int, float) if shape is float else (shape,)
-        if type(value) in kinds and (shape not in (int, float) or 0 <= value <= LARGEST):
-            return None
-    return f"{path} is {json.dumps(value)[:40]}"
+def _first_problem(errors: Sequence[ErrorDetails]) -> str:
+    first = errors[0]
+    *parents, last = first["loc"]
+    if first["type"] in _OTHER_FIELDS:
+        same_place = (each for each in errors if [*each["loc"][:-1]] == parents)
+        names = sorted(str(e["loc"][-1]) for e in same_place if e["type"] in _OTHER_FIELDS)
+        return f"{_path(parents)} has missing or unknown fields: {', '.join(names)}"
+    if last == "[key]":
+        key = json.dumps(first["input"])[:40]
+        return f"{_path(parents[:-1])} has a key that is not a number: {key}"
+    return f"{_path(first['loc'])} is {json.dumps(first['input'])[:40]}"
 
 
-def _is_number(key: str) -> bool:
-    return bool(_NUMBER.fullmatch(key)) and len(key) <= len(str(LARGEST)) and int(key) <= LARGEST
+def _path(loc: Sequence[int | str]) -> str:
+    """Return the path of a value, as in `record.events[3].issued`."""
+    parts = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in loc)
+    return "record" + "".join(part for part in parts if not part.startswith(".<"))  # a tag
