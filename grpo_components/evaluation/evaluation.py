@@ -154,7 +154,7 @@ class Evaluation:
                 if result[name] is not None:
                     result[name] += self._first_version
         self._on_answers(step, results)
-        self._metrics = evaluation_metrics(self._scored(step, results))
+        self._metrics = {"eval/step": step, **evaluation_metrics(self._scored(step, results))}
         for call in self._on_result:
             call(step, self._metrics)
 

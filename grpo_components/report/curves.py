@@ -151,6 +151,17 @@ def thinned(
     )
 
 
+def measured_after(record: Record, key: str) -> int:
+    """Return the step after which a metric was measured.
+
+    Args:
+        record: metrics of a step; those of an evaluation began a few steps before.
+        key: name of the metric.
+    """
+    step = record.get("eval/step") if key.startswith("eval/") else None
+    return step if isinstance(step, int) else record["step"]
+
+
 def short(values: Sequence[float]) -> list[float]:
     """Round to six significant digits, more than a screen shows."""
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
@@ -180,7 +191,7 @@ def _chart(runs: Sequence[Sequence[Record]], names: Sequence[str], panel: Panel)
 def _trace(
     metrics: Sequence[Record], key: str, name: str, panel: Panel, style: dict[str, Any]
 ) -> dict[str, Any] | None:
-    points = [(r["step"], float(r[key])) for r in metrics if _is_number(r.get(key))]
+    points = [(measured_after(r, key), float(r[key])) for r in metrics if _is_number(r.get(key))]
     if not points:
         return None
     steps, values = [list(column) for column in zip(*points, strict=True)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from grpo_components.report.curves import measured_after
 from grpo_components.report.run_files import NUMBER, Record, fits
 from grpo_components.report.tables import table
 
 _ENDS = ("_low", "_high")
-_BOOKKEEPING = ("eval/policy_version", "eval/prompts")
+_BOOKKEEPING = ("eval/step", "eval/policy_version", "eval/prompts")
 
 
 def held_out_table(metrics: Sequence[Record]) -> str:
@@ -26,9 +27,9 @@ def held_out_table(metrics: Sequence[Record]) -> str:
         for key in last
         if key.startswith("eval/") and not key.endswith(_ENDS) and key not in _BOOKKEEPING
     ]
-    version, prompts = (last.get(key) for key in _BOOKKEEPING)
-    about = f"logged with step {last['step']}: policy version {_whole(version)}, "
-    about += f"{_whole(prompts)} prompts"
+    version, prompts = (_whole(last.get(f"eval/{key}")) for key in ("policy_version", "prompts"))
+    step = measured_after(last, "eval/step")
+    about = f"after step {step}: policy version {version}, {prompts} prompts"
     columns = ("metric", "mean over prompts", "95 % interval")
     return f'<div class="box"><p class="about">{about}</p>{table(columns, rows)}</div>'
 

@@ -177,5 +177,7 @@ PANELS = {
     ),
 }
 """Charts by section, in the order of the page."""
-BOOKKEEPING = {"step", "attempt", "policy_version", "eval/policy_version", "eval/prompts"}
+BOOKKEEPING = {
+    *("step", "attempt", "policy_version", "eval/step", "eval/policy_version", "eval/prompts"),
+}
 """Keys without a chart."""

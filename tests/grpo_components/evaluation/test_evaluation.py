@@ -117,6 +117,7 @@ def test_generators_share_the_prompts_and_answer_each_once():
     assert sorted(p for g in generators for p in g.role.asked) == list(range(10))
     assert metrics["eval/success_rate"] == 0.5
     assert (metrics["eval/prompts"], metrics["eval/policy_version"]) == (10, 7)
+    assert metrics["eval/step"] == 3
     assert run.results == [(3, metrics)]
     assert not any(generator.swapping.locked() for generator in generators)
 

@@ -146,6 +146,15 @@ def test_every_new_metric_of_a_step_has_a_chart_with_a_title():
     }
 
 
+def test_an_evaluation_is_drawn_at_the_step_after_which_it_began():
+    evaluated = {"step": 13, "rollout/reward_mean": 1.0, "eval/reward_mean": 0.5, "eval/step": 10}
+    [chart] = metric_charts([{"step": 0, "eval/reward_mean": 0.25}, evaluated])["Learning"]
+    assert {t["name"]: t["x"] for t in chart["figure"]["data"]} == {
+        "training": [13],
+        "held-out": [0, 10],
+    }
+
+
 def test_in_a_long_run_a_total_is_the_last_of_its_steps():
     steps = [{"step": s, "time/wall_clock": 2.0 * s} for s in range(1, 3 * MAX_POINTS + 1)]
     [chart] = metric_charts(steps)["Speed"]

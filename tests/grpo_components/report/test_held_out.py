@@ -13,9 +13,11 @@ def test_it_shows_each_metric_of_the_last_evaluation_with_its_interval():
     values = {"eval/success_rate": 0.5, "eval/success_rate_low": 0.25, "eval/success_rate_high": 1}
     more = {"eval/pass_at_2": 0.123456, "eval/policy_version": 7, "eval/prompts": 60}
     first = {"step": 0, "eval/success_rate": 0.1}
-    html = held_out_table([first, {"step": 9, **values, **more}, {"step": 10, "my/own": 1}])
+    html = held_out_table(
+        [first, {"step": 9, "eval/step": 8, **values, **more}, {"step": 10, "my/own": 1}]
+    )
     assert rows(html) == [("success_rate", "0.5", "0.25 to 1"), ("pass_at_2", "0.1235", "-")]
-    assert "step 9: policy version 7, 60 prompts" in html
+    assert "step 8: policy version 7, 60 prompts" in html
 
 
 def test_without_an_evaluation_there_is_no_table():
