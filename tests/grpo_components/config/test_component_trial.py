@@ -350,6 +350,13 @@ def test_a_reward_that_gives_no_number_is_refused(tried, kind, what):
     assert message.startswith("rewards.correctness: own_rewards.Reward ") and what in message
 
 
+@pytest.mark.parametrize("name", ["code_tests.CodeTests", "countdown.CountdownCorrectness"])
+def test_a_reward_of_ours_that_cannot_judge_the_answers_of_the_data_is_refused(tried, name):
+    message = refusal(tried, *component("rewards.correctness", f"grpo_components.rewards.{name}"))
+    assert message.startswith("rewards.correctness: ") and "ValueError" in message
+    assert "answer: " in message
+
+
 def test_a_function_that_makes_no_reward_is_refused(tried):
     message = refusal(tried, *component("rewards.correctness", "builtins.print"))
     assert message.startswith("rewards.correctness: builtins.print makes a NoneType")
