@@ -99,8 +99,10 @@ class RewardTrial:
     def _error(
         self, name: str, problem: str, allowed: str, user_traceback: str = ""
     ) -> ComponentError:
-        where = f"rewards.{name}: {self._rewards[name].component}"
-        return ComponentError(f"{where} {problem}; allowed: {allowed}", user_traceback)
+        message = f"rewards.{name}: {self._rewards[name].component} {problem}"
+        if "; allowed: " not in message:  # a reward of ours says what it allows
+            message += f"; allowed: {allowed}"
+        return ComponentError(message, user_traceback)
 
 
 def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
