@@ -6,10 +6,12 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import TypedDict
 
 from grpo_components.report.run_files import (
-    NUMBER,
     Attempts,
+    Items,
+    Number,
     first_and_last,
     fits,
     read_metrics,
@@ -19,6 +21,11 @@ from grpo_components.report.run_files import (
 
 # (steps done at its start, steps it trains) of each attempt.
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+class Timed(TypedDict):
+    role: str
+    at: Number
 
 
 def play(plan):
@@ -119,6 +126,6 @@ def test_nan_is_null_and_extreme_numbers_and_depths_are_skipped(tmp_path):
 def test_records_without_the_required_fields_are_skipped(tmp_path):
     records = [{"role": "a", "at": 1}, {"role": "a"}, {"role": ["a"], "at": 1.5}, {"at": "x"}]
     path = write(tmp_path / "a.jsonl", records)
-    assert list(read_records(path, {"role": str, "at": NUMBER})) == records[:1]
-    assert fits({"a": [{"b": 1}, {"b": 2.5}]}, {"a": [{"b": NUMBER}]})
-    assert not fits({"a": [{"b": 1}, {}]}, {"a": [{"b": NUMBER}]})
+    assert list(read_records(path, Timed)) == records[:1]
+    assert fits([{"role": "a", "at": 1}, records[0] | {"more": [2]}], Items[Timed])
+    assert not fits(records[:2], Items[Timed])
