@@ -48,7 +48,7 @@ class _Failure(TypedDict):
     error: str | None
 
 
-def read_records(path: Path, shape: Any = dict, unread: Unread | None = None) -> Iterator[Record]:
+def read_records(path: Path, shape: Any = Any, unread: Unread | None = None) -> Iterator[Record]:
     """Yield the JSON objects of a JSON-lines file; nothing if the file is missing.
 
     Lines that do not fit are skipped, such as the incomplete last line of a run that was killed or
@@ -56,7 +56,7 @@ def read_records(path: Path, shape: Any = dict, unread: Unread | None = None) ->
 
     Args:
         path: path of the file.
-        shape: type of each object, such as a TypedDict with the required fields.
+        shape: type of each object, such as a TypedDict of the required fields; Any needs none.
         unread: collects notes on what is skipped.
     """
     unread, reader = unread or Unread(path.parent), ObjectReader()
