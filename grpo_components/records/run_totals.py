@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_components.report.run_files import Record, fits
+from grpo_components.report.run_files import Record
 from grpo_components.report.unread import ObjectReader
 
 _RESTARTS = ("restart", "rollback")
@@ -25,8 +25,8 @@ class RunTotals:
     def __init__(self, logs: Path) -> None:
         self._began = time.perf_counter()
         logged = _records(logs / "metrics.jsonl", f'"{_WALL_CLOCK}": ')
-        took = [record[_WALL_CLOCK] for record in logged if fits(record, {_WALL_CLOCK: float})]
-        self._earlier_s = max(took, default=0.0)
+        took = [record.get(_WALL_CLOCK) for record in logged]
+        self._earlier_s = max((s for s in took if isinstance(s, float)), default=0.0)
         events = (_records(logs / "events.jsonl", f'{{"event": "{kind}"') for kind in _RESTARTS)
         self._restarts = sum(_is_restart(event) for kind in events for event in kind)
 

@@ -16,7 +16,7 @@ from grpo_components.report.panels import (
     Panel,
     reward_term_panels,
 )
-from grpo_components.report.run_files import NUMBER, Record
+from grpo_components.report.run_files import Number, Record
 from grpo_components.report.safe_text import label
 
 MAX_POINTS = 1000
@@ -205,4 +205,4 @@ def _trace(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, NUMBER) and abs(value) < sys.float_info.max  # also False for NaN
+    return isinstance(value, Number) and abs(value) < sys.float_info.max  # also False for NaN

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from grpo_components.report.run_files import Receipts, read_records
 from grpo_components.report.tables import table
 from grpo_components.report.unread import Unread
@@ -16,6 +18,10 @@ _REASONS = {
     "failed": "none of its samples could be scored, or its generator was lost",
     "filtered": "dynamic sampling replaced its prompt with another",
 }
+
+
+class _FailedSamples(TypedDict):
+    errors: dict
 
 
 def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | None = None) -> str:
@@ -49,7 +55,7 @@ def dropped_section(receipts: Receipts, failed_samples: Path, unread: Unread | N
         ]
     else:
         parts.append('<p class="about">No group was dropped.</p>')
-    failures = list(read_records(failed_samples, {"errors": dict}, unread))
+    failures = list(read_records(failed_samples, _FailedSamples, unread))
     if failures:
         rows = [
             (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_components.report.curves import measured_after
-from grpo_components.report.run_files import NUMBER, Record, fits
+from grpo_components.report.run_files import Number, Record, fits
 from grpo_components.report.tables import table
 
 _ENDS = ("_low", "_high")
@@ -35,7 +35,7 @@ def held_out_table(metrics: Sequence[Record]) -> str:
 
 
 def _number(record: Record, key: str) -> str | None:
-    return f"{record[key]:.4g}" if fits(record, {key: NUMBER}) else None
+    return f"{record[key]:.4g}" if fits(record.get(key), Number) else None
 
 
 def _interval(record: Record, key: str) -> str | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from grpo_components.report.curves import MAX_OTHER_CHARTS, metric_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.held_out import held_out_table
@@ -17,7 +19,7 @@ from grpo_components.report.run_facts import read_facts
 from grpo_components.report.run_files import (
     ANSWERS,
     FAILURES,
-    NUMBER,
+    Number,
     fits,
     read_failures,
     read_metrics,
@@ -31,9 +33,25 @@ from grpo_components.report.unread import INCOMPLETE, Unread
 from grpo_components.report.viewer import answers_section, rollouts_section
 from grpo_components.whole_files import write_whole
 
-_PHASE = {"attempt": int, "phase": str, "seconds": NUMBER}
 _MAX_CONFIG_BYTES = 2**20
 _MAX_CONFIGS = 100
+_WAIT = "time/wait_for_batch"
+
+
+class _Role(TypedDict):
+    role: str
+    started: Number
+
+
+class _Heartbeat(TypedDict):
+    role: str
+    time: Number
+
+
+class _Phase(TypedDict):
+    attempt: int
+    phase: str
+    seconds: Number
 
 
 class NoStepsError(FileNotFoundError):
@@ -84,9 +102,9 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
     events = logs / "events.jsonl"
     over_time, role_events = timeline(
         read_records(events, unread=unread),
-        list(read_records(logs / "roles.jsonl", {"role": str, "started": NUMBER}, unread)),
-        list(read_records(logs / "heartbeats.jsonl", {"role": str, "time": NUMBER}, unread)),
-        sum(r["time/wait_for_batch"] for r in metrics if fits(r, {"time/wait_for_batch": NUMBER})),
+        list(read_records(logs / "roles.jsonl", _Role, unread)),
+        list(read_records(logs / "heartbeats.jsonl", _Heartbeat, unread)),
+        sum(record[_WAIT] for record in metrics if fits(record.get(_WAIT), Number)),
         lambda: unread.skip_file(events, "skipped events without a required field"),
     )
     failures = read_failures(logs / FAILURES, unread)
@@ -105,7 +123,7 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
     if trained or rollouts.logged:
         parts.add("Rollouts", rollouts_section(rollouts))
     history = parts.charts(over_time) + history_tables(receipts, failures, role_events)
-    history += phases_table(list(read_records(logs / "phases.jsonl", _PHASE, unread)))
+    history += phases_table(list(read_records(logs / "phases.jsonl", _Phase, unread)))
     parts.add("Timeline", history)
     dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
     parts.add("Dropped groups", dropped)

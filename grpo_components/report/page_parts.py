@@ -12,11 +12,10 @@ from string import Template
 from typing import Any
 
 from grpo_components.report.curves import MAX_POINTS, Chart, short, thinned
-from grpo_components.report.run_files import NUMBER, Record, fits
+from grpo_components.report.run_files import Number, Record, fits
 from grpo_components.report.safe_text import escaped, script_json
 
 _MAX_TITLE_CHARS = 200
-_WALL_CLOCK = {"step": int, "time/wall_clock": NUMBER}
 
 
 @dataclass
@@ -124,7 +123,7 @@ def clock(metrics: Sequence[Record]) -> dict[str, list[float]]:
     Args:
         metrics: metrics of each step, in order.
     """
-    timed = [record for record in metrics if fits(record, _WALL_CLOCK)]
+    timed = [record for record in metrics if fits(record.get("time/wall_clock"), Number)]
     if not timed:
         return {}
     minutes = [record["time/wall_clock"] / 60 for record in timed]

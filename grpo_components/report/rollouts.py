@@ -7,9 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from grpo_components.report.run_files import NUMBER, Attempts, Record, fits
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from grpo_components.report.run_files import Attempts, Items, Number, Record, StepRecord, fits
 from grpo_components.report.safe_text import text
 from grpo_components.report.unread import ObjectReader, Unread
 
@@ -24,6 +27,22 @@ _MAX_TOKENS = 3_000
 """Maximum number of tokens in a response that is shown token by token."""
 _HEAD = re.compile(rb'\{"step": (\d{1,15}), "attempt": (\d{1,15}), ')
 _LOGPROB_SOURCES = ("generator", "trainer", "reference")
+_NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch", "policy_version")
+_Span = Annotated[Items[int], Field(min_length=2, max_length=2)]
+
+
+class _Group(TypedDict):
+    responses: Items[dict]
+    advantages: Items[Number | None]
+
+
+class _Answers(TypedDict):
+    responses: Items[dict]
+
+
+class _Turn(TypedDict):
+    by: str
+    text: str
 
 
 @dataclass
@@ -66,7 +85,7 @@ def read_rollouts(
         max_groups: maximum number of groups to read.
         unread: collects notes on what is skipped.
     """
-    return _read(path, attempts, unread or Unread(path.parent), _GROUP, max_groups, _spread)
+    return _read(path, attempts, unread or Unread(path.parent), _Group, max_groups, _spread)
 
 
 def read_answers(
@@ -85,16 +104,15 @@ def read_answers(
         max_prompts: maximum number of prompts to read, over all evaluations.
         unread: collects notes on what is skipped.
     """
-    shape = {"responses": [dict]}
     unread = unread or Unread(path.parent)
-    return _read(path, attempts, unread, shape, max_prompts, _spread_evaluations)
+    return _read(path, attempts, unread, _Answers, max_prompts, _spread_evaluations)
 
 
 def _read(
     path: Path,
     attempts: Attempts,
     unread: Unread,
-    shape: Record,
+    shape: Any,
     limit: int,
     spread: Callable[[Sequence[_Place], int], list[_Place]],
 ) -> RolloutSample:
@@ -134,7 +152,7 @@ def _places(path: Path, attempts: Attempts, unread: Unread) -> tuple[list[_Place
         record: Record | None = reader.read(line) if head is None else None
         if head is not None:
             record = {"step": int(head[1]), "attempt": int(head[2])}
-        if record is None or not fits(record, _PLACE):
+        if record is None or not fits(record, StepRecord):
             unread.skip_line(path, number, "not a group with step and attempt")
         elif attempts.counts(record):
             places.append(_Place(start, len(line), (record["attempt"], record["step"])))
@@ -183,7 +201,7 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
         "text": text(response.get("response", ""), _MAX_TEXT_CHARS),
         "finish": text(response.get("finish_reason", ""), _MAX_NAME_CHARS),
         "tokens": _number(response.get("response_tokens")),
-        "versions": versions if isinstance(versions, list) and _is_span(versions) else None,
+        "versions": versions if fits(versions, _Span) else None,
         "reward": _number(response.get("reward")),
         "terms": {text(k, _MAX_NAME_CHARS): _number(v) for k, v in terms.items()}
         if isinstance(terms, dict)
@@ -201,7 +219,7 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
             shown[name] = None
             if isinstance(values, list):
                 shown[name] = [_number(value) for value in values[:_MAX_TOKENS]]
-    elif fits(response, {"turns": [{"by": str, "text": str}]}):
+    elif fits(response.get("turns"), Items[_Turn]):
         shown["turns"] = [
             {"by": text(turn["by"], _MAX_NAME_CHARS), "text": text(turn["text"], _MAX_TEXT_CHARS)}
             for turn in response["turns"]
@@ -209,14 +227,5 @@ def _response(response: Mapping[str, Any], advantage: float | None) -> Record:
     return shown
 
 
-def _is_span(versions: list[Any]) -> bool:
-    return fits(versions, [int]) and len(versions) == 2
-
-
 def _number(value: Any) -> float | None:
-    return value if fits(value, NUMBER) else None
-
-
-_PLACE = {"step": int, "attempt": int}
-_GROUP = {"responses": [dict], "advantages": [(*NUMBER, type(None))]}
-_NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch", "policy_version")
+    return value if fits(value, Number) else None

@@ -8,11 +8,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_components.report.run_files import NUMBER, Record, fits, read_records
+from typing_extensions import TypedDict
+
+from grpo_components.report.run_files import Number, Record, fits, read_records
 from grpo_components.report.safe_text import escaped
 from grpo_components.report.unread import ObjectReader, Unread
 
 _MAX_HOSTS, _MAX_VERSIONS, _MAX_FACT_CHARS = 4, 20, 60
+_START = b'{"event": "start"'
+
+
+class _Role(TypedDict):
+    node: str
+    attempt: int
 
 
 @dataclass
@@ -67,10 +75,10 @@ def read_facts(folder: Path) -> RunFacts:
         facts.began = _moment(spans[0][0]["time"])
         facts.seconds = sum(max(0.0, end - start["time"]) for start, end in spans)
         last, _ = spans[-1]
-        facts.cpus = last["cpus"] if fits(last, {"cpus": int}) else None
-        if fits(last, {"libraries": dict}):
+        facts.cpus = last["cpus"] if fits(last.get("cpus"), int) else None
+        if fits(last.get("libraries"), dict):
             facts.versions = {str(k): str(v) for k, v in last["libraries"].items()}
-    roles = list(read_records(folder / "logs/roles.jsonl", {"node": str, "attempt": int}, unread))
+    roles = list(read_records(folder / "logs/roles.jsonl", _Role, unread))
     last_attempt = max((role["attempt"] for role in roles), default=0)
     nodes = (role["node"] for role in roles if role["attempt"] == last_attempt)
     facts.hosts = [*dict.fromkeys(nodes)]
@@ -112,7 +120,7 @@ def _spans(path: Path, unread: Unread) -> Iterator[tuple[Record, float]]:
 
 def _read(line: bytes) -> Record | None:
     record = ObjectReader().read(line)
-    return record if record is not None and fits(record, {"time": NUMBER}) else None
+    return record if record is not None and fits(record.get("time"), Number) else None
 
 
 def _time(line: bytes, start: Record) -> float:
@@ -125,6 +133,3 @@ def _moment(seconds: float) -> datetime | None:
         return datetime.fromtimestamp(seconds, UTC)
     except (OverflowError, ValueError, OSError):  # a damaged record has an impossible time
         return None
-
-
-_START = b'{"event": "start"'

@@ -5,25 +5,50 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from grpo_components.report.unread import ObjectReader, Unread
 
 Record = dict[str, Any]
 T = TypeVar("T")
 _MAX_STEPS_PER_END = 10
-NUMBER = (int, float)
+Number = int | float
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose check stops at the first item that does not fit; else each one costs memory."""
 ANSWERS = "evaluation_answers.jsonl"
 """Has one line for each logged prompt of each evaluation."""
 FAILURES = "failures.jsonl"
 """Has one line per attempt that ended early: `attempt`, `error` (null if a person stopped it)."""
+_ENDS = ("issued", "trained", "dropped")
+"""Kinds of events that `read_receipts` reads; each has a group id under its own name."""
+_STEPS = {"start": "steps_done", "step": "step", "end": "step"}
+"""Kind of receipt -> name of the step in it."""
 
 
-def read_records(
-    path: Path, shape: Mapping[str, Any] | None = None, unread: Unread | None = None
-) -> Iterator[Record]:
+class StepRecord(TypedDict):
+    """A record about one step of one attempt."""
+
+    step: int
+    attempt: int
+
+
+class _Receipt(TypedDict):
+    record: str
+    attempt: int
+
+
+class _Failure(TypedDict):
+    attempt: int
+    error: str | None
+
+
+def read_records(path: Path, shape: Any = Any, unread: Unread | None = None) -> Iterator[Record]:
     """Yield the JSON objects of a JSON-lines file; nothing if the file is missing.
 
     Lines that do not fit are skipped, such as the incomplete last line of a run that was killed or
@@ -31,7 +56,7 @@ def read_records(
 
     Args:
         path: path of the file.
-        shape: required fields of each object, as in `fits`; None requires no field.
+        shape: type of each object, such as a TypedDict of the required fields; Any needs none.
         unread: collects notes on what is skipped.
     """
     unread, reader = unread or Unread(path.parent), ObjectReader()
@@ -43,27 +68,26 @@ def read_records(
         elif reader.too_large > before:
             unread.skip_line(path, number, "skipped a number that is too large")
         if record is not None:
-            if fits(record, shape or {}):
+            if fits(record, shape):
                 yield record
             elif reader.too_large == before:
                 unread.skip_line(path, number, "a field is missing or has the wrong type")
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether a JSON value has the expected shape.
+    """Return whether a JSON value has a type; an object may have more fields than a TypedDict.
 
     Args:
         value: any JSON value.
-        shape: a type or tuple of types, `[shape of each item]`, or the required fields as
-            `{name: shape}`.
+        shape: a hashable type that pydantic knows. A whole number fits `float`; a bool fits no
+            number.
     """
-    if isinstance(shape, Mapping):
-        return isinstance(value, dict) and all(
-            name in value and fits(value[name], needed) for name, needed in shape.items()
-        )
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
-    return isinstance(value, shape)
+    return _adapter(shape).validator.isinstance_python(value, strict=True)
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)
 
 
 @dataclass
@@ -113,8 +137,7 @@ def read_failures(path: Path, unread: Unread | None = None) -> dict[int, str | N
         path: path of failures.jsonl; the file may be missing.
         unread: collects notes on what is skipped.
     """
-    shape = {"attempt": int, "error": (str, type(None))}
-    return {record["attempt"]: record["error"] for record in read_records(path, shape, unread)}
+    return {record["attempt"]: record["error"] for record in read_records(path, _Failure, unread)}
 
 
 @dataclass
@@ -143,9 +166,9 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
     """
     receipts = Receipts()
     prompts: dict[int, Record] = {}
-    for record in read_records(path, _RECEIPT, unread):
+    for record in read_records(path, _Receipt, unread):
         kind, attempt = record["record"], record["attempt"]
-        if kind not in _RECEIPTS or not fits(record, _RECEIPTS[kind]):
+        if kind not in _STEPS or not fits(record.get(_STEPS[kind]), int):
             if unread is not None:
                 unread.skip_file(path, "skipped a record without its step")
             continue
@@ -157,13 +180,13 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
         elif receipts.starts:
             receipts.attempts.steps_done.setdefault(attempt, receipts.starts[-1]["steps_done"])
         receipts.last_steps[attempt] = record["step"]
-        if fits(record, {"token_versions": dict}):
+        if fits(record.get("token_versions"), dict):
             found = record["token_versions"].values()
             receipts.trained_tokens[record["step"]] = sum(n for n in found if fits(n, int))
         events = record.get("events", [])
-        for event in events if fits(events, [dict]) else ():
+        for event in events if fits(events, Items[dict]) else ():
             kind = next((kind for kind in _ENDS if kind in event), None)
-            if kind is not None and not fits(event, {kind: int}):
+            if kind is not None and not fits(event[kind], int):
                 if unread is not None:
                     unread.skip_file(path, "skipped an event without its group id")
             elif "issued" in event:
@@ -188,7 +211,7 @@ def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -
         attempts: attempts from the receipts; those that only the metrics mention are added to it.
         unread: collects notes on what is skipped.
     """
-    records = list(read_records(path, {"step": int, "attempt": int}, unread))
+    records = list(read_records(path, StepRecord, unread))
     for record in records:
         if record["step"] > 0:
             attempts.steps_done.setdefault(record["attempt"], record["step"] - 1)
@@ -198,9 +221,3 @@ def read_metrics(path: Path, attempts: Attempts, unread: Unread | None = None) -
             path, "all of its steps were repeated by later attempts, according to the receipts"
         )
     return [counted[step] for step in sorted(counted)]
-
-
-_ENDS = ("issued", "trained", "dropped")
-"""Kinds of events that `read_receipts` reads."""
-_RECEIPT = {"record": str, "attempt": int}
-_RECEIPTS = {"start": {"steps_done": int}, "step": {"step": int}, "end": {"step": int}}

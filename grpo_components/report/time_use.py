@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
-from grpo_components.report.run_files import NUMBER, Record, fits
+from grpo_components.report.run_files import Number, Record, fits
 from grpo_components.report.safe_text import label
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
 from grpo_components.time_use import IDLE, STARTING
@@ -105,7 +105,7 @@ def _sequences_chart(heartbeats: Sequence[Record]) -> Chart | None:
         for beats in processes:
             used = before = 0.0  # seconds: full-engine time, and all time
             for beat in beats:
-                if not fits(beat, {"sequence_share": NUMBER}):
+                if not fits(beat.get("sequence_share"), Number):
                     continue
                 wall = sum(value for key, value in beat["seconds"].items() if key != STARTING)
                 if wall > before:
@@ -138,4 +138,4 @@ def _processes(heartbeats: Sequence[Record]) -> dict[str, list[list[Record]]]:
 
 
 def _counts(values: Iterable[Any]) -> Iterator[bool]:
-    return (isinstance(value, NUMBER) and 0 <= value < 1e12 for value in values)
+    return (isinstance(value, Number) and 0 <= value < 1e12 for value in values)

@@ -7,26 +7,32 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
-from grpo_components.report.run_files import NUMBER, Record, fits
+from grpo_components.report.run_files import Items, Number, Record, fits
 from grpo_components.report.safe_text import label
 from grpo_components.report.time_use import time_use_charts
 
 _ROLE_EVENTS = ("start", "restart", "rollback")
 """Kinds of events that `timeline` returns."""
-_EVENT = {"event": str, "time": NUMBER}
 _FIELDS = {
     "publish": {"version": int},
     "load": {"role": str, "version": int},
     "issue": {"role": str, "group": int},
     "finish": {"group": int},
     "buffer": {"group": int},
-    "drop": {"groups": [int]},
+    "drop": {"groups": Items[int]},
     "step": {"step": int},
     "restart": {"role": str},
     "rollback": {"role": str},
 }
 """Required fields of an event besides its kind and time."""
+
+
+class _Event(TypedDict):
+    event: str
+    time: Number
 
 
 def timeline(
@@ -55,7 +61,7 @@ def timeline(
     last = max((beat["time"] for beat in heartbeats), default=0.0)
     first = min((start["started"] for start in starts), default=last)
     for event in events:
-        if not fits(event, _EVENT) or not fits(event, _FIELDS.get(event["event"], {})):
+        if not _is_complete(event):
             on_skip()
             continue
         first, last = min(first or event["time"], event["time"]), max(last, event["time"])
@@ -76,6 +82,14 @@ def timeline(
         _memory_chart(heartbeats, first),
     ]
     return [each for each in charts if each], role_events
+
+
+def _is_complete(event: Record) -> bool:
+    """Return whether an event has its required fields."""
+    if not fits(event, _Event):
+        return False
+    needed = _FIELDS.get(event["event"], {})
+    return all(fits(event.get(name), shape) for name, shape in needed.items())
 
 
 def _versions_chart(
@@ -159,7 +173,7 @@ def _clock(first: float) -> str:
 def _memory_chart(heartbeats: Sequence[Record], first: float) -> Chart | None:
     by_role: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for beat in heartbeats:
-        if fits(beat, {"rss_mib": NUMBER}):
+        if fits(beat.get("rss_mib"), Number):
             by_role[beat["role"]].append(((beat["time"] - first) / 60, beat["rss_mib"] / 1024))
     if not by_role:
         return None
