@@ -8,14 +8,28 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, Strict, StrictFloat, TypeAdapter, with_config
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    Strict,
+    StrictInt,
+    TypeAdapter,
+    with_config,
+)
 from typing_extensions import TypedDict
 
 from grpo_components.data.rows import Row
 from grpo_components.shapes import AnyText, described_as, read_as
 
 _PARTITION = re.compile(r"(\d+)(?:-(\d+))?/(\d+)")
-_Bound = Annotated[StrictFloat, Field(ge=-math.inf), described_as("a number")]  # not NaN
+_Bound = Annotated[
+    StrictInt | InstanceOf[float],  # pydantic's float takes NumPy's whole numbers, too
+    AfterValidator(float),
+    Field(ge=-math.inf),  # refuses NaN
+    described_as("a number"),
+]
 
 
 @with_config(ConfigDict(extra="forbid"))

@@ -41,6 +41,7 @@ _ROUNDING = 1e-3
 _PLAIN = ("finish_reason", "temperature", "reward_terms", "success", "error")
 
 _REWARD = "a number, or null with finish_reason error and an error text"
+# Pydantic's float would take larger whole numbers.
 _Number = Annotated[int, Field(ge=-(2**63), lt=2**64)] | InstanceOf[float]
 _Ids = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**63)]],

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,7 @@ def test_conditions_are_met_in_the_order_given():
         ({"allowed": []}, "level.allowed"),
         ({"min": "5"}, "level.min"),
         ({"min": math.nan}, "level.min"),
+        ({"min": np.int64(5)}, "level.min"),
         ({"max": True}, "level.max"),
         ({"allowed": "5"}, "level.allowed"),
         ({"regex": "("}, "level.regex"),
