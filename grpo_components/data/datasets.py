@@ -7,14 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from torch.utils.data import Dataset
+from typing_extensions import TypedDict
 
 from grpo_components.data.columns import OWN_FIELDS, filled, plain_value
 from grpo_components.data.prompts import Encode, prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Row, read_rows
+from grpo_components.shapes import AnyText, described_as, fits, read_as
 
 Prompt = dict[str, Any]
 ReadRow = Callable[[Row], tuple[str, str]]
@@ -95,7 +98,7 @@ def prompt_dataset(
     """
     chat = {"chat_template": chat_template, "system_prompt": system_prompt, "columns": columns}
     lengths = {"num_rows": num_rows, "max_prompt_tokens": max_prompt_tokens, "too_long": too_long}
-    _check_keys(source=source, split=split, name=name, **chat, **lengths)
+    read_as(_KEYS, {"source": source, "split": split, "name": name, **chat, **lengths}, "dataset")
     builder = _PromptBuilder(
         source=source,
         read=read,
@@ -199,34 +202,28 @@ class _PromptBuilder:
             raise ValueError(f"dataset.columns.{name}: unknown field; allowed: {allowed}")
 
 
-def _is_column_map(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value.values())
+_STRICT = ConfigDict(strict=True)
+_Text = Annotated[AnyText, described_as("a text")]
+_TextOrNull = Annotated[AnyText | None, described_as("a text, or null")]
+_Count = Annotated[Annotated[int, Field(gt=0)] | None, described_as("a whole number above 0")]
 
 
-_TEXT = ("a text", lambda value: isinstance(value, str))
-_TEXT_OR_NULL = ("a text, or null", lambda value: isinstance(value, str | None))
-_COUNT = (
-    "a whole number above 0",
-    lambda value: value is None or (type(value) is int and value > 0),
-)
-_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **{"source": _TEXT, "split": _TEXT, "name": _TEXT_OR_NULL},
-    **{"chat_template": _TEXT_OR_NULL, "system_prompt": _TEXT_OR_NULL},
-    **{"num_rows": _COUNT, "max_prompt_tokens": _COUNT},
-    "columns": (
-        "a column of the source by field",
-        lambda value: value is None or _is_column_map(value),
-    ),
-    "too_long": ("error | drop", lambda value: value in ("error", "drop")),
-}
-"""For each key, a description of the allowed values and the check for them."""
+@with_config(_STRICT)
+class _Keys(TypedDict):
+    source: _Text
+    split: _Text
+    name: _TextOrNull
+    chat_template: _TextOrNull
+    system_prompt: _TextOrNull
+    columns: Annotated[
+        Mapping[Any, AnyText] | None, described_as("a column of the source by field")
+    ]
+    num_rows: _Count
+    max_prompt_tokens: _Count
+    too_long: Annotated[Literal["error", "drop"], described_as("error | drop")]
 
 
-def _check_keys(**given: Any) -> None:
-    for key, value in given.items():
-        allowed, is_allowed = _ALLOWED[key]
-        if not is_allowed(value):
-            raise ValueError(f"dataset.{key}: {value!r} given; allowed: {allowed}")
+_KEYS = TypeAdapter(Annotated[_Keys, described_as("the arguments of `prompt_dataset`")])
 
 
 def _after_hashes(row: Row) -> tuple[str, str]:
@@ -276,11 +273,15 @@ math_dataset = partial(
 """Data set in MATH's format: `problem`, and a `solution` whose last `\\boxed{}` is the answer."""
 
 
+_WHOLE_NUMBER = TypeAdapter(int, config=_STRICT)
+_WHOLE_NUMBERS = TypeAdapter(Annotated[list[int], Field(min_length=1)], config=_STRICT)
+
+
 def _numbers_and_target(row: Row) -> tuple[str, str]:
     numbers, target = row.parsed("numbers"), row.parsed("target")
-    if not isinstance(numbers, list) or not numbers or not all(type(n) is int for n in numbers):
+    if not fits(_WHOLE_NUMBERS, numbers):
         row.refuse("numbers", "must be a list of whole numbers")
-    if type(target) is not int:
+    if not fits(_WHOLE_NUMBER, target):
         row.refuse("target", "must be a whole number")
     listed = ", ".join(map(str, numbers))
     question = (
@@ -298,6 +299,21 @@ countdown_dataset = partial(
 """Data set of countdown tasks: rows with `numbers` and `target`. The `answer` is both, as JSON."""
 
 
+_Case = Annotated[dict[Literal["input", "output"], AnyText], Field(min_length=2)]
+_Cases = Annotated[list[_Case], Field(min_length=1)]
+_Assert = Annotated[AnyText, AfterValidator(str.strip), Field(min_length=1)]
+_Asserts = Annotated[list[_Assert], Field(min_length=1)]
+_Tests = dict[Literal["stdin_stdout"], _Cases] | dict[Literal["asserts"], _Asserts]
+_TESTS = TypeAdapter(Annotated[_Tests, Field(min_length=1)], config=_STRICT)
+_PAIRS = TypeAdapter(
+    Annotated[dict[Literal["inputs", "outputs"], list[Any]], Field(min_length=2)], config=_STRICT
+)
+_SETUP = {
+    "test_imports": (TypeAdapter(list[AnyText], config=_STRICT), "a list of texts"),
+    "test_setup_code": (TypeAdapter(AnyText), "a text"),
+}
+
+
 def _prompt_and_tests(row: Row) -> tuple[str, str]:
     prompt, tests = row.text("prompt"), row.parsed("tests")
     if isinstance(tests, list):
@@ -305,12 +321,10 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
     if isinstance(tests, dict):  # a Parquet table fills missing keys with null
         tests = {kind: cases for kind, cases in tests.items() if cases is not None}
     setup = _assert_setup(row, tests)
-    if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
-        columns = [tests["inputs"], tests["outputs"]]
-        if all(isinstance(texts, list) for texts in columns) and len({*map(len, columns)}) == 1:
-            pairs = zip(*columns, strict=True)
-            tests = {"stdin_stdout": [{"input": i, "output": o} for i, o in pairs]}
-    if not _are_tests(tests):
+    if fits(_PAIRS, tests) and len(tests["inputs"]) == len(tests["outputs"]):
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        tests = {"stdin_stdout": [{"input": i, "output": o} for i, o in pairs]}
+    if not fits(_TESTS, tests):
         row.refuse(
             "tests",
             'must be {"stdin_stdout": [{"input": text, "output": text}, ...]} or '
@@ -324,7 +338,7 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
 def _assert_setup(row: Row, tests: Any) -> dict[str, Any]:
     """Return a row's `test_imports` and `test_setup_code` (MBPP); remove them from the tests."""
     setup: dict[str, Any] = {}
-    for key, allowed in (("test_imports", "a list of texts"), ("test_setup_code", "a text")):
+    for key, (shape, what) in _SETUP.items():
         value = tests.pop(key, None) if isinstance(tests, dict) else None
         if not value and row.has(key):
             value = row.value(key)
@@ -333,30 +347,10 @@ def _assert_setup(row: Row, tests: Any) -> dict[str, Any]:
             value = row.parsed(key) if is_list else [value]
         if not value:
             continue
-        if not (_are_texts(value) if key == "test_imports" else isinstance(value, str)):
-            row.refuse(key, f"must be {allowed}")
+        if not fits(shape, value):
+            row.refuse(key, f"must be {what}")
         setup[key] = value
     return setup
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _are_tests(tests: Any) -> bool:
-    if not isinstance(tests, dict) or len(tests) != 1:
-        return False
-    ((kind, cases),) = tests.items()
-    if not isinstance(cases, list) or not cases:
-        return False
-    if kind == "asserts":
-        return all(isinstance(case, str) and case.strip() for case in cases)
-    return kind == "stdin_stdout" and all(
-        isinstance(case, dict)
-        and case.keys() == {"input", "output"}
-        and all(isinstance(text, str) for text in case.values())
-        for case in cases
-    )
 
 
 code_dataset = partial(

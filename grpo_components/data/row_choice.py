@@ -6,12 +6,44 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    Strict,
+    StrictInt,
+    TypeAdapter,
+    with_config,
+)
+from typing_extensions import TypedDict
 
 from grpo_components.data.rows import Row
+from grpo_components.shapes import AnyText, described_as, read_as
 
-_CONDITIONS = ("allowed", "min", "max", "regex")
 _PARTITION = re.compile(r"(\d+)(?:-(\d+))?/(\d+)")
+_Bound = Annotated[
+    StrictInt | InstanceOf[float],  # pydantic's float takes NumPy's whole numbers, too
+    AfterValidator(float),
+    Field(ge=-math.inf),  # refuses NaN
+    described_as("a number"),
+]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _Conditions(TypedDict, total=False):
+    allowed: Annotated[list[Any], Strict(), Field(min_length=1), described_as("a list of values")]
+    min: _Bound
+    max: _Bound
+    regex: Annotated[AnyText, described_as("a text")]
+
+
+_OneOrMore = Annotated[
+    _Conditions, Field(min_length=1), described_as("one or more of allowed, min, max, regex")
+]
+_FILTERS = TypeAdapter(Annotated[Mapping[Any, _OneOrMore], described_as("conditions by column")])
 
 
 class RowFilters:
@@ -27,14 +59,10 @@ class RowFilters:
 
     def __init__(self, filters: Mapping[str, Mapping[str, Any]]) -> None:
         self._checks: list[tuple[str, Callable[[Row, str], bool]]] = []
-        if not isinstance(filters, Mapping):
-            raise ValueError(f"dataset.filters: {filters!r} given; allowed: conditions by column")
+        read_as(_FILTERS, filters, "dataset.filters")
         for column, conditions in filters.items():
-            key = f"dataset.filters.{column}"
-            if not isinstance(conditions, Mapping) or not conditions:
-                raise ValueError(f"{key}: {conditions} given; allowed: {_listed(_CONDITIONS)}")
             for name, wanted in conditions.items():
-                check = _condition(f"{key}.{name}", name, wanted)
+                check = _condition(f"dataset.filters.{column}.{name}", name, wanted)
                 self._checks.append((column, check))
 
     def __call__(self, row: Row) -> bool:
@@ -47,31 +75,18 @@ class RowFilters:
         return all(check(row, column) for column, check in self._checks)
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return f"one or more of {', '.join(names)}"
-
-
 def _condition(key: str, name: str, wanted: Any) -> Callable[[Row, str], bool]:
-    if name == "allowed" and isinstance(wanted, list) and wanted:
+    if name == "allowed":
         return lambda row, column: row.value(column) in wanted
-    if (
-        name in ("min", "max")
-        and isinstance(wanted, int | float)
-        and not (isinstance(wanted, bool) or math.isnan(wanted))
-    ):
-        sign = 1 if name == "min" else -1
-        return lambda row, column: _is_at_least(row, column, sign, sign * wanted)
-    if name == "regex" and isinstance(wanted, str):
+    if name == "regex":
         try:
             pattern = re.compile(wanted)
         except re.error as error:
             problem = f"{wanted!r} given: {error}"
             raise ValueError(f"{key}: {problem}; allowed: a regular expression") from None
         return lambda row, column: _matches(row, column, pattern)
-    if name in _CONDITIONS:
-        kinds = {"allowed": "a list of values", "regex": "a text"}
-        raise ValueError(f"{key}: {wanted!r} given; allowed: {kinds.get(name, 'a number')}")
-    raise ValueError(f"{key}: unknown condition; allowed: {_listed(_CONDITIONS)}")
+    sign = 1 if name == "min" else -1
+    return lambda row, column: _is_at_least(row, column, sign, sign * wanted)
 
 
 def _is_at_least(row: Row, column: str, sign: int, bound: float) -> bool:

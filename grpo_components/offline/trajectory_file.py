@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum
+from grpo_components.shapes import AnyText, described_as, read_as
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.token_logprobs import recorded_logprobs
 from grpo_components.trajectory import (
@@ -36,6 +39,45 @@ _ARRAYS = {
 _ROUNDING = 1e-3
 """How far rounding may lift a logprob above 0, in nats."""
 _PLAIN = ("finish_reason", "temperature", "reward_terms", "success", "error")
+
+_REWARD = "a number, or null with finish_reason error and an error text"
+# Pydantic's float would take larger whole numbers.
+_Number = Annotated[int, Field(ge=-(2**63), lt=2**64)] | InstanceOf[float]
+_Ids = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**63)]],
+    described_as("a list of whole numbers, none below 0 or above int64"),
+]
+
+
+@with_config(ConfigDict(strict=True))
+class _Response(TypedDict):
+    response_ids: _Ids
+    response_mask: Annotated[list[bool], described_as("a list of true and false")]
+    generator_logprobs: Annotated[list[_Number], described_as("a list of numbers")]
+    token_versions: Annotated[
+        list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],
+        described_as("a list of whole numbers in int32"),
+    ]
+    finish_reason: Annotated[FinishReason, described_as(", ".join(get_args(FinishReason)))]
+    temperature: Annotated[int | float, Field(gt=0, lt=math.inf), described_as("a number above 0")]
+    reward: Annotated[Annotated[float, BeforeValidator(float)] | None, described_as(_REWARD)]
+    reward_terms: Annotated[dict[AnyText, int | float], described_as("numbers by name")]
+    success: Annotated[bool, described_as("true or false")]
+    error: Annotated[AnyText | None, described_as("a text, or null")]
+
+
+@with_config(ConfigDict(strict=True))
+class _Group(TypedDict):
+    prompt_index: Annotated[int, BeforeValidator(int), described_as("a whole number")]
+    prompt_ids: _Ids
+    responses: Annotated[
+        list[_Response],
+        Field(min_length=1),
+        described_as("a list of responses, each with all its fields"),
+    ]
+
+
+_GROUP = TypeAdapter(Annotated[_Group, described_as("a mapping with the fields of a group")])
 
 
 def group_line(group: Sequence[Trajectory]) -> str:
@@ -69,63 +111,40 @@ def read_groups(path: str | Path) -> Iterator[list[Trajectory]]:
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                record = json.loads(line.decode("utf-8"))
+                record = read_as(_GROUP, json.loads(line.decode("utf-8")))
                 group = [_trajectory(record, each) for each in record["responses"]]
-                _require(len(group) > 0, "responses: empty")
-            # Large numbers raise OverflowError, deeply nested brackets RecursionError.
-            except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
-                kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-                problem = f"not a group of responses: {kind}{error}"
+            # Deeply nested brackets raise RecursionError, a broken trajectory AssertionError.
+            except (ValueError, RecursionError, AssertionError) as error:
+                problem = f"not a group of responses: {error}"
                 raise ValueError(f"{path}, line {number}: {problem}") from error
             yield group
 
 
-def _trajectory(record: Mapping[str, Any], response: Mapping[str, Any]) -> Trajectory:
+def _trajectory(record: _Group, response: _Response) -> Trajectory:
+    """Make a trajectory of a response, and check rules between its fields."""
+    values: dict[str, Any] = {**response}
+    reward = values["reward"]
     trajectory = Trajectory(
-        prompt_ids=_array(record, "prompt_ids", np.int64),
-        prompt_index=int(record["prompt_index"]),
+        prompt_ids=np.array(record["prompt_ids"], np.int64),
+        prompt_index=record["prompt_index"],
         epoch=0,
         group_id=0,
         attempt=0,
-        reward=math.nan if response["reward"] is None else float(response["reward"]),
-        **{name: _array(response, name, dtype) for name, dtype in _ARRAYS.items()},
-        **{name: response[name] for name in _PLAIN},
+        reward=math.nan if reward is None else reward,
+        **{name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items()},
+        **{name: values[name] for name in _PLAIN},
     )
-    try:
-        trajectory.check()
-    except AssertionError as error:  # here the file is wrong, not our code
-        raise ValueError(str(error)) from None
-    for name in ("prompt_ids", "response_ids"):
-        _require((getattr(trajectory, name) >= 0).all(), f"{name}: below 0")
-    reasons = get_args(FinishReason)
-    _require(trajectory.finish_reason in reasons, f"finish_reason: allowed: {', '.join(reasons)}")
+    trajectory.check()
     scored = math.isfinite(trajectory.reward) and trajectory.error is None
-    failed = response["reward"] is None and isinstance(trajectory.error, str)
+    failed = reward is None and trajectory.error is not None
     right = failed if trajectory.failed else scored
-    _require(right, "reward: allowed: a number, or null with finish_reason error and an error text")
+    _require(right, f"reward: allowed: {_REWARD}")
     _require(
         trajectory.failed or trajectory.response_mask.any(), "response_mask: must contain true"
     )
     logprobs = trajectory.generator_logprobs[trajectory.response_mask]
     _require((logprobs <= _ROUNDING).all(), "generator_logprobs: above 0")
-    temperature = trajectory.temperature
-    positive = type(temperature) in (int, float) and 0 < temperature < math.inf
-    _require(positive, "temperature: must be a number above 0")
-    _require(type(trajectory.success) is bool, "success: must be true or false")
-    terms = trajectory.reward_terms
-    numeric = isinstance(terms, dict) and all(type(v) in (int, float) for v in terms.values())
-    _require(numeric, "reward_terms: must be numbers by name")
     return trajectory
-
-
-def _array(values: Mapping[str, Any], name: str, dtype: type[np.generic]) -> NDArray[Any]:
-    """Convert a JSON list to an array, after a type check: NumPy would turn text into numbers."""
-    array = np.array(values[name])
-    kinds = {np.bool_: "b", np.float32: "fiu"}.get(dtype, "iu")
-    fits = array.ndim == 1 and (array.dtype.kind in kinds or not array.size)
-    what = {"b": "true and false", "fiu": "numbers"}.get(kinds, "whole numbers")
-    _require(fits, f"{name}: must be a list of {what}")
-    return np.array(values[name], dtype)
 
 
 def _require(condition: Any, problem: str) -> None:

@@ -344,6 +344,7 @@ ASSERTS = {"asserts": ["assert f(1) == 2"]}
         (ASSERTS, ASSERTS),
         (ASSERTS["asserts"], ASSERTS),
         ({"inputs": ["1\n", ""], "outputs": ["2\n", ""]}, STDIN),
+        ({"asserts": ["f('\ud800')"]}, {"asserts": ["f('\ud800')"]}),
     ],
 )
 def test_the_tests_of_a_program_go_into_the_answer(tmp_path, tests, answer):
@@ -396,6 +397,8 @@ def test_empty_imports_and_setup_code_are_left_out(tmp_path, tests):
                 {"stdin_stdout": [{"input": 1, "output": "2"}]},
                 {"inputs": ["1"], "outputs": []},
                 {"inputs": 1, "outputs": 2},
+                {"stdin_stdout": [{"input": "1", "output": "2", "more": "3"}]},
+                {"asserts": ["\x1c"]},
             )
         ),
         *(

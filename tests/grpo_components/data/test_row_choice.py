@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,14 +70,23 @@ def test_a_row_that_a_filter_cannot_read_is_named(filters, values, place):
         kept(filters, **values)
 
 
+def test_conditions_are_met_in_the_order_given():
+    """So the first may leave out the rows that the next cannot read."""
+    assert not kept({"level": {"regex": "^[0-9]", "min": 1}}, level="hard")
+
+
 @pytest.mark.parametrize(
     ("conditions", "key"),
     [
         ({}, "level"),
         (5, "level"),
         ({"most": 5}, "level.most"),
+        ({5: 5}, "level.5"),
+        ({"min": 10**400}, "level.min"),
+        ({"allowed": []}, "level.allowed"),
         ({"min": "5"}, "level.min"),
         ({"min": math.nan}, "level.min"),
+        ({"min": np.int64(5)}, "level.min"),
         ({"max": True}, "level.max"),
         ({"allowed": "5"}, "level.allowed"),
         ({"regex": "("}, "level.regex"),

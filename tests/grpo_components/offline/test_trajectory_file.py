@@ -134,6 +134,8 @@ IMPOSSIBLE = [
     ({"response_ids": [1.5, 2]}, "response_ids"),
     ({"response_ids": ["1", "2"]}, "response_ids"),
     ({"response_ids": [10**30, 2]}, "response_ids"),
+    ({"response_ids": [True, 2]}, "response_ids"),
+    ({"generator_logprobs": [-(2**70), -(2**70)]}, "generator_logprobs"),
     ({"response_ids": [-1, 2]}, "response_ids"),
     ({"response_mask": [1, 0]}, "response_mask"),
     ({"response_mask": [False, False]}, "response_mask"),
@@ -146,7 +148,9 @@ IMPOSSIBLE = [
     ({"temperature": 0}, "temperature: "),
     ({"temperature": "1"}, "temperature: "),
     ({"success": "no"}, "success: "),
+    ({"temperature": 10**400, "reward": 10**400}, "reward: "),
     ({"reward_terms": [1]}, "reward_terms: "),
+    ({"reward_terms": {"\ud800": True}}, "reward_terms: "),
 ]
 
 
@@ -161,6 +165,29 @@ def test_a_response_that_no_run_could_have_written_is_refused(tmp_path, changes,
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=rf"trajectories.jsonl, line 1: .*{problem}"):
         list(read_groups(path))
+
+
+def test_a_missing_field_is_named_and_an_unknown_one_is_ignored(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    record = json.loads(group_line([make(0, [-1.0])] * 2)) | {"more": 1}
+    record["responses"][0]["more"] = [[]]
+    path.write_text(json.dumps(record))
+    assert len(next(read_groups(path))) == 2
+    del record["responses"][1]["success"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"line 1: .*responses\.1\.success: missing"):
+        list(read_groups(path))
+
+
+def test_numbers_and_texts_stay_as_they_are_in_the_file(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    record = json.loads(group_line([make(0, [], math.nan)]))
+    changes = {"temperature": 1, "reward_terms": {"\ud800": 1, "b": 10**400}, "error": "\udfff"}
+    record["responses"][0] |= changes
+    path.write_text(json.dumps(record))
+    ((read,),) = read_groups(path)
+    assert {name: getattr(read, name) for name in changes} == changes
+    assert type(read.temperature) is type(read.reward_terms["\ud800"]) is int
 
 
 def test_a_failed_response_may_have_no_tokens(tmp_path):

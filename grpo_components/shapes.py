@@ -1,0 +1,78 @@
+"""Checks data against types; errors name the wrong place and what is allowed there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import InstanceOf, TypeAdapter, ValidationError, WrapValidator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+AnyText = InstanceOf[str]
+"""Any text. Pydantic's `str` refuses half a surrogate pair, which JSON allows."""
+_KEY_PROBLEMS = {"missing": "missing", "extra_forbidden": "unknown", "invalid_key": "unknown"}
+T = TypeVar("T")
+
+
+def described_as(what: str) -> WrapValidator:
+    """Return a mark for a type: its errors say what is allowed. The innermost mark counts.
+
+    Args:
+        what: the allowed values in words.
+    """
+
+    def read(value: Any, check: Callable[[Any], Any]) -> Any:
+        place, problem = (), ""
+        try:
+            return check(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            if "what" in first.get("ctx", ()):
+                raise
+            if problem := _KEY_PROBLEMS.get(first["type"], ""):
+                place = first["loc"]
+        except (TypeError, ArithmeticError):  # of a conversion; pydantic lets them pass
+            pass
+        kind = PydanticCustomError("refused", "{what}", {"what": what, "problem": problem})
+        details = InitErrorDetails(type=kind, loc=place, input=value)
+        raise ValidationError.from_exception_data("", [details])
+
+    return WrapValidator(read)
+
+
+def fits(shape: TypeAdapter[Any], value: Any) -> bool:
+    """Whether a value has a type.
+
+    Args:
+        shape: the type.
+        value: any value.
+    """
+    try:
+        shape.validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def read_as(shape: TypeAdapter[T], value: Any, section: str = "") -> T:
+    """Return a value as its type reads it.
+
+    Args:
+        shape: the type, marked by `described_as`.
+        value: any value.
+        section: key of the config's section that the value comes from; empty for other data, of
+            which an error shows no values, because they may be long.
+
+    Raises:
+        ValueError: the value has another type; names the first wrong place.
+    """
+    try:
+        return shape.validate_python(value)
+    except ValidationError as error:
+        first: Any = error.errors(include_url=False)[0]
+        place = ".".join(map(str, (section, *first["loc"]))).strip(".")
+        problem = first["ctx"]["problem"]
+        if section and not problem:
+            problem = f"{first['input']!r} given"
+        problem = f"{problem}; allowed: {first['msg']}".removeprefix("; ")
+        raise ValueError(f"{place}: {problem}".removeprefix(": ")) from None
