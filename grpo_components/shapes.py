@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import InstanceOf, TypeAdapter, ValidationError, WrapValidator
@@ -40,18 +41,20 @@ def described_as(what: str) -> WrapValidator:
     return WrapValidator(read)
 
 
-def fits(shape: TypeAdapter[Any], value: Any) -> bool:
-    """Whether a value has a type.
+def fits(value: Any, shape: Any) -> bool:
+    """Return whether a value has a type; an object may have more fields than a TypedDict.
 
     Args:
-        shape: the type.
-        value: any value.
+        value: any JSON value.
+        shape: a hashable type that pydantic knows. A whole number fits `float`; a bool fits no
+            number.
     """
-    try:
-        shape.validate_python(value)
-    except ValidationError:
-        return False
-    return True
+    return _adapter(shape).validator.isinstance_python(value, strict=True)
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)
 
 
 def read_as(shape: TypeAdapter[T], value: Any, section: str = "") -> T:

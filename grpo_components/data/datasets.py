@@ -273,15 +273,14 @@ math_dataset = partial(
 """Data set in MATH's format: `problem`, and a `solution` whose last `\\boxed{}` is the answer."""
 
 
-_WHOLE_NUMBER = TypeAdapter(int, config=_STRICT)
-_WHOLE_NUMBERS = TypeAdapter(Annotated[list[int], Field(min_length=1)], config=_STRICT)
+_WholeNumbers = Annotated[list[int], Field(min_length=1)]
 
 
 def _numbers_and_target(row: Row) -> tuple[str, str]:
     numbers, target = row.parsed("numbers"), row.parsed("target")
-    if not fits(_WHOLE_NUMBERS, numbers):
+    if not fits(numbers, _WholeNumbers):
         row.refuse("numbers", "must be a list of whole numbers")
-    if not fits(_WHOLE_NUMBER, target):
+    if not fits(target, int):
         row.refuse("target", "must be a whole number")
     listed = ", ".join(map(str, numbers))
     question = (
@@ -303,14 +302,13 @@ _Case = Annotated[dict[Literal["input", "output"], AnyText], Field(min_length=2)
 _Cases = Annotated[list[_Case], Field(min_length=1)]
 _Assert = Annotated[AnyText, AfterValidator(str.strip), Field(min_length=1)]
 _Asserts = Annotated[list[_Assert], Field(min_length=1)]
-_Tests = dict[Literal["stdin_stdout"], _Cases] | dict[Literal["asserts"], _Asserts]
-_TESTS = TypeAdapter(Annotated[_Tests, Field(min_length=1)], config=_STRICT)
-_PAIRS = TypeAdapter(
-    Annotated[dict[Literal["inputs", "outputs"], list[Any]], Field(min_length=2)], config=_STRICT
-)
+_Tests = Annotated[
+    dict[Literal["stdin_stdout"], _Cases] | dict[Literal["asserts"], _Asserts], Field(min_length=1)
+]
+_Columns = Annotated[dict[Literal["inputs", "outputs"], list[Any]], Field(min_length=2)]
 _SETUP = {
-    "test_imports": (TypeAdapter(list[AnyText], config=_STRICT), "a list of texts"),
-    "test_setup_code": (TypeAdapter(AnyText), "a text"),
+    "test_imports": (list[AnyText], "a list of texts"),
+    "test_setup_code": (AnyText, "a text"),
 }
 
 
@@ -321,10 +319,10 @@ def _prompt_and_tests(row: Row) -> tuple[str, str]:
     if isinstance(tests, dict):  # a Parquet table fills missing keys with null
         tests = {kind: cases for kind, cases in tests.items() if cases is not None}
     setup = _assert_setup(row, tests)
-    if fits(_PAIRS, tests) and len(tests["inputs"]) == len(tests["outputs"]):
+    if fits(tests, _Columns) and len(tests["inputs"]) == len(tests["outputs"]):
         pairs = zip(tests["inputs"], tests["outputs"], strict=True)
         tests = {"stdin_stdout": [{"input": i, "output": o} for i, o in pairs]}
-    if not fits(_TESTS, tests):
+    if not fits(tests, _Tests):
         row.refuse(
             "tests",
             'must be {"stdin_stdout": [{"input": text, "output": text}, ...]} or '
@@ -347,7 +345,7 @@ def _assert_setup(row: Row, tests: Any) -> dict[str, Any]:
             value = row.parsed(key) if is_list else [value]
         if not value:
             continue
-        if not fits(shape, value):
+        if not fits(value, shape):
             row.refuse(key, f"must be {what}")
         setup[key] = value
     return setup

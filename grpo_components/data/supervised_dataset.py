@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import AfterValidator, Field, Strict, TypeAdapter
-from typing_extensions import TypedDict
+from typing import Any
 
 from grpo_components.data.rows import Row, read_rows
-from grpo_components.shapes import AnyText, described_as, read_as
 from grpo_components.training.supervised import SupervisedExamples
-
-
-class _Arguments(TypedDict):
-    max_tokens: Annotated[int, Strict(), Field(ge=1), described_as("a whole number at least 1")]
-    prompt_template: Annotated[
-        AnyText,
-        AfterValidator(lambda text: text.count("{prompt}")),
-        Field(ge=1, le=1),
-        described_as("a text that contains {prompt} once"),
-    ]
-
-
-_ARGUMENTS = TypeAdapter(Annotated[_Arguments, described_as("the arguments of `ptx`")])
 
 
 def supervised_dataset(
@@ -58,8 +41,13 @@ def supervised_dataset(
         ValueError: an argument is wrong, or a row cannot be used. The message names the argument,
             or the source, row (from 1) and field.
     """
-    given = {"max_tokens": max_tokens, "prompt_template": prompt_template}
-    read_as(_ARGUMENTS, given, "ptx")
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise ValueError(
+            f"ptx.max_tokens: {max_tokens!r} given; allowed: a whole number at least 1"
+        )
+    if not isinstance(prompt_template, str) or prompt_template.count("{prompt}") != 1:
+        allowed = "a text that contains {prompt} once"
+        raise ValueError(f"ptx.prompt_template: {prompt_template!r} given; allowed: {allowed}")
     examples: list[tuple[list[int], list[int]]] = []
     for number, values in enumerate(read_rows(source, name, split), start=1):
         where = f"ptx {source}, row {number}"

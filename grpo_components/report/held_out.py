@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_components.report.curves import measured_after
-from grpo_components.report.run_files import Number, Record, fits
+from grpo_components.report.run_files import Number, Record
 from grpo_components.report.tables import table
+from grpo_components.shapes import fits
 
 _ENDS = ("_low", "_high")
 _BOOKKEEPING = ("eval/step", "eval/policy_version", "eval/prompts")

@@ -20,7 +20,6 @@ from grpo_components.report.run_files import (
     ANSWERS,
     FAILURES,
     Number,
-    fits,
     read_failures,
     read_metrics,
     read_receipts,
@@ -31,6 +30,7 @@ from grpo_components.report.tiles import tiles
 from grpo_components.report.timeline import timeline
 from grpo_components.report.unread import INCOMPLETE, Unread
 from grpo_components.report.viewer import answers_section, rollouts_section
+from grpo_components.shapes import fits
 from grpo_components.whole_files import write_whole
 
 _MAX_CONFIG_BYTES = 2**20

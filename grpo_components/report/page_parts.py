@@ -12,8 +12,9 @@ from string import Template
 from typing import Any
 
 from grpo_components.report.curves import MAX_POINTS, Chart, short, thinned
-from grpo_components.report.run_files import Number, Record, fits
+from grpo_components.report.run_files import Number, Record
 from grpo_components.report.safe_text import escaped, script_json
+from grpo_components.shapes import fits
 
 _MAX_TITLE_CHARS = 200
 

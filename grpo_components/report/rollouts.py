@@ -12,9 +12,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from grpo_components.report.run_files import Attempts, Items, Number, Record, StepRecord, fits
+from grpo_components.report.run_files import Attempts, Items, Number, Record, StepRecord
 from grpo_components.report.safe_text import text
 from grpo_components.report.unread import ObjectReader, Unread
+from grpo_components.shapes import fits
 
 _T = TypeVar("_T")
 MAX_GROUPS = 200

@@ -10,9 +10,10 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from grpo_components.report.run_files import Number, Record, fits, read_records
+from grpo_components.report.run_files import Number, Record, read_records
 from grpo_components.report.safe_text import escaped
 from grpo_components.report.unread import ObjectReader, Unread
+from grpo_components.shapes import fits
 
 _MAX_HOSTS, _MAX_VERSIONS, _MAX_FACT_CHARS = 4, 20, 60
 _START = b'{"event": "start"'

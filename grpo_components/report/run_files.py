@@ -5,15 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from grpo_components.report.unread import ObjectReader, Unread
+from grpo_components.shapes import fits
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -72,22 +72,6 @@ def read_records(path: Path, shape: Any = Any, unread: Unread | None = None) -> 
                 yield record
             elif reader.too_large == before:
                 unread.skip_line(path, number, "a field is missing or has the wrong type")
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """Return whether a JSON value has a type; an object may have more fields than a TypedDict.
-
-    Args:
-        value: any JSON value.
-        shape: a hashable type that pydantic knows. A whole number fits `float`; a bool fits no
-            number.
-    """
-    return _adapter(shape).validator.isinstance_python(value, strict=True)
-
-
-@cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
 
 
 @dataclass

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
-from grpo_components.report.run_files import Number, Record, fits
+from grpo_components.report.run_files import Number, Record
 from grpo_components.report.safe_text import label
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD
+from grpo_components.shapes import fits
 from grpo_components.time_use import IDLE, STARTING
 
 _NO_BATCH, _BETWEEN_STEPS = f"{IDLE}: no batch", f"{IDLE}: between steps"

@@ -10,9 +10,10 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from grpo_components.report.curves import MAX_POINTS, Chart, chart, curve
-from grpo_components.report.run_files import Items, Number, Record, fits
+from grpo_components.report.run_files import Items, Number, Record
 from grpo_components.report.safe_text import label
 from grpo_components.report.time_use import time_use_charts
+from grpo_components.shapes import fits
 
 _ROLE_EVENTS = ("start", "restart", "rollback")
 """Kinds of events that `timeline` returns."""

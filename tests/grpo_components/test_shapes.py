@@ -1,11 +1,14 @@
-"""Errors about the shape of data name the wrong place and what is allowed there."""
+"""Whether data fits a type; errors name the wrong place and what is allowed there."""
 
 from typing import Annotated
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from grpo_components.report.run_files import Items, Number, StepRecord
 from grpo_components.shapes import AnyText, described_as, fits, read_as
 
 
@@ -15,7 +18,8 @@ class Inner(TypedDict):
     number: Annotated[int, BeforeValidator(int), described_as("a whole number")]
 
 
-SHAPE = TypeAdapter(Annotated[list[Annotated[Inner, described_as("both")]], described_as("a list")])
+Shape = Annotated[list[Annotated[Inner, described_as("both")]], described_as("a list")]
+SHAPE = TypeAdapter(Shape)
 GOOD = {"text": "\ud800", "number": "3"}
 
 
@@ -32,7 +36,7 @@ GOOD = {"text": "\ud800", "number": "3"}
     ],
 )
 def test_the_innermost_description_of_a_wrong_value_is_shown(value, problem):
-    assert not fits(SHAPE, value)
+    assert not fits(value, Shape)
     with pytest.raises(ValueError) as refused:
         read_as(SHAPE, value, "key")
     assert str(refused.value) == problem
@@ -45,5 +49,59 @@ def test_without_a_section_an_error_shows_no_value():
 
 
 def test_a_value_that_fits_is_returned_as_its_type_reads_it():
-    assert fits(SHAPE, [GOOD])
+    assert fits([GOOD], Shape)
     assert read_as(SHAPE, [GOOD]) == [GOOD | {"number": 3}]
+
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=3)  # half a surrogate pair, too
+HUGE = st.sampled_from([2**64, 10**400, -(10**4000)])
+SCALARS = st.none() | st.booleans() | st.integers() | HUGE | st.floats() | TEXTS
+NAMES = st.sampled_from(["step", "attempt"]) | TEXTS
+VALUES = st.recursive(SCALARS, lambda each: st.lists(each) | st.dictionaries(NAMES, each))
+
+
+def is_whole(value):
+    return type(value) is int
+
+
+def is_number(value):
+    return type(value) in (int, float)
+
+
+# Type -> whether a JSON value fits it.
+FITS = {
+    dict: lambda value: isinstance(value, dict),
+    str: lambda value: isinstance(value, str),
+    int: is_whole,
+    float: is_number,
+    Number: is_number,
+    Number | None: lambda value: value is None or is_number(value),
+    Items[int]: lambda value: isinstance(value, list) and all(map(is_whole, value)),
+    Items[Number]: lambda value: isinstance(value, list) and all(map(is_number, value)),
+    StepRecord: lambda value: (
+        isinstance(value, dict) and is_whole(value.get("step")) and is_whole(value.get("attempt"))
+    ),
+}
+
+
+@given(VALUES | st.lists(SCALARS) | st.fixed_dictionaries({"step": SCALARS, "attempt": SCALARS}))
+def test_any_json_value_fits_a_type_or_not(value):
+    assert {shape: fits(value, shape) for shape in FITS} == {
+        shape: expected(value) for shape, expected in FITS.items()
+    }
+
+
+@pytest.mark.parametrize("shape", [*FITS, Items[dict]])
+def test_a_value_may_be_nested_deeply(shape):
+    items, fields = [], {}
+    for _ in range(100_000):
+        items, fields = [items], {"step": fields}
+    assert fits(items, shape) is False
+    assert fits(fields, shape) is (shape is dict)
+    assert fits([fields], shape) is (shape == Items[dict])
+
+
+def test_the_check_of_a_list_stops_at_the_first_item_that_does_not_fit():
+    with pytest.raises(ValueError) as error:
+        TypeAdapter(Items[int]).validate_python(["x"] * 1000)
+    assert error.value.error_count() == 1

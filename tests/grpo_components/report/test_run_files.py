@@ -4,55 +4,23 @@ import json
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from grpo_components.report.run_files import (
     Attempts,
     Items,
     Number,
-    StepRecord,
     first_and_last,
-    fits,
     read_metrics,
     read_receipts,
     read_records,
 )
+from grpo_components.shapes import fits
 
 # (steps done at its start, steps it trains) of each attempt.
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5)
-TEXTS = st.text(st.characters(exclude_categories=()), max_size=3)  # half a surrogate pair, too
-HUGE = st.sampled_from([2**64, 10**400, -(10**4000)])
-SCALARS = st.none() | st.booleans() | st.integers() | HUGE | st.floats() | TEXTS
-NAMES = st.sampled_from(["step", "attempt"]) | TEXTS
-VALUES = st.recursive(SCALARS, lambda each: st.lists(each) | st.dictionaries(NAMES, each))
-
-
-def is_whole(value):
-    return type(value) is int
-
-
-def is_number(value):
-    return type(value) in (int, float)
-
-
-# Type -> whether a JSON value fits it.
-FITS = {
-    dict: lambda value: isinstance(value, dict),
-    str: lambda value: isinstance(value, str),
-    int: is_whole,
-    float: is_number,
-    Number: is_number,
-    Number | None: lambda value: value is None or is_number(value),
-    Items[int]: lambda value: isinstance(value, list) and all(map(is_whole, value)),
-    Items[Number]: lambda value: isinstance(value, list) and all(map(is_number, value)),
-    StepRecord: lambda value: (
-        isinstance(value, dict) and is_whole(value.get("step")) and is_whole(value.get("attempt"))
-    ),
-}
 
 
 class Timed(TypedDict):
@@ -161,26 +129,3 @@ def test_records_without_the_required_fields_are_skipped(tmp_path):
     assert list(read_records(path, Timed)) == records[:1]
     assert fits([{"role": "a", "at": 1}, records[0] | {"more": [2]}], Items[Timed])
     assert not fits(records[:2], Items[Timed])
-
-
-@given(VALUES | st.lists(SCALARS) | st.fixed_dictionaries({"step": SCALARS, "attempt": SCALARS}))
-def test_any_json_value_fits_a_type_or_not(value):
-    assert {shape: fits(value, shape) for shape in FITS} == {
-        shape: expected(value) for shape, expected in FITS.items()
-    }
-
-
-@pytest.mark.parametrize("shape", [*FITS, Items[dict]])
-def test_a_value_may_be_nested_deeply(shape):
-    items, fields = [], {}
-    for _ in range(100_000):
-        items, fields = [items], {"step": fields}
-    assert fits(items, shape) is False
-    assert fits(fields, shape) is (shape is dict)
-    assert fits([fields], shape) is (shape == Items[dict])
-
-
-def test_the_check_of_a_list_stops_at_the_first_item_that_does_not_fit():
-    with pytest.raises(ValueError) as error:
-        TypeAdapter(Items[int]).validate_python(["x"] * 1000)
-    assert error.value.error_count() == 1
