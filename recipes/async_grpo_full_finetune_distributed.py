@@ -6,13 +6,15 @@
 
 The whole algorithm is in this file. Its loops run side by side and meet in the replay buffer:
 
-    rollout_loop, one per rollout in flight        training_loop
-      admit      when the staleness contract allows  take        a batch of whole, fresh groups
-      pull       weights every m rollouts or sooner  shape       rewards minus penalties [B, G]
-      generate   a group, rewards included           advantages                          [B, G]
-      filter     drop if failed or rewards all equal train_step  on every rank; version + 1
-      reference  logprobs, where a KL needs them     push        weights every n steps
-      buffer     the group; wait while it is full    finish_step record, evaluate, log, save
+    rollout_loop, one per generator                training_loop
+      has_room   for the responses of a group        take        a batch of whole, fresh groups
+      admit      when the staleness contract allows  shape       rewards minus penalties [B, G]
+    rollout, one per group                           advantages                          [B, G]
+      pull       weights every m rollouts or sooner  train_step  on every rank; version + 1
+      generate   a group, rewards included           push        weights every n steps
+      filter     drop if failed or rewards all equal finish_step record, evaluate, log, save
+      reference  logprobs, where a KL needs them
+      buffer     the group; wait while it is full
 
 The default loss is `grpo_loss`, below. EDIT ME marks the places that a fork usually edits.
 """
@@ -28,7 +30,6 @@ from torch import Tensor
 from torchtune import config
 
 from grpo_components.cluster import supervision
-from grpo_components.cluster.batch import Group
 from grpo_components.cluster.cluster import build_cluster
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.weight_sync import WeightSync
@@ -39,7 +40,7 @@ from grpo_components.config.preflight import read_config
 from grpo_components.config.start_roles import start_roles
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.errors import RoleLostError
-from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.losses import LossInputs
 
@@ -74,23 +75,32 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         - `max_staleness: 0` with n = m = 1 is the synchronous algorithm.
     """
 
-    async def rollout_loop(self, generator: GeneratorHandle) -> None:
-        """Generate group after group until the run needs no more."""
-        while entry := await self.ledger.admit(generator.name, self.timeouts.train_step_s):
-            try:
-                await self.weights.pull_if_due(generator, entry)
-                temperature = self.temperature(entry.target_step)
-                group = await generator.generate_group(entry, temperature)
-            except RoleLostError:
-                return self.ledger.give_back(entry)  # another generator takes over
-            if self.roles.reward_model:
-                group = await self.roles.reward_model.add_scores(group)
-            if reason := self.rejects(group):
-                await self.ledger.drop([entry.group_id], reason)
-                continue
-            if self.roles.references:
-                group = await self.roles.references.add_logprobs(group)
-            await self.roles.buffer.add(group)
+    async def rollout_loop(self, generator: GeneratorHandle, loops: asyncio.TaskGroup) -> None:
+        """Begin group after group until the run needs no more."""
+        while await generator.has_room():
+            entry = await self.ledger.admit(generator.name, self.timeouts.train_step_s)
+            if entry is None:
+                return
+            loops.create_task(self.rollout(generator, entry))
+
+    async def rollout(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
+        """Generate one group, and put it into the buffer unless it is rejected."""
+        try:
+            await self.weights.pull_if_due(generator, entry)
+            temperature = self.temperature(entry.target_step)
+            group = await generator.generate_group(entry, temperature)
+        except RoleLostError:
+            return self.ledger.give_back(entry)  # another generator takes over
+        if self.roles.reward_model:
+            group = await self.roles.reward_model.add_scores(group)
+        if not self.run.has_trainable(group):
+            return await self.ledger.drop([entry.group_id], "failed")
+        sampling, summary = self.dynamic_sampling, group.summary
+        if sampling and not sampling.keeps(summary.rewards, summary.successes):
+            return await self.ledger.drop([entry.group_id], "filtered")
+        if self.roles.references:
+            group = await self.roles.references.add_logprobs(group)
+        await self.roles.buffer.add(group)
 
     async def training_loop(self, loops: asyncio.TaskGroup) -> None:
         """Train batch after batch until every step of the run is done."""
@@ -103,15 +113,6 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             result.metrics["time/push"] = await self.weights.push_if_due(result.policy_version)
             await self.run.finish_step(batch, advantages, result)
         await self.run.finish()
-
-    def rejects(self, group: Group) -> str | None:
-        """Return why a group is not trained; None if it is."""
-        if not self.run.has_trainable(group):
-            return "failed"
-        sampling, summary = self.dynamic_sampling, group.summary
-        if sampling and not sampling.keeps(summary.rewards, summary.successes):
-            return "filtered"
-        return None
 
     def setup(self, given: DictConfig) -> None:
         """Check the config, build what lives in this process, and start a process per role.
@@ -133,8 +134,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         self.dynamic_sampling = objective.dynamic_sampling
         self.temperature = objective.temperature
 
-        self.groups_per_step, self.rollouts_in_flight = cfg.groups_per_step, cfg.rollouts_in_flight
-        self.timeouts = cfg.timeouts
+        self.groups_per_step, self.timeouts = cfg.groups_per_step, cfg.timeouts
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
         prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
@@ -172,8 +172,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.training_loop(loops))
             for generator in self.roles.generators:
-                for _ in range(self.rollouts_in_flight):
-                    loops.create_task(self.rollout_loop(generator))
+                loops.create_task(self.rollout_loop(generator, loops))
 
     def cleanup(self) -> None:
         """Stop every process and close the logs, however the run ended."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.calls import Part
 from grpo_components.cluster.role import Role
+from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.training.step_result import StepResult
 
@@ -42,11 +43,39 @@ class GeneratorHandle:
         self.swapping = ledger.events.lock()
         """Lock held while the generator's weights are swapped, or must stay as they are."""
         self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s
+        self._reserved = 0
+        """Number of groups for which the generator keeps room."""
 
     @property
     def lost(self) -> bool:
         """Whether the generator failed for good, so that the run goes on without it."""
         return self.role.lost
+
+    async def has_room(self) -> bool:
+        """Wait until the responses of another group have room, and reserve it.
+
+        Returns:
+            True; False once the generator is lost.
+
+        Raises:
+            TimeoutError: earlier groups kept their room for too long.
+        """
+        limit_s = self._weights_s + self._timeout_s + GRACE_S  # a group's own, and the clearer ones
+        while not (self._reserved or self._ledger.events.replaying):  # a replay repeats the order
+            pinned = self._ledger.weights_pinned
+            try:
+                self._reserved = await self.role.call(
+                    "reserve", limit_s, timeout_s=limit_s + GRACE_S
+                )
+            except RoleLostError:
+                return False
+            if not (self._reserved or pinned or self._ledger.weights_pinned):
+                raise TimeoutError(
+                    f"the next group waited for responses that {self.name} still samples or "
+                    f"scores; gave up after {limit_s:g} s"
+                )
+        self._reserved = max(0, self._reserved - 1)
+        return True
 
     async def generate_group(self, entry: LedgerEntry, temperature: float) -> Group:
         """Sample and score the responses to one prompt.
@@ -82,7 +111,8 @@ class GeneratorHandle:
         return await self.role.result(loading, "load_weights", self._weights_s)
 
     async def begin_attempt(self) -> None:
-        """Allow the generator to load older weights: a new attempt starts at a checkpoint."""
+        """Forget reserved room and allow older weights: a new attempt starts at a checkpoint."""
+        self._reserved = 0
         await self.role.call("begin_attempt", timeout_s=self._weights_s)
 
     async def evaluate(

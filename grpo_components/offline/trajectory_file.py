@@ -210,6 +210,10 @@ class RecordedGroups:
     def __init__(self, *, number: int, path: str) -> None:
         self._groups = list(read_groups(path))
 
+    def reserve(self, patience_s: float) -> int:
+        """Return 1 at once, in place of `Generator.reserve`: a recorded group needs no room."""
+        return 1
+
     def generate_group(
         self, prompt: dict[str, Any], epoch: int, group_id: int, attempt: int, temperature: float
     ) -> tuple[PackedTrajectories, GroupSummary, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import torch
@@ -97,19 +98,25 @@ class SingleTurnEnvironment(EnvBase):
         self._prompts = list(prompts)
         self._begun = {}
 
-    def begin_scoring(self, slot: int, response_ids: list[int], finish_reason: str) -> None:
+    def begin_scoring(
+        self, slot: int, response_ids: list[int], finish_reason: str
+    ) -> Future[Score] | None:
         """Start to score a response, while others of its group are sampled; `step` waits for it.
 
         Args:
             slot: number of the slot.
             response_ids: [R] token ids of the response.
             finish_reason: why it ended.
+
+        Returns:
+            The score to come; None if it is left to `step`.
         """
         # A subclass with a step of its own may not want these scores.
         is_ours = type(self)._step is SingleTurnEnvironment._step
         if is_ours and hasattr(self._score, "begin"):
             sample = reward_input(self._prompts[slot], self._decode(response_ids), finish_reason)
             self._begun[slot] = cast(Any, self._score).begin(sample)
+        return self._begun.get(slot)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> LazyStackedTensorDict:
         return lazy_stack([slot_state(p["prompt_ids"], done=False) for p in self._prompts], 0)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,23 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
-from grpo_components.objective.component_errors import (
-    ComponentError,
-    failure_text,
-    place_in,
-    stack_text,
-    users_part,
-)
 from grpo_components.replay.schedule import open_schedule
-from grpo_components.rewards.pool import RewardPool, RewardPoolError
-from grpo_components.rollout.collector import (
-    EnginePolicy,
-    GroupCollector,
-    Prompt,
-    SlotRollout,
-    sampling_seed,
-)
-from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
+from grpo_components.rewards.pool import RewardPool
+from grpo_components.rollout.collector import Prompt, SlotRollout, sampling_seed
 from grpo_components.rollout.generator_options import (
     EngineOptions,
     EnvironmentOptions,
@@ -41,28 +23,17 @@ from grpo_components.rollout.generator_options import (
     SamplingOptions,
 )
 from grpo_components.rollout.observation_text import encode_text
+from grpo_components.rollout.rollouts import Rollouts, Sample
+from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.rollout.token_texts import token_texts
-from grpo_components.rollout.vllm_engine import BASE_VERSION, EngineStoppedError, VLLMEngine
+from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
 
 _REPLAY_THREADS = 1000
 """Number of threads in a replay: its calls come in any order, and none may block another."""
-_CLOSING_S = 5.0
-"""Seconds for the environments to close; one that hangs ends with the process."""
 _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
 _NO_REPLAY = ReplayOptions()
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Seat:
-    """What a rollout needs: an environment with its thread, a policy and a collector."""
-
-    environment: EnvironmentThread
-    env: Any
-    policy: EnginePolicy
-    collector: GroupCollector
 
 
 class Generator:
@@ -74,7 +45,7 @@ class Generator:
         sampling: options of sampling.
         environment: options of the environment in which prompts are answered.
         rewards: options of the rewards.
-        rollouts_in_flight: number of groups generated at once.
+        rollouts_in_flight: number of groups whose responses have room at once.
         log_token_texts: whether the readable form of a group contains the text of each token.
         replay: options of recording and replaying the engine's schedule.
         number: number of this generator, counted from 0.
@@ -101,19 +72,37 @@ class Generator:
             rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
         )
         self._tokenizer = build_tokenizer()
-        self._sampling, self._environment = sampling, environment
+        self._sampling = sampling
         self._stop_token_ids = set(sampling.stop_token_ids)
         schedule = open_schedule(
             number, replay.schedule_folder, replay.replayed_folder, replay.timeout_s, restart_count
         )
         self._engine = VLLMEngine(engine, seed=sampling.seed, schedule=schedule)
         self._log_token_texts = log_token_texts
+        self._budget = SequenceBudget(rollouts_in_flight, sampling.group_size)
         threads = rollouts_in_flight if replay.replayed_folder is None else _REPLAY_THREADS
-        threads *= sampling.group_size if environment.slots_apart else 1
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
-        self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
-        """Seats that no rollout is using, by number of slots."""
+        threads *= sampling.group_size  # of some groups, only one response may be left
+        self._rollouts = Rollouts(
+            self._engine,
+            self._rewards,
+            sampling,
+            environment,
+            decode=self._decode,
+            encode=partial(encode_text, self._tokenizer),
+            threads=threads,
+        )
         self.version = self._loading = BASE_VERSION
+
+    async def reserve(self, patience_s: float) -> int:
+        """Wait until whole groups have room, and keep it for the next calls of `generate_group`.
+
+        Args:
+            patience_s: longest wait, in seconds.
+
+        Returns:
+            Number of groups; 0 if none had room in time.
+        """
+        return await self._budget.reserve(patience_s)
 
     async def generate_group(
         self, prompt: Prompt, epoch: int, group_id: int, attempt: int, temperature: float
@@ -132,12 +121,17 @@ class Generator:
             The packed group, its summary, and its readable form for the rollout log.
         """
         seed, group_size = self._sampling.seed, self._sampling.group_size
-        prompts = [
-            {**prompt, "seed": sampling_seed(seed, 2, group_id, i)} for i in range(group_size)
+        ended = self._budget.begin_group()
+        samples = [
+            Sample(
+                {**prompt, "seed": sampling_seed(seed, 2, group_id, i)},
+                f"group {group_id} sample {i}",
+                sampling_seed(seed, 0, group_id, i),
+                partial(ended, i),
+            )
+            for i in range(group_size)
         ]
-        seeds = [sampling_seed(seed, 0, group_id, i) for i in range(group_size)]
-        names = [f"group {group_id} sample {i}" for i in range(group_size)]
-        slots = await self._collect(prompts, names, seeds, temperature)
+        slots = await self._rollouts.collect(samples, temperature)
         identity = {"epoch": epoch, "group_id": group_id, "attempt": attempt}
         group = [slot.trajectory(prompt, **identity, temperature=temperature) for slot in slots]
         text = {
@@ -171,35 +165,25 @@ class Generator:
             `readable`, which is as in the rollout log.
         """
         seed, size = self._sampling.seed, self._sampling.group_size
-        # All samples of a prompt get the same environment seed.
         asked = [
-            ({**prompt, "seed": sampling_seed(seed, 3, prompt["prompt_index"])}, sample)
+            Sample(
+                # All samples of a prompt get the same environment seed.
+                {**prompt, "seed": sampling_seed(seed, 3, index)},
+                # The first sample's name does not depend on `samples`.
+                f"evaluation of prompt {index}" + (f" sample {i}" if i else ""),
+                sampling_seed(seed, 1, index, i),
+            )
             for prompt in prompts
-            for sample in range(samples)
+            for index in (prompt["prompt_index"],)
+            for i in range(samples)
         ]
         chunks = [asked[i : i + size] for i in range(0, len(asked), size)]
-
-        def name(prompt: Prompt, sample: int) -> str:
-            # The first sample's name does not depend on `samples`.
-            which = f" sample {sample}" if sample else ""
-            return f"evaluation of prompt {prompt['prompt_index']}{which}"
-
-        rollouts = await asyncio.gather(
-            *(
-                self._collect(
-                    [prompt for prompt, _ in chunk],
-                    [name(prompt, i) for prompt, i in chunk],
-                    [sampling_seed(seed, 1, p["prompt_index"], i) for p, i in chunk],
-                    temperature,
-                )
-                for chunk in chunks
-            )
-        )
-        slots = [slot for slots in rollouts for slot in slots]
+        collected = (self._rollouts.collect(chunk, temperature) for chunk in chunks)
+        slots = [slot for slots in await asyncio.gather(*collected) for slot in slots]
         texts = {i * samples + sample for i in logged for sample in range(samples)}
         return [
-            self._evaluated(prompt, slot, temperature if i in texts else None)
-            for i, ((prompt, _), slot) in enumerate(zip(asked, slots, strict=True))
+            self._evaluated(sample.prompt, slot, temperature if i in texts else None)
+            for i, (sample, slot) in enumerate(zip(asked, slots, strict=True))
         ]
 
     async def load_weights(
@@ -231,8 +215,9 @@ class Generator:
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
 
     def begin_attempt(self) -> None:
-        """Accept weights older than the loaded ones, because the run returns to a checkpoint."""
+        """Forget reserved room, accept older weights: the run begins again at a checkpoint."""
         self._loading = BASE_VERSION
+        self._budget.begin_attempt()
 
     def time_use(self) -> dict[str, Any]:
         """Return the seconds of each activity of the engine, and its mean share of sequences."""
@@ -243,92 +228,7 @@ class Generator:
         """Stop the engine, the reward processes and the environments."""
         self._engine.close()
         self._rewards.close()
-        self._threads.shutdown(cancel_futures=True)
-        seats = [seat for free in self._free_seats.values() for seat in free]
-        wait([seat.environment.leave(seat.env.close) for seat in seats], _CLOSING_S)
-
-    async def _collect(
-        self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
-    ) -> list[SlotRollout]:
-        size = 1 if self._environment.slots_apart else len(prompts)
-        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        with self._engine.use.rollout():
-            rollouts = await asyncio.gather(
-                *(
-                    run(self._collect_in_thread, prompts[p], names[p], seeds[p], temperature)
-                    for p in parts
-                )
-            )
-        return [slot for slots in rollouts for slot in slots]
-
-    def _collect_in_thread(
-        self, prompts: Sequence[Prompt], names: list[str], seeds: list[int], temperature: float
-    ) -> list[SlotRollout]:
-        free = self._free_seats[len(prompts)]
-        try:
-            seat = free.pop()
-        except IndexError:
-            seat = self._seat(len(prompts))
-        seat.policy.names, seat.policy.seeds = names, seeds
-        seat.policy.temperature = temperature
-        try:
-            seat.environment.begin()
-            seat.environment.call(seat.env.ask, prompts)
-            slots = seat.collector.rollout(seat.environment.call)
-            longest = max(len(slot.response_ids) for slot in slots)
-            if longest > self._sampling.max_response_tokens:
-                limit = f"generator.max_response_tokens is {self._sampling.max_response_tokens}"
-                raise ValueError(f"the response has {longest} tokens, but {limit}")
-        except (EngineStoppedError, RewardPoolError, ComponentError):
-            raise
-        except Exception as error:  # from a user's environment: these samples fail
-            # The state of the environment is unknown, so the next group gets a new environment.
-            seat.environment.leave(seat.env.close)
-            problem = self._problem_of(error)
-            slots = [SlotRollout.failed(np.asarray(p["prompt_ids"]), problem) for p in prompts]
-        else:
-            free.append(seat)
-        for name, slot in zip(names, slots, strict=True):
-            if slot.score is not None and slot.score.error is not None:
-                _log.error("%s failed: %s", name, slot.score.error)
-        return slots
-
-    def _problem_of(self, error: Exception) -> str:
-        """Return what failed in a rollout, with the place in the user's code."""
-        if not isinstance(error, HungCallError):
-            return failure_text("environment", error)
-        score = self._rewards.score.__code__
-        if (score.co_filename, score.co_name) in {(f.filename, f.name) for f in error.stack}:
-            return f"rewards: no score within the environment's limit: {self._rewards.late()}"
-        stack = users_part(error.stack)
-        problem = f"environment: TimeoutError{place_in(stack)}: {error}"
-        return f"{problem}\n{stack_text(stack)}".strip()
-
-    def _seat(self, num_slots: int) -> _Seat:
-        environment = EnvironmentThread(self._environment.timeout_s)
-        build = partial(
-            self._environment.build_environment,
-            num_slots=num_slots,
-            decode=self._decode,
-            encode=partial(encode_text, self._tokenizer),
-            score=self._rewards,
-            max_response_tokens=self._sampling.max_response_tokens,
-        )
-        try:
-            env = environment.call(build)
-        except Exception as error:  # from a user's environment
-            if isinstance(error, TimeoutError):
-                raise
-            raise RuntimeError(failure_text("environment: cannot be built", error)) from error
-        policy = EnginePolicy(
-            self._engine,
-            max_response_tokens=self._sampling.max_response_tokens,
-            stop_token_ids=self._sampling.stop_token_ids,
-            truncation=self._sampling.truncation,
-        )
-        policy.on_sampled = getattr(env, "begin_scoring", None)
-        return _Seat(environment, env, policy, GroupCollector(env, policy))
+        self._rollouts.close()
 
     def _evaluated(
         self, prompt: Prompt, slot: SlotRollout, temperature: float | None

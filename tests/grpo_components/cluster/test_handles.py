@@ -16,6 +16,7 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     TrainersHandle,
 )
+from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -44,7 +45,13 @@ class Sampler:
     """A generator."""
 
     def __init__(self, version=0):
-        self.version, self.asked = version, []
+        self.version, self.asked, self.room = version, [], []
+
+    def reserve(self, patience_s):
+        return self.room.pop(0)
+
+    def begin_attempt(self):
+        pass
 
     def generate_group(self, prompt, epoch, group_id, attempt, temperature):
         self.asked.append((prompt["prompt_index"], epoch, group_id, attempt, temperature))
@@ -91,6 +98,49 @@ def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded(local_role
         assert group.summary.response_tokens == [3, 3] and group.entry.response_tokens == 3.0
         assert await group.entry.text == {"text of": 0}
         assert setting.names() == ["issue", "finish"]
+
+    asyncio.run(run())
+
+
+def test_room_is_reserved_for_as_many_groups_as_have_it(local_role):
+    async def run():
+        setting = Setting(local_role)
+        generator, room = setting.generator, setting.sampler.room
+        room += [2, 1, 3]
+        assert [await generator.has_room() for _ in range(3)] == [True] * 3
+        assert room == [3]
+        assert await generator.has_room() and room == []
+        await generator.begin_attempt()
+        room.append(1)
+        assert await generator.has_room() and room == [], "what was reserved is forgotten"
+
+    asyncio.run(run())
+
+
+def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the_weights(
+    local_role,
+):
+    async def run():
+        setting = Setting(local_role)
+        setting.sampler.room += [0, 0, 1]
+        with pytest.raises(TimeoutError, match=r"generator_0 still samples .* 46 s"):
+            await setting.generator.has_room()
+        with setting.ledger.pin_weights():
+            assert await setting.generator.has_room()
+
+    asyncio.run(run())
+
+
+def test_a_lost_generator_has_no_room_and_a_replay_needs_none(local_role, monkeypatch):
+    async def lost(*_, **__):
+        raise RoleLostError("generator_0")
+
+    async def run():
+        setting = Setting(local_role)
+        monkeypatch.setattr(setting.generator.role, "call", lost, raising=False)
+        assert not await setting.generator.has_room()
+        monkeypatch.setattr(setting.ledger.events, "replaying", True)
+        assert await setting.generator.has_room()
 
     asyncio.run(run())
 

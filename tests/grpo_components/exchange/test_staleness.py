@@ -182,8 +182,7 @@ class Run:
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.training_loop())
             for generator in self.generators:
-                for _ in range(self.schedule.rollouts_in_flight):
-                    loops.create_task(self.rollout_loop(generator))
+                loops.create_task(self.rollout_loop(generator, loops))
         self.receipts.close()
 
     def load(self, generator):
@@ -202,30 +201,41 @@ class Run:
                     raise Killed
             await asyncio.sleep(0)
 
-    async def rollout_loop(self, generator):
-        while entry := await self.ledger.admit(generator.name, TIMEOUT_S):
-            assert self.ledger.steps_done <= entry.target_step < NUM_STEPS
-            restarts = generator.restarts
-            await self.pull_if_due(generator, entry)
-            group = [await self.respond(generator, entry) for _ in range(GROUP_SIZE)]
-            if self.happens("restart"):
-                generator.restarts += 1
-                generator.version, generator.rollouts_since_pull = 0, 10**6
-            if generator.restarts != restarts:  # a restart loses what was in flight
-                await self.ledger.drop([entry.group_id], "failed", reissue=True)
-                continue
-            summary = summarize(pack(group))
-            await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
-            if self.happens("failed"):
-                await self.ledger.drop([entry.group_id], "failed")
-            elif self.happens("filtered"):
-                await self.ledger.drop([entry.group_id], "filtered")
-            else:
-                await self.work(3)
-                entry.parts = (pack(group), summary)
-                await self.buffer.add(*entry.parts)
-                self.buffered_at[entry.group_id] = self.ledger.policy_version
-                await self.ledger.enter_buffer(entry.group_id)
+    async def rollout_loop(self, generator, loops):
+        room = asyncio.Semaphore(self.schedule.rollouts_in_flight * GROUP_SIZE)
+        while True:
+            for _ in range(GROUP_SIZE):
+                await room.acquire()
+            entry = await self.ledger.admit(generator.name, TIMEOUT_S)
+            if entry is None:
+                return
+            loops.create_task(self.rollout(generator, entry, room))
+
+    async def rollout(self, generator, entry, room):
+        assert self.ledger.steps_done <= entry.target_step < NUM_STEPS
+        restarts = generator.restarts
+        await self.pull_if_due(generator, entry)
+        group = []
+        for _ in range(GROUP_SIZE):
+            group.append(await self.respond(generator, entry))
+            room.release()
+        if self.happens("restart"):
+            generator.restarts += 1
+            generator.version, generator.rollouts_since_pull = 0, 10**6
+        if generator.restarts != restarts:  # a restart loses what was in flight
+            return await self.ledger.drop([entry.group_id], "failed", reissue=True)
+        summary = summarize(pack(group))
+        await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
+        if self.happens("failed"):
+            await self.ledger.drop([entry.group_id], "failed")
+        elif self.happens("filtered"):
+            await self.ledger.drop([entry.group_id], "filtered")
+        else:
+            await self.work(3)
+            entry.parts = (pack(group), summary)
+            await self.buffer.add(*entry.parts)
+            self.buffered_at[entry.group_id] = self.ledger.policy_version
+            await self.ledger.enter_buffer(entry.group_id)
 
     async def respond(self, generator, entry):
         versions, turns = [], generator.turns_per_token

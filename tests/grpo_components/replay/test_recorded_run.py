@@ -166,8 +166,7 @@ class Run:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self.training_loop())
                 for generator in self.generators:
-                    for _ in range(self.plan.rollouts_in_flight):
-                        loops.create_task(self.rollout_loop(generator))
+                    loops.create_task(self.rollout_loop(generator, loops))
         finally:
             for engine in engines:
                 await engine.close()
@@ -179,27 +178,37 @@ class Run:
         for _ in range(self.random.randint(0, turns)):
             await asyncio.sleep(self.random.choice([0, 0, 2e-4]))
 
-    async def rollout_loop(self, generator):
-        while entry := await self.ledger.admit(generator.name, 20):
-            await self.pull_if_due(generator, entry)
-            names = [f"group {entry.group_id} sample {i}" for i in range(GROUP_SIZE)]
-            group = [
-                self.trajectory(entry, await sampled)
-                for sampled in [generator.engine.submit(name, None) for name in names]
-            ]
+    async def rollout_loop(self, generator, loops):
+        room = asyncio.Semaphore(self.plan.rollouts_in_flight)
+        while True:
+            if not self.events.replaying:
+                await room.acquire()
+            entry = await self.ledger.admit(generator.name, 20)
+            if entry is None:
+                return
+            loops.create_task(self.rollout(generator, entry, room))
+
+    async def rollout(self, generator, entry, room):
+        await self.pull_if_due(generator, entry)
+        names = [f"group {entry.group_id} sample {i}" for i in range(GROUP_SIZE)]
+        group = [
+            self.trajectory(entry, await sampled)
+            for sampled in [generator.engine.submit(name, None) for name in names]
+        ]
+        room.release()
+        await self.work()
+        summary = summarize(pack(group))
+        self.spanning += summary.oldest_version != summary.newest_version
+        await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
+        if mixed(entry.group_id, "failed") % 11 == 0:
+            await self.ledger.drop([entry.group_id], "failed")
+        elif mixed(group[0].response_ids.tolist()) % 7 == 0:
+            await self.ledger.drop([entry.group_id], "filtered")
+        else:
             await self.work()
-            summary = summarize(pack(group))
-            self.spanning += summary.oldest_version != summary.newest_version
-            await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
-            if mixed(entry.group_id, "failed") % 11 == 0:
-                await self.ledger.drop([entry.group_id], "failed")
-            elif mixed(group[0].response_ids.tolist()) % 7 == 0:
-                await self.ledger.drop([entry.group_id], "filtered")
-            else:
-                await self.work()
-                await self.buffer.add(pack(group), summary)
-                await self.work()
-                await self.ledger.enter_buffer(entry.group_id)
+            await self.buffer.add(pack(group), summary)
+            await self.work()
+            await self.ledger.enter_buffer(entry.group_id)
 
     def trajectory(self, entry, tokens):
         ids, versions = zip(*tokens, strict=True)

@@ -280,8 +280,10 @@ class SeveralTurns(SingleTurnEnvironment):
 
 
 def collector(module, policy, prompts, environment=SingleTurnEnvironment):
+    from grpo_components.rollout.collector import GroupCollector
+
     env = environment(num_slots=len(prompts), decode=str, score=scores)
-    made = module.GroupCollector(env, policy)
+    made = GroupCollector(env, policy)
     env.ask(prompts)
     return env, made
 
@@ -333,8 +335,10 @@ def test_slots_of_several_turns_end_one_by_one_and_then_stay_as_they_are(module)
 
 
 def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
+    from grpo_components.rollout.collector import EnginePolicy
+
     engine = FakeEngine(group_size=3)
-    policy = module.EnginePolicy(
+    policy = EnginePolicy(
         engine, max_response_tokens=9, stop_token_ids=[STOP], truncation={"top_p": 1.0}
     )
     policy.temperature = 0.7
@@ -377,10 +381,12 @@ class FakePool:
 
     def begin(self, sample):
         self.begun.append(sample)
-        return sample
+        score = Future()
+        score.set_result(scores([sample])[0])
+        return score
 
     def score(self, samples):
-        return scores(samples)
+        return [s.result() if isinstance(s, Future) else scores([s])[0] for s in samples]
 
     def close(self):
         pass
@@ -488,6 +494,38 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(
     group(generator, number=4, group_id=17)
     began = "scoring began"
     assert order == ["sampled 2", began, "sampled 0", began, "sampled 1", began]
+
+
+def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make_generator, engines):
+    generator, futures = make_generator(SingleTurnEnvironment, rollouts_in_flight=2), []
+
+    def submit(prompt_ids, *, seed, **_):
+        futures.append((Future(), completion(prompt_ids, seed)))
+        return futures[-1][0]
+
+    async def sampled(*numbers):
+        while len(futures) <= max(numbers):
+            await asyncio.sleep(0.001)
+        for number in numbers:
+            future, answer = futures[number]
+            future.set_result(answer)
+
+    async def run():
+        assert await generator.reserve(5) == 2
+        groups = [
+            asyncio.create_task(generator.generate_group(prompt(i), 0, i, 0, 1.0)) for i in (0, 1)
+        ]
+        await sampled(0, 1)  # of the first group
+        assert await generator.reserve(0.01) == 0, "only two responses have room"
+        await sampled(5)  # of the second
+        assert await generator.reserve(5) == 1
+        assert not any(group.done() for group in groups)
+        await sampled(2, 3, 4)
+        await asyncio.gather(*groups)
+        assert await generator.reserve(5) == 1, "the other is reserved already"
+
+    engines[-1].submit = submit
+    asyncio.run(run())
 
 
 def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(
@@ -764,7 +802,7 @@ def test_environments_are_made_as_many_as_are_needed_at_once_and_closed_in_the_e
     asyncio.run(rollouts())
     slots = sorted(env.batch_size[0] for env in Breaks.made)
     assert slots[0] == 1 and len(slots) <= 4 and set(slots[1:]) == {3}, "the last chunk has one"
-    assert threading.active_count() <= threads + 3 + len(slots)
+    assert threading.active_count() <= threads + 9 + len(slots), "three groups of three responses"
     generator.close()
     assert all(env.closed.is_set() for env in Breaks.made)
 
@@ -797,7 +835,8 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
     assert f"({__file__}:" in line
     frames = [text for text in lines if text.startswith("  File ")]
     assert frames[0].startswith(f'  File "{__file__}", line ')
-    assert not any("grpo_components/rollout/generator.py" in frame for frame in frames)
+    ours = ("generator.py", "rollouts.py")
+    assert not any(f"grpo_components/rollout/{name}" in each for name in ours for each in frames)
     logged = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert sum(line in text and frames[0] in text for text in logged) == 3
 
@@ -825,14 +864,15 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator, m
 
 
 @pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError", "ComponentError"])
-def test_a_failure_that_is_no_environments_is_the_generators(breaking, engines, module, error):
+def test_a_failure_that_is_no_environments_is_the_generators(breaking, engines, error):
     """Without an engine, or without rewards, there is nothing to go on with."""
+    from grpo_components.rollout import rollouts
 
     def fails(*_, **__):
-        raise getattr(module, error)("gone")
+        raise getattr(rollouts, error)("gone")
 
     engines[-1].submit = fails
-    with pytest.raises(getattr(module, error)):
+    with pytest.raises(getattr(rollouts, error)):
         group(breaking, number=4, group_id=4)
 
 

@@ -1,0 +1,204 @@
+"""Rolls out responses in threads, each with an environment, a policy and a torchrl collector."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from grpo_components.objective.component_errors import (
+    ComponentError,
+    failure_text,
+    place_in,
+    stack_text,
+    users_part,
+)
+from grpo_components.rewards.pool import RewardPool, RewardPoolError
+from grpo_components.rollout.collector import EnginePolicy, GroupCollector, Prompt, SlotRollout
+from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
+from grpo_components.rollout.generator_options import EnvironmentOptions, SamplingOptions
+from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
+
+_CLOSING_S = 5.0
+"""Seconds for the environments to close; one that hangs ends with the process."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response to be sampled."""
+
+    prompt: Prompt
+    name: str
+    """Name in the engine's schedule and in errors."""
+    seed: int
+    ended: Callable[[], None] = lambda: None
+    """Function to call once the response is scored; more calls do nothing."""
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What a rollout needs: an environment with its thread, a policy and a collector."""
+
+    environment: EnvironmentThread
+    env: Any
+    policy: EnginePolicy
+    collector: GroupCollector
+
+    def begin(self, samples: Sequence[Sample], temperature: float) -> None:
+        """Prepare the policy for the next rollout, one slot per sample."""
+        policy, self.policy.temperature = self.policy, temperature
+        policy.names, policy.seeds = [s.name for s in samples], [s.seed for s in samples]
+        if not hasattr(self.env, "begin_scoring"):
+            return
+
+        def on_sampled(slot: int, token_ids: list[int], finish_reason: str) -> None:
+            score = self.env.begin_scoring(slot, token_ids, finish_reason)
+            if score is not None:
+                score.add_done_callback(lambda _: samples[slot].ended())
+
+        policy.on_sampled = on_sampled
+
+
+class Rollouts:
+    """Samples responses with the shared engine, and scores them.
+
+    Args:
+        engine: engine that all rollouts share.
+        rewards: scores the responses.
+        sampling: options of sampling.
+        environment: options of the environment in which prompts are answered.
+        decode: function that converts token ids to text.
+        encode: function that converts text to token ids.
+        threads: largest number of rollouts at once.
+    """
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        rewards: RewardPool,
+        sampling: SamplingOptions,
+        environment: EnvironmentOptions,
+        *,
+        decode: Callable[[list[int]], str],
+        encode: Callable[[str], list[int]],
+        threads: int,
+    ) -> None:
+        self._engine, self._rewards = engine, rewards
+        self._sampling, self._environment = sampling, environment
+        self._decode, self._encode = decode, encode
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="collector")
+        self._free_seats: defaultdict[int, deque[_Seat]] = defaultdict(deque)
+        """Seats that no rollout is using, by number of slots."""
+
+    async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+        """Sample and score responses, in one environment, or in one for each response.
+
+        Args:
+            samples: the responses to sample.
+            temperature: sampling temperature; 0 always takes the likeliest token.
+
+        Returns:
+            What was sampled and scored, in the order of the samples. If the environment fails,
+            these are failed samples.
+
+        Raises:
+            EngineStoppedError: the engine's thread has ended.
+            RewardPoolError: the rewards cannot be computed at all.
+            ComponentError: a reward never answered.
+        """
+        size = 1 if self._environment.slots_apart else len(samples)
+        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        with self._engine.use.rollout():
+            rollouts = await asyncio.gather(
+                *(run(self._collect_in_thread, part, temperature) for part in parts)
+            )
+        return [slot for slots in rollouts for slot in slots]
+
+    def _collect_in_thread(
+        self, samples: Sequence[Sample], temperature: float
+    ) -> list[SlotRollout]:
+        try:
+            return self._rollout(samples, temperature)
+        finally:
+            for sample in samples:
+                sample.ended()
+
+    def _rollout(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+        free = self._free_seats[len(samples)]
+        try:
+            seat = free.pop()
+        except IndexError:
+            seat = self._seat(len(samples))
+        seat.begin(samples, temperature)
+        try:
+            seat.environment.begin()
+            seat.environment.call(seat.env.ask, [sample.prompt for sample in samples])
+            slots = seat.collector.rollout(seat.environment.call)
+            longest = max(len(slot.response_ids) for slot in slots)
+            if longest > self._sampling.max_response_tokens:
+                limit = f"generator.max_response_tokens is {self._sampling.max_response_tokens}"
+                raise ValueError(f"the response has {longest} tokens, but {limit}")
+        except (EngineStoppedError, RewardPoolError, ComponentError):
+            raise
+        except Exception as error:  # from a user's environment: these samples fail
+            # The state of the environment is unknown, so the next group gets a new environment.
+            seat.environment.leave(seat.env.close)
+            problem = self._problem_of(error)
+            prompts = (np.asarray(sample.prompt["prompt_ids"]) for sample in samples)
+            slots = [SlotRollout.failed(prompt_ids, problem) for prompt_ids in prompts]
+        else:
+            free.append(seat)
+        for sample, slot in zip(samples, slots, strict=True):
+            if slot.score is not None and slot.score.error is not None:
+                _log.error("%s failed: %s", sample.name, slot.score.error)
+        return slots
+
+    def _problem_of(self, error: Exception) -> str:
+        """Return what failed in a rollout, with the place in the user's code."""
+        if not isinstance(error, HungCallError):
+            return failure_text("environment", error)
+        score = self._rewards.score.__code__
+        if (score.co_filename, score.co_name) in {(f.filename, f.name) for f in error.stack}:
+            return f"rewards: no score within the environment's limit: {self._rewards.late()}"
+        stack = users_part(error.stack)
+        problem = f"environment: TimeoutError{place_in(stack)}: {error}"
+        return f"{problem}\n{stack_text(stack)}".strip()
+
+    def _seat(self, num_slots: int) -> _Seat:
+        environment = EnvironmentThread(self._environment.timeout_s)
+        build = partial(
+            self._environment.build_environment,
+            num_slots=num_slots,
+            decode=self._decode,
+            encode=self._encode,
+            score=self._rewards,
+            max_response_tokens=self._sampling.max_response_tokens,
+        )
+        try:
+            env = environment.call(build)
+        except Exception as error:  # from a user's environment
+            if isinstance(error, TimeoutError):
+                raise
+            raise RuntimeError(failure_text("environment: cannot be built", error)) from error
+        policy = EnginePolicy(
+            self._engine,
+            max_response_tokens=self._sampling.max_response_tokens,
+            stop_token_ids=self._sampling.stop_token_ids,
+            truncation=self._sampling.truncation,
+        )
+        return _Seat(environment, env, policy, GroupCollector(env, policy))
+
+    def close(self) -> None:
+        """Wait for the threads, and close the environments that no rollout is using."""
+        self._threads.shutdown(cancel_futures=True)
+        seats = [seat for free in self._free_seats.values() for seat in free]
+        wait([seat.environment.leave(seat.env.close) for seat in seats], _CLOSING_S)
