@@ -6,6 +6,7 @@ import random
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,13 @@ from grpo_components.rollout.multi_turn import MultiTurnEnvironment, Reply
 from grpo_components.trajectory import summarize, unpack
 
 STOP = 7
+
+
+def collector() -> Any:
+    """The module of collectors, imported once `module` has set what vLLM reads."""
+    from grpo_components.rollout import collector
+
+    return collector
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +124,7 @@ def world_of(*replies):
 
 
 def rollout(module, env, policy):
-    (slot,) = module.GroupCollector(env, policy).rollout()
+    (slot,) = collector().GroupCollector(env, policy).rollout()
     return slot.trajectory(prompt(0), epoch=0, group_id=0, attempt=0, temperature=1.0)
 
 
@@ -214,7 +222,7 @@ def test_a_world_that_changes_its_prompt_affects_no_other_conversation(module):
     for _ in range(2):
         env = make(world, num_slots=2)
         env.ask([{**row, "seed": seed} for seed in (1, 2)])
-        module.GroupCollector(env, Says("x")).rollout()
+        collector().GroupCollector(env, Says("x")).rollout()
     assert seen == [[0]] * 4 and row["board"] == [0]
 
 
@@ -269,7 +277,7 @@ def test_a_reply_that_can_never_fit_is_not_tokenized(module):
 
 
 def test_a_policy_without_room_names_the_limit(module):
-    policy = module.EnginePolicy(
+    policy = collector().EnginePolicy(
         SimpleNamespace(submit=print), max_response_tokens=5, stop_token_ids=[], truncation={}
     )
     policy.seeds, policy.names = [1], ["a"]
@@ -281,7 +289,7 @@ def test_a_policy_without_room_names_the_limit(module):
 
 
 def test_an_environment_that_changes_earlier_tokens_is_an_error(module):
-    slot = module.SlotRollout(np.array([1, 2]))
+    slot = collector().SlotRollout(np.array([1, 2]))
     turn = TensorDict(
         response=torch.tensor([3]),
         next=TensorDict(tokens=torch.tensor([1, 2, 4]), done=torch.tensor([True])),
@@ -335,7 +343,7 @@ def test_several_slots_of_one_environment_end_one_by_one(module):
         return lambda text: Reply("-", done=next(turns) == prompt["prompt_index"])
 
     env = make(world, num_slots=3)
-    slots = module.GroupCollector(env, Says("xy")).rollout()
+    slots = collector().GroupCollector(env, Says("xy")).rollout()
     said = ["".join(map(chr, slot.response_ids.tolist())) for slot in slots]
     assert said == ["xy", "xy-xy", "xy-xy-xy"]
     assert all(slot.score == all_right([0])[0] for slot in slots)
