@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -63,7 +64,7 @@ def last_share(heartbeats):
 
 
 def assert_nothing_grows(heartbeats):
-    """No role uses more in the second half of a run than in the quarter before it."""
+    """No role uses more at the end of a run than in its second quarter."""
     for role in ("driver", "generator_0", "trainer_0", "replay_buffer", "parameter_server"):
         beats = [beat for beat in heartbeats if beat["role"] == role]
         assert len(beats) >= 12, f"{role}: {len(beats)} heartbeats"
@@ -71,8 +72,10 @@ def assert_nothing_grows(heartbeats):
         settled, late = beats[quarter : 2 * quarter], beats[2 * quarter :]
         for what, slack in (("threads", 2), ("open_files", 4), ("processes", 1), ("objects", 40)):
             if what in beats[0]:
+                # On a busy machine, gRPC starts a few threads more for some seconds.
+                at_the_end = median(beat[what] for beat in beats[-quarter:])
                 most = max(beat[what] for beat in settled)
-                assert max(beat[what] for beat in late) <= most + slack, (role, what)
+                assert at_the_end <= most + slack, (role, what)
         # Memory goes up and down with the lengths in a batch: what leaks raises its peaks.
         growth = max(b["rss_mib"] for b in late) - max(b["rss_mib"] for b in settled)
         # vLLM touches the pages of its KV cache (1 GiB) one after the other.
