@@ -184,7 +184,7 @@ def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collect_does_nothing() -> Iterator[None]:
-    """Context manager: vLLM's shutdown calls `gc.collect`, seconds before the process ends."""
+    """Context manager: skip the collection of vLLM's shutdown, a second in a process that ends."""
     collect = gc.collect
     gc.collect = lambda generation=2: 0
     try:

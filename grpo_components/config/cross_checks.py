@@ -20,7 +20,7 @@ from grpo_components.settings import TRUNCATION, Settings, biasing
 _PRODUCTS = (
     (("groups_per_step", "group_size"), 2**20, "samples of one step, held by the driver"),
     (("rollouts_in_flight", "group_size"), 2**16, "requests to one engine"),
-    (("num_generators", "rollouts_in_flight"), 2**16, "tasks of the driver"),
+    (("num_generators", "rollouts_in_flight"), 2**16, "groups that all generators have room for"),
     (("max_staleness", "groups_per_step"), 2**22, "groups in the replay buffer"),
     (("ppo_epochs", "updates_per_batch"), 2**20, "optimizer updates of one step"),
     (("generator.max_num_seqs", "generator.max_model_len"), 2**31, "token ids in a table of vLLM"),

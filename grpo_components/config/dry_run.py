@@ -86,9 +86,9 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
     """Yield a line for each kind of role, as `start_roles` starts them."""
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)
     has_rewards = generator == GENERATOR
-    more = f", each {_counted(cfg.rollouts_in_flight, 'prompt')} at a time"
+    more = f", each with room for {_counted(cfg.rollouts_in_flight, 'group')}"
     if has_rewards:
-        more += f" and {_counted(cfg.reward_workers, 'reward process')}"
+        more += f", and with {_counted(cfg.reward_workers, 'reward process')}"
     references = cfg.num_references if objective.needs_reference else 0
     counted = [
         ("generator", cfg.num_generators, generator, more),
