@@ -270,6 +270,7 @@ class GeneratorSide:
                 max_model_len=128,
                 max_num_seqs=8,
                 gpu_memory_utilization=0.5,
+                kv_cache_gib=1,
                 enforce_eager=True,
                 recompute_kv_after_pull=False,
             ),
@@ -404,7 +405,7 @@ class WeightsPath:
         from grpo_components.rollout.engine_environment import engine_environment
 
         server = "grpo_components.exchange.parameter_server.VLLMParameterServer"
-        env = engine_environment("cpu", "WARNING", kv_cache_gib=1)
+        env = engine_environment("cpu", "WARNING")
         self.server = cluster.spawn("server", server)
         self.trainer = cluster.spawn(
             "trainer", "weights_path.TrainerSide", folder=str(folder), shape=shape, device="cpu"

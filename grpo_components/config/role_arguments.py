@@ -207,7 +207,7 @@ def _generator(
     scratch: Path,
 ) -> dict[str, Any]:
     options = cfg.generator
-    environment = engine_environment(cfg.device, cfg.log_level, options.kv_cache_gib)
+    environment = engine_environment(cfg.device, cfg.log_level)
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_generator),
@@ -250,6 +250,7 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
         max_model_len=options.max_model_len or longest_prompt + options.max_response_tokens,
         max_num_seqs=options.max_num_seqs,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_gib=options.kv_cache_gib,
         enforce_eager=bool(options.enforce_eager),  # preflight replaced null
         recompute_kv_after_pull=cfg.recompute_kv_after_pull,
     )

@@ -46,7 +46,7 @@ _PRELOADED = [path.rpartition(".")[0] for path in (GENERATOR, TRAINER, _ENGINE)]
 _SERVER_ENVIRONMENT = {  # as the cluster sets it; OpenMP and vLLM read it at import
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    **engine_environment("cpu", "WARNING", kv_cache_gib=1),
+    **engine_environment("cpu", "WARNING"),
 }
 Prompts = Iterator[tuple[dict[str, Any], int]]
 _SWAP_STEP = 16
@@ -308,6 +308,7 @@ class Engines:
             max_model_len=256,
             max_num_seqs=64,
             gpu_memory_utilization=0.5,
+            kv_cache_gib=1,
             enforce_eager=True,
             recompute_kv_after_pull=False,
         )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 
-def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[str, str]:
+def engine_environment(device: str, log_level: str) -> dict[str, str]:
     """Return the environment variables that vLLM reads when it is imported.
 
     Args:
         device: cpu or cuda.
         log_level: logging level of vLLM.
-        kv_cache_gib: memory for the KV cache on a CPU, in GiB.
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -18,6 +17,10 @@ def engine_environment(device: str, log_level: str, kv_cache_gib: int) -> dict[s
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
-        # Dynamo would compile the sampler, which takes seconds at its first use.
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "TORCHDYNAMO_DISABLE": "1"}
+        variables |= {
+            # Dynamo would compile the sampler, which takes seconds at its first use.
+            "TORCHDYNAMO_DISABLE": "1",
+            # oneDNN keeps a kernel per number of tokens, by default 1,024 of them: 400 MB and more.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        }
     return variables

@@ -28,10 +28,12 @@ class EngineOptions:
     """Requests that one engine step may batch."""
     gpu_memory_utilization: float
     """Share of the GPU's memory for vLLM; not used on a CPU."""
+    kv_cache_gib: float
+    """Memory for the KV cache (keys and values) on a CPU, in GiB; not used on a GPU."""
     enforce_eager: bool
     """Whether to run without CUDA graphs."""
     recompute_kv_after_pull: bool
-    """Whether running requests recompute their KV (keys and values) after a weight swap.
+    """Whether running requests recompute their KV after a weight swap.
 
     Otherwise they keep the KV of the old weights. Requests that have computed nothing yet never
     read old KV.

@@ -81,6 +81,7 @@ class VLLMEngine:
             "enable_chunked_prefill": False,
             # Only whole blocks of a prompt are shared by its group; the default of 128 is too long.
             "block_size": 32,
+            "kv_cache_memory_bytes": int(options.kv_cache_gib * 2**30),
         }
         if options.device == "cuda":
             more = {

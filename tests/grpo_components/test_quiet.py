@@ -51,7 +51,7 @@ def test_of_all_libraries_vllm_alone_warns_at_the_default_level(caplog, log_leve
     quiet_libraries(log_level)
     assert logged(caplog, "ray.worker", "something") == ray
     assert logged(caplog, "vllm.v1.core.block_pool", "Failed to reset prefix cache") == vllm
-    assert engine_environment("cpu", log_level, 1)["VLLM_LOGGING_LEVEL"] == log_level
+    assert engine_environment("cpu", log_level)["VLLM_LOGGING_LEVEL"] == log_level
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_warning_of_vllm_is_in_the_log_of_its_role_and_not_on_the_console(tmp_
     log = tmp_path / "generator_0.log"
     result = subprocess.run(
         [sys.executable, "-c", IN_A_ROLE, str(log)],
-        env=os.environ | engine_environment("cpu", "WARNING", 1),
+        env=os.environ | engine_environment("cpu", "WARNING"),
         capture_output=True,
         text=True,
         check=True,

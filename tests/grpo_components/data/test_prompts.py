@@ -105,7 +105,7 @@ def make_folder(tmp_path_factory):
 def endpoint():
     """The preprocessing of vLLM's chat endpoint: from messages to token ids."""
     before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1))
+    os.environ.update(engine_environment("cpu", "WARNING"))
     from vllm.config import ModelConfig, VllmConfig
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.renderers import renderer_from_config

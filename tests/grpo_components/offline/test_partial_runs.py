@@ -134,6 +134,7 @@ def role_arguments(logged_responses):
         max_model_len=64,
         max_num_seqs=8,
         gpu_memory_utilization=0.5,
+        kv_cache_gib=1,
         enforce_eager=True,
         recompute_kv_after_pull=False,
     )

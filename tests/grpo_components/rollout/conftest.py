@@ -15,7 +15,7 @@ from grpo_components.rollout.generator_options import EngineOptions
 def build_engine():
     """Builds an engine; who builds it closes it."""
     before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1), OMP_NUM_THREADS="1")
+    os.environ.update(engine_environment("cpu", "WARNING"), OMP_NUM_THREADS="1")
     from grpo_components.rollout.vllm_engine import VLLMEngine
 
     # vLLM collects garbage several times around each engine: 0.4 s each over all that is imported.
@@ -33,6 +33,7 @@ def build_engine():
             max_model_len=512,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=0.5,
+            kv_cache_gib=1,
             enforce_eager=True,
             recompute_kv_after_pull=recompute_kv_after_pull,
         )

@@ -44,7 +44,7 @@ OTHER_TURN = 999
 def module():
     """The module, imported as its role imports it: vLLM reads the environment only then."""
     before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1))
+    os.environ.update(engine_environment("cpu", "WARNING"))
     from grpo_components.rollout import generator
 
     yield generator

@@ -40,7 +40,7 @@ def collector() -> Any:
 def module():
     """The generator module, imported with the environment variables that vLLM reads."""
     before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING", kv_cache_gib=1))
+    os.environ.update(engine_environment("cpu", "WARNING"))
     from grpo_components.rollout import generator
 
     yield generator
