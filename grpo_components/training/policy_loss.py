@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor
@@ -37,7 +40,7 @@ class PolicyLoss:
         *,
         compile_loss: bool,
     ) -> None:
-        self._loss = torch.compile(loss, dynamic=True) if compile_loss else loss
+        self._loss = _compiled(loss) if compile_loss else loss
         self._penalties, self._off_policy = penalties, off_policy
         self.name, self._correction_name = name_of(loss), name_of(off_policy)
         self._is_first = True
@@ -75,3 +78,23 @@ class PolicyLoss:
         losses, metrics = objective_losses(self._loss, self._penalties, inputs, weights, self.name)
         self._is_first = False
         return losses, metrics, weights
+
+
+def _compiled(loss: Loss) -> Loss:
+    """Compile a loss that may have come by value, as a recipe's own does.
+
+    torch.compile looks for a function's globals in the module that they name. Those of a function
+    by value name the recipe's `__main__`, which is another module here: they get a module.
+    """
+    function = inspect.unwrap(loss)
+    if not isinstance(function, FunctionType):
+        function = type(function).__call__
+    if isinstance(function, FunctionType):
+        values = function.__globals__
+        home = sys.modules.get(values["__name__"])
+        if home is None or vars(home) is not values:
+            values["__name__"] = f"{values['__name__']}_by_value_{id(values):x}"
+            module = ModuleType(values["__name__"])
+            vars(module).update(values)
+            sys.modules[module.__name__] = module
+    return torch.compile(loss, dynamic=True)

@@ -1,0 +1,55 @@
+"""Compiling the policy loss."""
+
+import runpy
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+from grpo_components.objective.losses import LossInputs, at_step
+from grpo_components.objective.off_policy import NoCorrection
+from grpo_components.objective.penalties import Penalties
+from grpo_components.training.policy_loss import PolicyLoss
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "async_grpo_full_finetune_distributed.py"
+LOSS_WITH_HELPER = """
+import torch
+def ratio(tokens):
+    return torch.exp(tokens.trainer_logprobs - tokens.generator_logprobs)
+def loss(tokens, clip_low, clip_high):
+    return -ratio(tokens) * tokens.advantages, {"ratio/mean": ratio(tokens).detach()}
+"""
+
+
+def helper_loss():
+    names = {"__name__": "__main__"}
+    exec(LOSS_WITH_HELPER, names)
+    return names["loss"]
+
+
+def recipe_loss():
+    return runpy.run_path(str(RECIPE))["grpo_loss"]
+
+
+@pytest.mark.parametrize("make_loss", [recipe_loss, helper_loss])
+def test_a_loss_that_came_by_value_compiles_to_the_same_numbers(make_loss):
+    """As the trainers get a recipe's own loss, which no module of theirs holds."""
+    sent = cloudpickle.dumps(at_step(make_loss(), {"clip_low": 0.2, "clip_high": 0.2}))
+    torch.manual_seed(0)
+    tokens = LossInputs(
+        trainer_logprobs=-torch.rand(9),
+        generator_logprobs=-torch.rand(9),
+        advantages=torch.randn(9),
+        sequence_ids=torch.zeros(9, dtype=torch.int64),
+        staleness=torch.zeros(9, dtype=torch.int64),
+        step=0,
+    )
+    (plain, plain_metrics, _), (compiled, compiled_metrics, _) = (
+        PolicyLoss(cloudpickle.loads(sent), Penalties(), NoCorrection(), compile_loss=compile_loss)(
+            tokens, tokens.trainer_logprobs
+        )
+        for compile_loss in (False, True)
+    )
+    torch.testing.assert_close(compiled, plain)
+    torch.testing.assert_close(compiled_metrics, plain_metrics)
