@@ -81,7 +81,7 @@ def attempt(settings_with, tmp_path, monkeypatch):
     file = tmp_path / "my_worlds.py"
     file.write_text(WORLDS)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("my_worlds", None)
+    monkeypatch.delitem(sys.modules, "my_worlds", raising=False)
     prompt = {"prompt_index": 0, "prompt_ids": [5, 6], "prompt_text": "?", "answer": "3"}
 
     def run(maker, timeout_s=600.0, **arguments):
@@ -93,7 +93,8 @@ def attempt(settings_with, tmp_path, monkeypatch):
         cfg = settings_with(environment=environment, timeouts={"rollout_s": timeout_s})
         try_environment(cfg, Tokenizer(), [prompt | {"level": "3"}])
 
-    return run, file
+    yield run, file
+    sys.modules.pop("my_worlds", None)
 
 
 def refusal(attempt, maker, mark, **arguments):
