@@ -3,6 +3,7 @@
     python benchmarks/train_step.py [--quick]
 
 One step is forward, loss, backward and optimizer on one rank. The baseline is `padded_baseline.py`.
+`--shapes` takes groups of other lengths: `--shapes --sequences 64 --tokens-per-micro-batch 4096`.
 With `--model qwen2_5_0_5b` (or another) or `--alone`, only our trainer is measured:
 
     python benchmarks/train_step.py --device cuda --dtype bf16 --model qwen2_5_3b \
@@ -17,7 +18,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,7 @@ from grpo_components.training.trainer_options import (
 from grpo_components.trajectory import Trajectory, pack
 
 VOCABULARIES = (4096, 32768, 151936)
+SHAPES = ("40/11", "200/100", "300/40", "40/300")
 GROUP_SIZE = 8
 PROMPT_LENGTHS = (32, 64)
 SHORTEST_RESPONSE = 8
@@ -92,6 +94,9 @@ class Setting:
     dtype: str = "fp32"
     sequences: int = 16
     longest_response: int = 256
+    shape: tuple[int, int] | None = None
+    """Mean tokens of a prompt, uniform within 20 %, and of a response, uniform within 50 %; None:
+    short prompts, and responses with a long tail."""
     tokens_per_micro_batch: int = 1024
     logprob_chunk_tokens: int = 1024
     compile: bool = False
@@ -151,21 +156,29 @@ def write_base_model(setting: Setting, folder: Path) -> None:
 
 
 def ragged_batch(setting: Setting) -> Batch:
-    """Groups of random tokens with long-tailed response lengths, and advantages.
+    """Groups of random tokens, and advantages.
 
-    Lengths are log-normal with sigma 1 and a median of a quarter of the longest one allowed, so one
-    in twelve is truncated. A random model gives every token about the same probability. Generator
-    and reference logprobs are this probability with noise, so that some ratios are clipped.
+    Long-tailed lengths of responses are log-normal with sigma 1 and a median of a quarter of the
+    longest one allowed, so one in twelve is truncated. A random model gives every token about the
+    same probability. Generator and reference logprobs are this probability with noise, so that some
+    ratios are clipped.
     """
     rng = np.random.default_rng(0)
     size, longest = setting.sequences, setting.longest_response
     vocabulary = _vocabulary(setting)
-    lengths = rng.lognormal(math.log(longest / 4), 1.0, size).round()
-    lengths = lengths.clip(SHORTEST_RESPONSE, longest).astype(int)
+    if setting.shape is None:
+        low, high = PROMPT_LENGTHS
+        lengths = rng.lognormal(math.log(longest / 4), 1.0, size).round()
+        lengths = lengths.clip(SHORTEST_RESPONSE, longest).astype(int)
+    else:
+        prompt, response = setting.shape
+        low, high = round(prompt * 0.8), round(prompt * 1.2)
+        longest = round(response * 1.5)
+        lengths = rng.integers(round(response * 0.5), longest, size, endpoint=True)
     trajectories: list[Trajectory] = []
+    prompt = np.zeros(0, np.int64)
     for number, length in enumerate(lengths.tolist()):
         if number % GROUP_SIZE == 0:
-            low, high = PROMPT_LENGTHS
             prompt = rng.integers(0, vocabulary, rng.integers(low, high, endpoint=True))
         generator, reference = rng.normal(-math.log(vocabulary), 0.15, (2, length))
         trajectory = Trajectory(
@@ -386,11 +399,10 @@ def run_alone(setting: Setting, folder: Path, repeats: int) -> tuple[Timing, dic
 # ---- the tables ---------------------------------------------------------------------------------
 
 
-def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int) -> str:
-    """Table of our trainer and the baseline at each vocabulary."""
+def comparison_table(what: str, cases: Mapping[str, Setting], repeats: int) -> str:
+    """Table of our trainer and the baseline; `what` heads the column of the cases' names."""
     rows = []
-    for vocabulary in vocabularies:
-        case = replace(setting, vocabulary=vocabulary)
+    for label, case in cases.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_base_model(case, folder)
@@ -399,7 +411,7 @@ def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int
         ours, baseline = comparison.timings["ours"], comparison.timings["baseline"]
         rows.append(
             [
-                vocabulary,
+                label,
                 ours,
                 baseline,
                 baseline.median / ours.median,
@@ -409,7 +421,7 @@ def comparison_table(setting: Setting, vocabularies: Sequence[int], repeats: int
                 f"{comparison.disagreement:.0e}",
             ]
         )
-    header = ["vocabulary", "ours, s", "baseline, s", "time ratio", "ours, GiB", "baseline, GiB"]
+    header = [what, "ours, s", "baseline, s", "time ratio", "ours, GiB", "baseline, GiB"]
     return markdown_table([*header, "memory ratio", "disagreement"], rows)
 
 
@@ -457,6 +469,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smallest vocabulary, one repeat")
     parser.add_argument("--vocabulary", type=int, nargs="+", help="of the tiny model")
+    parser.add_argument(
+        "--shapes", nargs="*", help=f"tokens of prompt/response; default {' '.join(SHAPES)}"
+    )
     parser.add_argument("--repeats", type=int, help="timed steps of each trainer (default 3)")
     parser.add_argument("--model", choices=["tiny", *MODELS], default=default.model)
     parser.add_argument(
@@ -485,6 +500,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(
             f"--longest-response: allowed: at least {SHORTEST_RESPONSE}; --sequences: at least 1"
         )
+    if parsed.shapes is not None:
+        parsed.shapes = {name: _shape(parser, name) for name in parsed.shapes or SHAPES}
+        if parsed.alone or parsed.model != "tiny":
+            parser.error("--shapes: given with --alone or --model; allowed: with the tiny model")
     if parsed.vocabulary is None:
         parsed.vocabulary = list(VOCABULARIES[:1] if parsed.quick else VOCABULARIES)
     if parsed.repeats is None:
@@ -492,18 +511,33 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parsed
 
 
+def _shape(parser: argparse.ArgumentParser, name: str) -> tuple[int, int]:
+    prompt, _, response = name.partition("/")
+    if not (prompt.isdigit() and response.isdigit() and int(prompt) and int(response) > 1):
+        parser.error(f"--shapes: {name} given; allowed: two numbers such as 40/11")
+    return int(prompt), int(response)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print machine, batch and table."""
     parsed = parse_arguments(arguments)
-    fields = Setting.__dataclass_fields__.keys() - {"vocabulary"}
+    fields = Setting.__dataclass_fields__.keys() - {"vocabulary", "shape"}
     setting = Setting(**{name: getattr(parsed, name) for name in fields})
     setting = replace(setting, vocabulary=parsed.vocabulary[0])
-    sys.stdout.write(f"{machine_line(setting.device)}\n\n{batch_line(setting)}\n\n")
+    sys.stdout.write(f"{machine_line(setting.device)}\n\n")
+    if parsed.shapes:
+        cases = {name: replace(setting, shape=shape) for name, shape in parsed.shapes.items()}
+        lines = (f"{name}: {batch_line(case)}" for name, case in cases.items())
+    else:
+        cases = {str(size): replace(setting, vocabulary=size) for size in parsed.vocabulary}
+        lines = (batch_line(setting),)
+    sys.stdout.write("\n".join(lines) + "\n\n")
     sys.stdout.flush()  # the table takes minutes
     if parsed.alone or setting.model != "tiny":
         table = alone_table(setting, parsed.repeats)
     else:
-        table = comparison_table(setting, parsed.vocabulary, parsed.repeats)
+        what = "prompt / response" if parsed.shapes else "vocabulary"
+        table = comparison_table(what, cases, parsed.repeats)
     sys.stdout.write(f"{table}\n")
 
 

@@ -1,5 +1,7 @@
 """Our trainer and the padded baseline make the same step, so the benchmark compares only costs."""
 
+from dataclasses import replace
+
 import pytest
 import train_step
 
@@ -22,7 +24,7 @@ def test_both_trainers_have_the_same_loss_and_gradient(folder):
     assert first["ours"]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("flags", [["--quick"], ["--alone"]])
+@pytest.mark.parametrize("flags", [["--quick"], ["--alone"], ["--shapes", "20/6"]])
 def test_the_command_prints_its_table(flags, monkeypatch, capsys):
     for name in ("in_child", "in_lean_child"):
         monkeypatch.setattr(train_step, name, lambda function, *args: function(*args))
@@ -34,8 +36,27 @@ def test_the_command_prints_its_table(flags, monkeypatch, capsys):
     assert table[0].count("|") == table[2].count("|")
 
 
+@pytest.mark.parametrize("shape", [(40, 4), (5, 30)])
+def test_groups_of_a_shape_share_prompts_of_its_length(shape):
+    setting = replace(SMALL, sequences=24, shape=shape)
+    trajectories, _ = train_step.ragged_batch(setting)
+    for start in range(0, 24, train_step.GROUP_SIZE):
+        group = trajectories[start : start + train_step.GROUP_SIZE]
+        assert len({tuple(t.prompt_ids) for t in group}) == 1
+    for (mean, spread), lengths in (
+        ((shape[0], 0.2), [len(t.prompt_ids) for t in trajectories]),
+        ((shape[1], 0.5), [len(t.response_ids) for t in trajectories]),
+    ):
+        assert mean * (1 - spread) <= min(lengths) <= max(lengths) <= mean * (1 + spread)
+
+
 def test_wrong_arguments_are_refused(capsys):
-    for arguments in (["--dtype", "bf16"], ["--vocabulary", "9", "--model", "qwen2_5_3b"]):
+    for arguments in (
+        ["--dtype", "bf16"],
+        ["--vocabulary", "9", "--model", "qwen2_5_3b"],
+        ["--shapes", "40"],
+        ["--shapes", "40/11", "--alone"],
+    ):
         with pytest.raises(SystemExit):
             train_step.main(arguments)
         assert f"error: {arguments[0]}: " in capsys.readouterr().err
