@@ -3,7 +3,8 @@
     python benchmarks/scaling.py
 
 The demo's job in turns, each case with as many samples: groups per step x 1, 2, 4, 8 from 4;
-prompts x 1, 4, 16 (the question repeated); generators 1, 2, 4, which share this machine's cores.
+prompts x 1, 4, 16, with words before the question; generators 1, 2, 4, which share this machine's
+cores.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ POLICY = Path(tempfile.gettempdir(), "torchtune-async-grpo/tiny_policy")
 GROUP_SIZE, GROUPS = 8, 8
 MAX_TOKENS = 1024
 """Longest prompt and response together, in the copy of the tiny policy."""
+PROMPT_TOKENS = 21.7
+"""Mean length of the demo's prompts."""
+
+
+def _longer(times: int) -> str:
+    """The key that makes prompts longer; `Question:` and the new line are two tokens."""
+    words = "Question:\n" * round(PROMPT_TOKENS * (times - 1) / 2)
+    template = words + "Question: {question}\nAnswer:\n"
+    return f"dataset.prompt_template={json.dumps(template)}"
+
+
 CASES: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     "groups per step": {
         str(groups): (groups, (f"groups_per_step={groups}",)) for groups in (4, 8, 16, 32)
     },
-    "prompt length": {
-        f"x {times}": (
-            GROUPS,
-            ("dataset.prompt_template=" + "Question: {question}\n" * times + "Answer:\n",),
-        )
-        for times in (1, 4, 16)
-    },
+    "prompt length": {f"x {times}": (GROUPS, (_longer(times),)) for times in (1, 4, 16)},
     "generators": {str(count): (GROUPS, (f"num_generators={count}",)) for count in (1, 2, 4)},
 }
 """For each kind and case: groups per step, and keys of the config."""
