@@ -88,7 +88,7 @@ def _check_memory(settings: Settings) -> None:
         fail("object_store_memory", problem, f"at most {memory}")
     cache_gib = settings.generator.kv_cache_gib
     if settings.device == "cpu" and cache_gib > memory // 2**30:
-        problem = f"{cache_gib:.0f} given, more than the memory of this machine"
+        problem = f"{cache_gib:.12g} given, more than the memory of this machine"
         fail("generator.kv_cache_gib", problem, f"at most {memory // 2**30}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -88,6 +89,7 @@ class VLLMEngine:
                 "enforce_eager": options.enforce_eager,
                 "gpu_memory_utilization": options.gpu_memory_utilization,
             }
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # else it would replace `kv_cache_gib`
         self._engine = LLM(
             options.model_path,
             skip_tokenizer_init=True,

@@ -85,7 +85,7 @@ def test_values_at_the_edge_are_accepted(check, overrides):
             {"ptx": {"_component_": "a.B", "examples_per_update": 2**16}, "updates_per_batch": 99},
             "ptx.examples_per_update",
         ),
-        ({"generator__kv_cache_gib": 2.0**19}, "generator.kv_cache_gib"),
+        ({"generator__kv_cache_gib": 2**19}, "generator.kv_cache_gib"),
     ],
 )
 def test_what_no_machine_can_hold_is_refused(settings_with, changes, key):
