@@ -55,6 +55,7 @@ from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
+from grpo_components.rendezvous import local_rendezvous
 from grpo_components.training.trainer import Trainer
 from grpo_components.training.trainer_options import (
     BatchOptions,
@@ -227,10 +228,6 @@ def _checkpointer(folder: Path) -> Callable[[], Any]:
     )
 
 
-def _rendezvous(folder: Path) -> str:
-    return str(Path(tempfile.mkdtemp(dir=folder)) / "file")
-
-
 _build_optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE)
 
 
@@ -240,9 +237,9 @@ def build_ours(setting: Setting, folder: Path) -> Trainer:
         rank=0,
         device=setting.device,
         seed=0,
+        rendezvous=local_rendezvous(),
         ranks=RankOptions(
             num_ranks=1,
-            rendezvous=_rendezvous(folder),
             sharding=Sharding(),
             collective_timeout_s=TIMEOUT_S,
         ),
@@ -289,7 +286,7 @@ def build_baseline(setting: Setting, folder: Path, num_micro_batches: int) -> Pa
         mesh = init_device_mesh(setting.device, (1,))
         meshes = Meshes(mesh, mesh, mesh)
     else:
-        meshes = join_ranks(0, 1, _rendezvous(folder), setting.device, Sharding(), TIMEOUT_S)
+        meshes = join_ranks(0, 1, local_rendezvous(), setting.device, Sharding(), TIMEOUT_S)
     model = load_sharded_model(
         setting.build_model,
         _checkpointer(folder),

@@ -94,6 +94,7 @@ class TrainerSide:
         from grpo_components.objective.losses import GRPOLoss
         from grpo_components.objective.off_policy import NoCorrection
         from grpo_components.objective.penalties import Penalties
+        from grpo_components.rendezvous import local_rendezvous
         from grpo_components.training.trainer import Trainer
         from grpo_components.training.trainer_options import (
             BatchOptions,
@@ -109,9 +110,9 @@ class TrainerSide:
             rank=0,
             device=device,
             seed=0,
+            rendezvous=local_rendezvous(),
             ranks=RankOptions(
                 num_ranks=1,
-                rendezvous=f"{scratch}/rendezvous",
                 sharding=Sharding(),
                 collective_timeout_s=TIMEOUT_S,
             ),

@@ -30,6 +30,13 @@ _AS_GIVEN = WrapValidator(lambda value, check: (check(value), value)[1])  # 1 do
 _PATH = Field(json_schema_extra={"allowed": "a path"})
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[Text, _PATH]
+RayAddress = Annotated[
+    str,
+    Field(
+        pattern=r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5})$",
+        json_schema_extra={"allowed": "null, auto, or host:port of a Ray cluster's head"},
+    ),
+]
 DottedPath = Annotated[Text, Field(json_schema_extra={"allowed": "a dotted path"})]
 TokenIds = Annotated[list[int], Field(json_schema_extra={"allowed": "a list of token ids"})]
 Seed = Annotated[int, Field(ge=0, le=_INT32)]

@@ -29,6 +29,7 @@ from grpo_components.setting_types import (
     Processes,
     ProfilerArguments,
     PtxArguments,
+    RayAddress,
     Rewards,
     Samples,
     Scheduled,
@@ -167,6 +168,13 @@ class CpuThreads(BaseModel):
     reward_model: Processes | None = None
 
 
+class RaySettings(BaseModel):
+    """Where the processes of a run are started."""
+
+    model_config = SECTION
+    address: RayAddress | None = None  # null: a Ray of the run's own, on this machine
+
+
 class Settings(BaseModel):
     """A whole config; `config/reading.py` builds it, `config/preflight.py` checks it further."""
 
@@ -189,6 +197,7 @@ class Settings(BaseModel):
     environment: Annotated[DictConfig, component(EnvironmentArguments)]
     rewards: Annotated[Rewards, Field(min_length=1)]
 
+    ray: RaySettings = RaySettings()
     num_generators: Processes
     num_trainers: Processes
     num_references: Annotated[int, Field(ge=0, le=1024)]

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
-import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
-from grpo_components.cluster.leftovers import make_temp_dir, remove_temp_dir, sweep
-from grpo_components.cluster.ray_start import objects_in_scope, start_ray
+from grpo_components.cluster.joined_ray import JoinedRay
+from grpo_components.cluster.own_ray import OwnRay
+from grpo_components.cluster.placement import Need, family_of
+from grpo_components.cluster.ray_start import objects_in_scope
+from grpo_components.cluster.remote_files import RemoteFiles
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
-from grpo_components.cluster.role_host import RoleHost, resource_use
-from grpo_components.cluster.role_parents import RoleParents
+from grpo_components.cluster.role_host import Place, RoleHost, resource_use
 from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import RoleFailedError
-from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.event_order import EventOrder
-from grpo_components.replay.recorded_run import available_cpus
-from grpo_components.settings import Settings
 
-_LOOPBACK_ONLY = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
-"""Environment variables that keep the roles' libraries on loopback, unless the user sets them."""
-_SHUTDOWN_KILL_S = 5.0
-"""Seconds a stopped process may take to end before it is killed."""
 _HEARTBEAT_EVERY_S = 5.0
-_EARLY = ("torch", "torchtune", "torchrl")
-"""What most roles import, less Ray and what imports it."""
 _LOG = logging.getLogger("cluster")
 
 
@@ -56,10 +42,11 @@ class Cluster:
         note: function that shows a line to the user.
         phase: function that is called with the name of each phase that begins.
         events: event log; records restarts, and in a replay says when to restart which role.
-        object_store_memory: bytes of shared memory for Ray's objects; more is spilled to disk.
-            None lets Ray choose.
+        address: of a Ray cluster to join; None starts a Ray of the run's own.
+        object_store_memory: bytes of shared memory for the objects of a Ray of the run's own; more
+            is spilled to disk. None lets Ray choose.
         early_threads: `cpu_threads` of most roles: a parent for them imports what they need while
-            Ray starts. None starts each parent with its first role.
+            a Ray of the run's own starts. None starts each parent with its first role.
     """
 
     def __init__(
@@ -73,11 +60,12 @@ class Cluster:
         note: Callable[[str], None] = _LOG.warning,
         phase: Callable[[str], None] = _LOG.info,
         events: EventOrder | None = None,
+        address: str | None = None,
         object_store_memory: int | None = None,
         early_threads: int | None = None,
     ) -> None:
-        self._logs, self._object_store_memory = output_dir / "logs", object_store_memory
-        self._log_level, self._attempt, self._early_threads = log_level, attempt, early_threads
+        self._output_dir, self._logs = output_dir.absolute(), output_dir.absolute() / "logs"
+        self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
         self._note, self._phase = note, phase
@@ -86,22 +74,39 @@ class Cluster:
         self._starting: list[Role] = []
         self._last_failure = ""
         """Why the trainers were restarted last."""
-        # Processes that `stop` must leave alone, e.g. a logger's service.
-        self._not_ours = set(psutil.Process().children(recursive=True))
         self.roles: list[Role] = []
-        self.temp_dir = make_temp_dir()
-        self.rendezvous = self.temp_dir / "trainers"
-        """File through which the trainer ranks find each other."""
-        self._parents = RoleParents(self.temp_dir, self._logs / "role_parent.log", note)
+        self._rendezvous: dict[str, Any] = {}
+        """References to where the processes of a family find each other, by family."""
+        early = None if early_threads is None else _environment(early_threads)
+        self._joined = JoinedRay(address, output_dir, log_level, note) if address else None
+        self._marker = self._joined.marker if self._joined else None
+        self._ray = self._joined or OwnRay(self._logs, log_level, note, object_store_memory, early)
+        self.scratch = self._ray.scratch
+        """Folder for temporary files, on every node; removed at the end."""
 
     def start(self) -> None:
-        """Start Ray on this machine, private to this run."""
-        self._phase("starting Ray")
-        if swept := sweep():
-            self._note(f"removed what killed runs left behind: {', '.join(swept)}")
-        if self._early_threads is not None:
-            self._parents.start(_environment(self._early_threads), _EARLY)
-        start_ray(self.temp_dir, self._log_level, self._object_store_memory)
+        """Start Ray on this machine, private to this run, or join a cluster."""
+        self._phase("joining the Ray cluster" if self._joined else "starting Ray")
+        self._ray.start()
+
+    @property
+    def remote_files(self) -> RemoteFiles | None:
+        """Files of the run on nodes that do not see its folder; None without a joined cluster."""
+        return self._joined.files if self._joined else None
+
+    def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
+        """Reserve room for roles in a joined cluster; on this machine, preflight has checked it.
+
+        Args:
+            needs: needs of each family of roles, e.g. of `trainer`; roles that are not named run
+                beside the driver.
+            timeout_s: longest wait for room that other runs take, in seconds.
+
+        Raises:
+            ValueError: the cluster is too small, or a node lacks what its roles need.
+            TimeoutError: others did not leave room in time.
+        """
+        self._ray.reserve(needs, timeout_s)
 
     def spawn(
         self,
@@ -115,6 +120,7 @@ class Cluster:
         restarts_alone: bool = True,
         remembers: str | None = None,
         counts_restarts: bool = False,
+        meets: bool = False,
         **kwargs: Any,
     ) -> Role:
         """Start the process of one role, without waiting for it; `ready` waits.
@@ -130,23 +136,23 @@ class Cluster:
             restarts_alone: whether the other roles can go on while this one is restarted.
             remembers: method whose last successful call is repeated after a restart.
             counts_restarts: whether the class takes `restart_count`, the role's number of restarts.
+            meets: whether the class takes `rendezvous`, where its family's processes find each other.
             kwargs: arguments of the class.
         """
-        log_file = str(self._logs / f"{name}.log")
-        variables = _environment(cpu_threads) | (env or {})
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus}
-        identity = (name, self.temp_dir.name, log_file, self._log_level, cpu_threads, sys.path)
+        log_file, variables = str(self._logs / f"{name}.log"), _environment(cpu_threads, env)
+        place = Place(str(self._output_dir), self._marker, str(self.scratch), log_file)
+        identity = (name, place, self._log_level, cpu_threads, sys.path)
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
-            from_parent = self._parents.variables(role_class, variables, num_gpus)
-            options["runtime_env"] = {"env_vars": variables | from_parent}
+            options = self._ray.options(name, role_class, variables, num_gpus)
             host = ray.remote(RoleHost).options(**options).remote(*identity)
             count = {"restart_count": incarnation} if counts_restarts else {}
-            return host, host.start.remote(role_class, kwargs | count)
+            rendezvous = self._rendezvous_of(name, host) if meets else None
+            return host, host.start.remote(role_class, kwargs | count, rendezvous)
 
         family = None
         if min_living is not None:
-            family = self._families.setdefault(name.rpartition("_")[0], Family(min_living))
+            family = self._families.setdefault(family_of(name), Family(min_living))
         role = Role(
             name,
             log_file,
@@ -163,6 +169,12 @@ class Cluster:
         self.roles.append(role)
         self._starting.append(role)
         return role
+
+    def _rendezvous_of(self, name: str, host: Any) -> Any:
+        """Return a reference to a family's rendezvous, which its first process opens."""
+        if name.endswith("_0"):
+            self._rendezvous[family_of(name)] = host.open_rendezvous.remote()
+        return self._rendezvous[family_of(name)]
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until every spawned role is built; show each, and record it in logs/roles.jsonl.
@@ -222,6 +234,8 @@ class Cluster:
             async def watch_driver() -> None:
                 while True:
                     beat("driver", resource_use() | {"objects": objects_in_scope()})
+                    if self._joined:
+                        await self._joined.files.bring()
                     await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
             async def attempt() -> None:
@@ -274,12 +288,14 @@ class Cluster:
             self._note(f"{failure.role} {failure.what}{others}; {how} ({self._budget.used()})")
             others = ""
             for role in roles:
-                role.kill()
+                role.process.kill()
             await asyncio.gather(*(role.wait_idle() for role in self.roles))
-            self.rendezvous.unlink(missing_ok=True)
             await asyncio.sleep(pause_s)
             try:
-                await apart(_all(role.begin_again() for role in roles))
+                await apart(_all(role.end() for role in roles))
+                for role in roles:  # in the order of the ranks: the first opens the rendezvous
+                    role.start_again()
+                await apart(_all(role.ready() for role in roles))
             except ExceptionGroup as failures:
                 again = root_cause(failures)
                 if not isinstance(again, RoleFailedError):
@@ -296,6 +312,8 @@ class Cluster:
             await role.replay_restart(event["what"])
 
     def _record_start(self, role: str, identity: dict[str, Any]) -> None:
+        if self._joined and not identity["shares_files"]:
+            self._joined.files.add_node(identity["node_id"])
         record = {"role": role, **identity, "attempt": self._attempt, "started": time.time()}
         with (self._logs / "roles.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -310,21 +328,14 @@ class Cluster:
         await apart(_all(role.close(timeout_s) for role in self.roles))
 
     def stop(self) -> None:
-        """Kill every process of the run, whatever its state, and remove Ray's folder."""
+        """Kill every process of the run, whatever its state, and remove its temporary files."""
         self._phase("stopping Ray and all processes")
-        processes = set(psutil.Process().children(recursive=True)) - self._not_ours
-        for role in self.roles:
-            role.kill()
-        self._parents.stop()
-        try:
-            ray.shutdown()
-        finally:
-            _, alive = psutil.wait_procs(processes, timeout=_SHUTDOWN_KILL_S)
-            for process in alive:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(alive, timeout=_SHUTDOWN_KILL_S)
-            remove_temp_dir(self.temp_dir)
+
+        def kill_roles() -> None:
+            for role in self.roles:
+                role.process.kill()
+
+        self._ray.stop(kill_roles)
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -333,55 +344,10 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
             tasks.create_task(work)
 
 
-def _environment(cpu_threads: int) -> dict[str, str]:
+def _environment(cpu_threads: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(cpu_threads),
         # Otherwise waiting threads spin, which slows down other roles on the same cores.
         "OMP_WAIT_POLICY": "PASSIVE",
-        **{name: os.environ.get(name, value) for name, value in _LOOPBACK_ONLY.items()},
+        **(more or {}),
     }
-
-
-def threads_of(cfg: Settings, role: str, num_references: int) -> int:
-    """Return the threads that torch gets in each process of a role.
-
-    Args:
-        cfg: config, checked by preflight.
-        role: trainer, generator, reference or reward_model.
-        num_references: number of references that will be started.
-    """
-    num_reward_models = int(cfg.reward_model.path is not None)
-    num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
-    share = max(1, available_cpus(cfg.replay_events) // num_roles)
-    return getattr(cfg.cpu_threads, role) or share
-
-
-def build_cluster(
-    cfg: Settings,
-    needs_reference: bool,
-    ledger: Ledger,
-    note: Callable[[str], None],
-    phase: Callable[[str], None],
-) -> Cluster:
-    """Build the cluster from the config.
-
-    Args:
-        cfg: config, checked by preflight.
-        needs_reference: whether the run starts references.
-        ledger: ledger (account of all groups) of the run; its event log records restarts.
-        note: function that shows a line to the user.
-        phase: function that is called with the name of each phase that begins.
-    """
-    threads = threads_of(cfg, "trainer", cfg.num_references * needs_reference)
-    return Cluster(
-        Path(cfg.output_dir),
-        cfg.log_level,
-        ledger.attempt,
-        budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
-        heartbeat_s=cfg.timeouts.heartbeat_s,
-        note=note,
-        phase=phase,
-        events=ledger.events,
-        object_store_memory=cfg.object_store_memory,
-        early_threads=threads if cfg.device == "cpu" else None,  # a GPU's roles are not forked
-    )

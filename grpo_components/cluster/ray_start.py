@@ -1,11 +1,13 @@
-"""Starts Ray for one run: private to it, on loopback, and without the parts that no run uses."""
+"""Starts a Ray of the run's own, without the parts that no run uses, or joins a cluster."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,10 @@ from unittest import mock
 import ray
 from ray._private import parameter, ray_constants
 from ray._private import worker as ray_worker
+from ray.exceptions import RayError
+
+from grpo_components.errors import fail
+from grpo_components.user_code import PACKAGE, user_modules
 
 _REGISTER_S = 600
 """Longest wait for a worker to register, in seconds; the parent of the roles may have to import."""
@@ -27,7 +33,7 @@ _LOG = logging.getLogger("cluster")
 
 
 def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -> None:
-    """Start Ray on this machine.
+    """Start Ray on this machine: private to the run, and on loopback only.
 
     Args:
         temp_dir: folder for Ray's files.
@@ -35,12 +41,10 @@ def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -
         object_store_memory: bytes of shared memory for Ray's objects; None lets Ray choose.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
+    _quiet()
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     # A secret for this run; otherwise Ray writes one into the user's home folder.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Ray prints a paragraph about every dead process, but the line of `note` is enough.
-    ray_worker.print_to_stdstream = lambda message, *_, **__: _LOG.info("%s", message)
     # The only switch that makes all of Ray's processes listen on loopback only.
     ray_constants.ENABLE_RAY_CLUSTER = False
     # `ray.init` has no arguments for these: the autoscaler and the copier of logs to the driver
@@ -51,23 +55,74 @@ def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -
         include_log_monitor=False,  # pyright: ignore[reportArgumentType] a wrong annotation of Ray
         setup_worker_path=str(Path(__file__).with_name("setup_worker.py")),
     )
+    with _own_sigterm(), mock.patch.object(parameter, "RayParams", parameters):
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=_logging_level(log_level),
+            object_store_memory=object_store_memory,
+            _temp_dir=str(temp_dir),
+            _system_config=dict(_SYSTEM_CONFIG),  # Ray writes into it, e.g. where it spills
+        )
+
+
+def join_ray(address: str, log_level: str) -> None:
+    """Join a Ray cluster, and send it this package and the user's modules.
+
+    Args:
+        address: `auto`, or host:port of the cluster's head.
+        log_level: logging level of Ray.
+
+    Raises:
+        ValueError: the cluster cannot be joined; names ray.address.
+    """
+    _quiet()
+    allowed = "null for a Ray of the run's own, or a cluster of which this machine is a node"
+    try:
+        with _own_sigterm():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=_logging_level(log_level),
+                runtime_env={"py_modules": [str(PACKAGE), *_users_packages()]},
+            )
+    # Ray has no common class for: no cluster there, another version, no or a wrong token.
+    except (RayError, ConnectionError, RuntimeError, ValueError, AssertionError) as error:
+        fail("ray.address", f"{address} given, and Ray says: {error}", allowed)
+
+
+def _users_packages() -> list[str]:
+    """Return the files and packages that the roles may import of the user's code."""
+    found: dict[str, None] = {}
+    for name, path in user_modules(None).items():
+        depth = len(Path(name).parts) - 1
+        found[str(path.parents[depth - 1] if depth else path)] = None
+    return list(found)
+
+
+def _quiet() -> None:
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # `exit_code` shows each failure once
+    # Ray prints a paragraph about every dead process, but the line of `note` is enough.
+    ray_worker.print_to_stdstream = lambda message, *_, **__: _LOG.info("%s", message)
+
+
+def _logging_level(log_level: str) -> int:
+    return getattr(logging, "ERROR" if log_level == "WARNING" else log_level)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Context manager: keep this process's SIGTERM handler, which `ray.init` replaces."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        with mock.patch.object(parameter, "RayParams", parameters):
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=getattr(logging, "ERROR" if log_level == "WARNING" else log_level),
-                object_store_memory=object_store_memory,
-                _temp_dir=str(temp_dir),
-                _system_config=dict(_SYSTEM_CONFIG),  # Ray writes into it, e.g. where it spills
-            )
+        yield
     except SystemExit:  # of the SIGTERM handler that Ray sets
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.raise_signal(signal.SIGTERM)
         raise
-    signal.signal(signal.SIGTERM, on_sigterm)
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def objects_in_scope() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -76,7 +75,7 @@ class Role:
         self._errors: dict[str, str] = {}
         """Last error of each method; removed when a call of the method succeeds."""
         self._start_timeout_s = 0.0
-        self._process = self._start_process(0)
+        self.process = self._start_process(0)
         self._restarting: asyncio.Task[None] | None = None
         self._waiting = 0
         self._nobody_waits = asyncio.Event()
@@ -84,8 +83,8 @@ class Role:
 
     @property
     def pid(self) -> int:
-        """Pid of the current process; 0 until it is known, and for a process on another node."""
-        return self._process.pid
+        """Pid of the current process on its node; 0 until it is known."""
+        return self.process.pid
 
     def submit(
         self,
@@ -111,7 +110,7 @@ class Role:
         """
         call = Call(self.name, method, args, num_returns, lane, once)
         if not self._must_wait():
-            call.make(self._process.host, self._process.incarnation)
+            call.make(self.process.host, self.process.incarnation)
         parts = [Part(call, number) for number in range(num_returns)]
         return parts[0] if num_returns == 1 else parts
 
@@ -141,7 +140,7 @@ class Role:
             await self._wait_restarted()
             if self.lost:
                 raise RoleLostError(self.name)
-            process = self._process
+            process = self.process
             if call.once and call.incarnation != process.incarnation:
                 return None
             call.make(process.host, process.incarnation)
@@ -200,16 +199,16 @@ class Role:
             if not self._waiting:
                 self._nobody_waits.set()
 
-    async def ready(self, timeout_s: float) -> None:
+    async def ready(self, timeout_s: float | None = None) -> None:
         """Wait until the role is built; a process that ends before that is restarted.
 
         Args:
-            timeout_s: longest wait for each start, in seconds.
+            timeout_s: longest wait for each start, in seconds; None waits as long as before.
 
         Raises:
             RoleFailedError: the role cannot be built, or takes too long.
         """
-        self._start_timeout_s, process = timeout_s, self._process
+        self._start_timeout_s, process = timeout_s or self._start_timeout_s, self.process
         try:
             await self._wait_built()
         except RoleFailedError as failure:
@@ -232,7 +231,7 @@ class Role:
         """
         while not self.lost:
             await self._wait_restarted()
-            process = self._process
+            process = self.process
             try:
                 async with asyncio.timeout(interval_s + patience_s):
                     use = await process.host.heartbeat.remote(interval_s)
@@ -255,14 +254,13 @@ class Role:
             patience_s: longest wait for the answer, in seconds.
             beat: see `watch`.
         """
-        heartbeat = self._process.host.heartbeat.remote(0.0)
+        heartbeat = self.process.host.heartbeat.remote(0.0)
         try:
             use = await self.answer(heartbeat, "heartbeat", patience_s)
         except RoleFailedError as failure:
             return failure
         if beat:
             beat(self.name, use)
-        return None
 
     async def replay_restart(self, what: str) -> None:
         """Restart the process as the replayed run did.
@@ -271,27 +269,32 @@ class Role:
             what: the recorded reason of the restart.
         """
         failure = RoleFailedError(self.name, what, self._log_file, "died")
-        await self._handle_failure(failure, self._process)
+        await self._handle_failure(failure, self.process)
 
     async def begin_again(self) -> None:
         """Replace the process by a new one, without restoring the old one's state.
 
         Nobody watches a role between two attempts: if the old process has died by itself, or the
-        new one dies before the role is built, that is a restart like any other. Of roles that
-        restart together, the caller has looked for the dead ones.
+        new one dies before the role is built, that is a restart like any other.
 
         Raises:
             RoleFailedError: the budget is used up, or the role cannot be built.
         """
         await self.wait_idle()
-        self._last, process = None, self._process
-        dead = await self.process_failure(_ANSWER_S) if self.restarts_alone else None
+        process, dead = self.process, await self.process_failure(_ANSWER_S)
         if dead is not None and dead.kind == "died":
+            self._last = None
             await self._handle_failure(dead, process)
         else:
-            await self._end_process()
-            self._replace_process()
-            await self.ready(self._start_timeout_s)
+            await self.end()
+            self.start_again()
+            await self.ready()
+
+    async def end(self) -> None:
+        """End the process, and forget the call that a restart would repeat."""
+        await self.wait_idle()
+        self._last = None
+        await self._end_process()
 
     async def wait_idle(self) -> None:
         """Wait until a restart that is under way has ended, whether or not it succeeded."""
@@ -305,16 +308,12 @@ class Role:
             timeout_s: longest wait, in seconds.
         """
         if not self.lost:
-            await self.answer(self._process.host.close.remote(), "close", timeout_s)
-
-    def kill(self) -> None:
-        """Kill the role's process, even if it is suspended."""
-        self._process.kill()
+            await self.answer(self.process.host.close.remote(), "close", timeout_s)
 
     async def _wait_built(self) -> None:
-        process = self._process
+        process = self.process
         identity = await self.answer(process.starting, "start", self._start_timeout_s)
-        process.pid = identity["pid"] if identity["node"] == socket.gethostname() else 0
+        process.pid, process.node_id = identity["pid"], identity["node_id"]
         self._started(self.name, identity)
 
     def _must_wait(self) -> bool:
@@ -334,7 +333,7 @@ class Role:
         restarting_now = asyncio.current_task() is self._restarting
         if of_another or not self.restarts_alone or restarting_now:
             raise failure
-        if self._restarting is None and process is self._process and not self.lost:
+        if self._restarting is None and process is self.process and not self.lost:
             self._restarting = asyncio.create_task(self._restart(failure, repeated))
         await self._wait_restarted()
 
@@ -354,17 +353,17 @@ class Role:
                     return
                 self._note(f"{self.name} {failure.what}; restarting it ({self._budget.used()})")
                 if failure.kind == "silent":
-                    self._process.signal(DUMP_STACKS)
+                    self.process.signal(DUMP_STACKS)
                     await asyncio.sleep(_STACK_DUMP_S)
                 await self._end_process()
                 # Recorded only now: the event log must first have every result received before.
                 self._record("restart", role=self.name, what=failure.what, given_up=False)
                 await asyncio.sleep(pause_s)
-                self._replace_process()
+                self.start_again()
                 try:
                     await self._wait_built()
                     if self._last is not None:
-                        self._last.make(self._process.host, self._process.incarnation)
+                        self._last.make(self.process.host, self.process.incarnation)
                         await self.answer(self._last.reference(0), self._last.method, 60)
                     if self.recover is not None:
                         await self.recover()
@@ -380,7 +379,7 @@ class Role:
 
     async def _end_process(self) -> None:
         """Kill the process and wait until its pending calls have failed."""
-        self.kill()
+        self.process.kill()
         try:
             async with asyncio.timeout(_PENDING_CALLS_S):
                 await self._nobody_waits.wait()
@@ -393,6 +392,7 @@ class Role:
         self._names[process.host._actor_id.hex()] = self.name
         return process
 
-    def _replace_process(self) -> None:
-        self._process.ended.set()
-        self._process = self._start_process(self._process.incarnation + 1)
+    def start_again(self) -> None:
+        """Start a new process in place of one that has ended; `ready` waits for it."""
+        self.process.ended.set()
+        self.process = self._start_process(self.process.incarnation + 1)

@@ -17,14 +17,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 
+from grpo_components.cluster.interfaces import network_environment
+from grpo_components.cluster.node_side import open_run_folder, open_scratch
+from grpo_components.cluster.nodes import this_node
 from grpo_components.errors import RoleFailedError
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.plain_text import PlainFormatter
 from grpo_components.quiet import quiet_libraries
+from grpo_components.rendezvous import Rendezvous, open_rendezvous
 from grpo_components.time_use import IDLE, STARTING, TimeUse
 
 DUMP_STACKS = signal.SIGUSR1
@@ -32,13 +39,26 @@ DUMP_STACKS = signal.SIGUSR1
 _MAIN_LANE = "main"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Folders of a run, and the log of one role."""
+
+    output_dir: str
+    """Folder of the run, as the driver sees it."""
+    marker: str | None
+    """File in it by which a node of a joined cluster sees that it shares the folder."""
+    scratch: str
+    """Folder of the run's temporary files, on every node."""
+    log_file: str
+    """File that gets stdout and stderr of the role's process."""
+
+
 class RoleHost:
     """Ray actor that runs one role, a plain class, in its own process.
 
     Args:
         name: name of the role, e.g. generator_0.
-        run_name: name of the run, unique on this machine.
-        log_file: file that gets stdout and stderr of the process.
+        place: folders of the run, and the role's log.
         log_level: level of Python's logging.
         cpu_threads: threads that torch may use.
         module_path: the driver's sys.path, which makes modules beside the config importable.
@@ -47,13 +67,16 @@ class RoleHost:
     def __init__(
         self,
         name: str,
-        run_name: str,
-        log_file: str,
+        place: Place,
         log_level: str,
         cpu_threads: int,
         module_path: list[str],
     ) -> None:
-        self._name, self._log_file = name, log_file
+        self._name, self._log_file, log_file = name, place.log_file, place.log_file
+        self._shares_files, run_name = True, Path(place.scratch).name
+        if place.marker is not None:
+            self._shares_files = open_run_folder(place.output_dir, place.marker, run_name)
+            open_scratch(Path(place.scratch))
         # A killed process leaves its semaphores in /dev/shm; the prefix tells which run's they are.
         multiprocessing.current_process()._config["semprefix"] = f"/{run_name}"  # pyright: ignore
         descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -64,7 +87,9 @@ class RoleHost:
         logging.getLogger().handlers[0].setFormatter(PlainFormatter(logging.BASIC_FORMAT))
         quiet_libraries(log_level)
         sys.path += [folder for folder in module_path if folder not in sys.path]
-        self._cpu_threads = cpu_threads
+        for variable, value in network_environment(ray.util.get_node_ip_address()).items():
+            os.environ.setdefault(variable, value)
+        self._cpu_threads, self._rendezvous = cpu_threads, None
         self._role: Any = None
         self._time_use, self._running = TimeUse(STARTING), dict[object, tuple[str, str]]()
         self._lanes: dict[str, ThreadPoolExecutor] = {}
@@ -72,20 +97,38 @@ class RoleHost:
     def __repr__(self) -> str:  # Ray shows it in every error
         return self._name
 
-    async def start(self, role_class: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def open_rendezvous(self) -> Rendezvous:
+        """Listen for the other ranks of this role's group, on the address that Ray has for it."""
+        self._rendezvous = open_rendezvous(ray.util.get_node_ip_address())
+        return self._rendezvous
+
+    async def start(
+        self, role_class: str, kwargs: dict[str, Any], rendezvous: Rendezvous | None = None
+    ) -> dict[str, Any]:
         """Build the role in this process.
 
         Args:
             role_class: dotted path of the role's class.
             kwargs: arguments of the class.
+            rendezvous: for a class that takes one, what rank 0's `open_rendezvous` returned.
 
         Returns:
-            `pid` and `node` of this process, and its folder for temporary files as `tmp`.
+            `pid`, `node` and `node_id` of this process, its folder for temporary files as `tmp`,
+            and as `shares_files` whether it sees the run's folder.
         """
+        if rendezvous is not None:
+            others = replace(rendezvous, listener=None)  # a descriptor is rank 0's own
+            kwargs |= {"rendezvous": self._rendezvous or others}
         with named_failure(self._name, self._log_file, "start"):
             await self._in_lane(_MAIN_LANE, self._build, role_class, kwargs)
         self._time_use.begin(IDLE)
-        return {"pid": os.getpid(), "node": socket.gethostname(), "tmp": tempfile.gettempdir()}
+        return {
+            "pid": os.getpid(),
+            "node": socket.gethostname(),
+            "node_id": this_node(),
+            "tmp": tempfile.gettempdir(),
+            "shares_files": self._shares_files,
+        }
 
     def _build(self, role_class: str, kwargs: dict[str, Any]) -> None:
         module, _, name = role_class.rpartition(".")

@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from grpo_components.cluster.nodes import send_signal, this_node
+
 
 @dataclass
 class RoleProcess:
@@ -25,7 +27,9 @@ class RoleProcess:
     starting: Any
     """Reference to what the actor's `start` returns."""
     pid: int = 0
-    """Process id; 0 until it is known, and for a process on another node."""
+    """Process id on its node; 0 until it is known."""
+    node_id: str = ""
+    """Id of the node in Ray; empty until it is known."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process is replaced."""
 
@@ -37,9 +41,13 @@ class RoleProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if its pid is known."""
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        if not self.pid:
+            return
+        if self.node_id != this_node():
+            send_signal(self.node_id, self.pid, number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     async def wait_turn(self, turn: Callable[[], Awaitable[Any]]) -> bool:
         """Wait for a turn in a replay, or until the process is replaced.

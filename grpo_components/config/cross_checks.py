@@ -83,6 +83,9 @@ def _number(settings: Settings, key: str) -> int:
 
 def _check_memory(settings: Settings) -> None:
     memory = psutil.virtual_memory().total
+    if settings.object_store_memory is not None and settings.ray.address is not None:
+        problem = "given with ray.address, whose cluster has a store of its own"
+        fail("object_store_memory", problem, "null (or `ray start --object-store-memory`)")
     if (settings.object_store_memory or 0) > memory:
         problem = f"{settings.object_store_memory} given, more than the memory of this machine"
         fail("object_store_memory", problem, f"at most {memory}")

@@ -9,16 +9,17 @@ from grpo_components.errors import fail
 from grpo_components.settings import Settings
 
 
-def check_gpus(settings: Settings) -> None:
-    """Refuse roles whose GPU shares do not fit onto the GPUs that PyTorch finds.
+def check_gpus(settings: Settings, *, here: bool) -> None:
+    """Refuse GPU shares that roles cannot have, and roles that do not fit onto this machine's GPUs.
 
     Args:
         settings: settings with `device: cuda`.
+        here: whether the roles run on this machine; a joined cluster counts its GPUs itself.
 
     Raises:
         ValueError: a check fails; names the key.
     """
-    if not torch.cuda.is_available():
+    if here and not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
     counts = _roles(settings)
     shares = {role: getattr(settings, f"gpus_per_{role}") for role in counts}
@@ -34,7 +35,7 @@ def check_gpus(settings: Settings) -> None:
     for share in sorted(needed, reverse=True):
         free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
     num_needed = sum(left < 1 for left in free)
-    if num_needed > torch.cuda.device_count():
+    if here and num_needed > torch.cuda.device_count():
         problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items())
         problem += f" need {num_needed} GPUs, and there are {torch.cuda.device_count()}"
         fail("num_generators", problem, "fewer roles, or gpus_per_<role> below 1")

@@ -58,7 +58,7 @@ def check(cfg: DictConfig) -> Settings:
     _fill_in(settings)
     check_together(settings)
     if settings.device == "cuda":
-        check_gpus(settings)
+        check_gpus(settings, here=settings.ray.address is None)
     check_files(settings)
     check_inputs(settings)
     check_folder(settings)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune import config
 
-from grpo_components.cluster.cluster import threads_of
+from grpo_components.cluster.building import threads_of
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
@@ -56,7 +56,7 @@ def role_arguments(
     num_references: int,
     stop_tokens: Sequence[int],
     longest_prompt: int,
-    rendezvous: str,
+    scratch: Path,
 ) -> RoleArguments:
     """Return the arguments of every role for a checked config.
 
@@ -67,13 +67,12 @@ def role_arguments(
         num_references: number of references that will be started.
         stop_tokens: ids of the tokenizer's stop tokens.
         longest_prompt: length of the longest prompt of all data sets, in tokens.
-        rendezvous: file through which the trainer ranks find each other.
+        scratch: folder for the roles' temporary files, which the run removes.
     """
     threads = partial(threads_of, cfg, num_references=num_references)
-    scratch = Path(rendezvous).parent
     trainer, generator = stand_in_arguments(
         cfg,
-        _trainer(cfg, threads("trainer"), contract, objective, rendezvous),
+        _trainer(cfg, threads("trainer"), contract, objective),
         _generator(cfg, threads("generator"), stop_tokens, longest_prompt, scratch),
     )
     return RoleArguments(
@@ -102,14 +101,14 @@ def _trainer(
     cpu_threads: int,
     contract: StalenessContract,
     objective: ObjectiveOptions,
-    rendezvous: str,
 ) -> dict[str, Any]:
     return {
         "cpu_threads": cpu_threads,
         "num_gpus": _gpus(cfg, cfg.gpus_per_trainer),
+        "meets": True,
         "device": cfg.device,
         "seed": cfg.seed,
-        "ranks": _rank_options(cfg, rendezvous),
+        "ranks": _rank_options(cfg),
         "model": ModelOptions(
             build_model=partial(config.instantiate, cfg.model),
             build_checkpointer=partial(config.instantiate, cfg.checkpointer),
@@ -133,7 +132,7 @@ def _trainer(
     }
 
 
-def _rank_options(cfg: Settings, rendezvous: str) -> RankOptions:
+def _rank_options(cfg: Settings) -> RankOptions:
     sharding = Sharding(
         replicate=cfg.data_parallel_replicate_dim,
         tensor=cfg.tensor_parallel_dim,
@@ -143,7 +142,6 @@ def _rank_options(cfg: Settings, rendezvous: str) -> RankOptions:
     )
     return RankOptions(
         num_ranks=cfg.num_trainers,
-        rendezvous=rendezvous,
         sharding=sharding,
         collective_timeout_s=cfg.timeouts.collective_s,
     )

@@ -12,8 +12,9 @@ from grpo_components.cluster.handles import (
     ReplayBufferHandle,
     RewardModelHandle,
     Roles,
-    TrainersHandle,
 )
+from grpo_components.cluster.trainers_handle import TrainersHandle
+from grpo_components.config.needs import needs_of
 from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -59,8 +60,9 @@ def start_roles(
         num_references=num_references,
         stop_tokens=stop_tokens,
         longest_prompt=longest_prompt,
-        rendezvous=str(cluster.rendezvous),
+        scratch=cluster.scratch,
     )
+    cluster.reserve(needs_of(cfg, arguments, num_references), cfg.timeouts.startup_s)
     spawn, timeouts = cluster.spawn, cfg.timeouts
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
@@ -74,20 +76,20 @@ def start_roles(
     ]
     reward_model = None
     if cfg.reward_model.path:
-        role = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
-        reward_model = RewardModelHandle(role, timeouts.rollout_s)
+        reward_model = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
     generators = [
-        spawn(f"generator_{number}", generator, number=number, **arguments.generator)
-        for number in range(cfg.num_generators)
+        spawn(f"generator_{n}", generator, number=n, **arguments.generator)
+        for n in range(cfg.num_generators)
     ]
     limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
+    step_limits, files = (timeouts.train_step_s, timeouts.weights_s), cluster.remote_files
     return Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
         buffer=ReplayBufferHandle(
             buffer, ledger, timeouts.batch_s, timeouts.weights_s, wait_for_stale=waits
         ),
-        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, timeouts.weights_s),
+        trainers=TrainersHandle(trainers, ledger, *step_limits, files),
         server=ParameterServerHandle(server, timeouts.weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
-        reward_model=reward_model,
+        reward_model=reward_model and RewardModelHandle(reward_model, timeouts.rollout_s),
     )

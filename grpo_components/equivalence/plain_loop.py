@@ -10,6 +10,7 @@ import numpy as np
 from torchtune import config
 
 from grpo_components.equivalence.roles import GENERATOR, TRAINER, RoleProcess, tiny_arguments
+from grpo_components.rendezvous import local_rendezvous
 from grpo_components.settings import Settings
 from grpo_components.trajectory import PackedTrajectories, concatenate
 
@@ -24,13 +25,14 @@ def plain_loop(cfg: Settings, scratch: Path) -> tuple[list[PackedTrajectories], 
     Returns:
         The batches in order, and the folder of the final weights.
     """
-    arguments, prompts = tiny_arguments(cfg, scratch / "ranks")
+    arguments, prompts = tiny_arguments(cfg)
     advantages_of = config.instantiate(cfg.advantages)
     batches: list[PackedTrajectories] = []
     group_ids = count()
+    first = {"rank": 0, "rendezvous": local_rendezvous()}
     with (
         closing(RoleProcess(GENERATOR, **arguments.generator)) as generator,
-        closing(RoleProcess(TRAINER, rank=0, **arguments.trainer)) as trainer,
+        closing(RoleProcess(TRAINER, **first, **arguments.trainer)) as trainer,
     ):
         for step in range(cfg.num_steps):
             groups, rewards = [], []

@@ -173,16 +173,15 @@ def tiny_config(output_dir: Path, *overrides: str) -> Settings:
     return preflight.check(cast(DictConfig, OmegaConf.merge(cfg, changes)))
 
 
-def tiny_arguments(cfg: Settings, rendezvous: Path) -> tuple[RoleArguments, Prompts]:
+def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
     """Return the arguments that the recipe gives its roles, and the prompts in the recipe's order.
 
     Args:
         cfg: config checked by preflight, without a reference.
-        rendezvous: file through which the trainer ranks find each other.
 
     Returns:
-        Arguments for `RoleProcess` (without the trainer's `rank`), and endless (prompt, epoch)
-        pairs.
+        Arguments for `RoleProcess` (without the trainer's `rank` and `rendezvous`), and endless
+        (prompt, epoch) pairs.
     """
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
@@ -202,10 +201,10 @@ def tiny_arguments(cfg: Settings, rendezvous: Path) -> tuple[RoleArguments, Prom
         num_references=0,
         stop_tokens=tokenizer.stop_tokens,
         longest_prompt=max(dataset.max_prompt_length, held_out.max_prompt_length),
-        rendezvous=str(rendezvous),
+        scratch=Path(cfg.output_dir),
     )
     for own in (arguments.trainer, arguments.generator):
-        for key in ("num_gpus", "min_living", "replay", "counts_restarts", "env"):
+        for key in ("num_gpus", "meets", "min_living", "replay", "counts_restarts", "env"):
             own.pop(key, None)
     return arguments, prompts
 

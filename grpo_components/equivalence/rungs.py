@@ -36,6 +36,7 @@ from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
 from grpo_components.objective.losses import GRPOLoss, GSPOLoss, LossInputs
 from grpo_components.objective.off_policy import NoCorrection, TokenTIS
+from grpo_components.rendezvous import local_rendezvous
 from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack
 
 T = TypeVar("T")
@@ -98,8 +99,9 @@ class Bench:
         """
         while len(self._ranks) < num_ranks:
             self._ranks.append(RoleProcess(FRESH_TRAINERS))
-        arguments = tiny_arguments(self.cfg, self.folder() / "ranks")[0].trainer
+        arguments = tiny_arguments(self.cfg)[0].trainer
         arguments.pop("cpu_threads")
+        arguments["rendezvous"] = local_rendezvous()
         for rank, process in enumerate(self._ranks[:num_ranks]):
             own = {"num_ranks": num_ranks, "collective_timeout_s": 60.0, **changes}
             process.submit("run", change_options(arguments | {"rank": rank}, **own), calls)
@@ -291,7 +293,7 @@ def _ragged_batch(bench: Bench) -> tuple[list[Trajectory], np.ndarray]:
 
 def whole_model(bench: Bench) -> nn.Module:
     """Load the tiny policy, unsharded."""
-    model = tiny_arguments(bench.cfg, bench.scratch / "unused")[0].trainer["model"]
+    model = tiny_arguments(bench.cfg)[0].trainer["model"]
     return load_whole_model(
         model.build_model, model.build_checkpointer, torch.device("cpu"), "fp32"
     )
@@ -352,13 +354,13 @@ class LogprobGap:
 
 def generator_is_trainer(bench: Bench) -> float:
     """Compare logprobs of generator and trainer, with the base weights and after a step."""
-    arguments, prompts = tiny_arguments(bench.cfg, bench.folder() / "ranks")
+    arguments, prompts = tiny_arguments(bench.cfg)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     trained = change_options(arguments.trainer, loss=LogprobGap(), build_optimizer=optimizer)
     worst = 0.0
     with (
         closing(RoleProcess(GENERATOR, **arguments.generator)) as generator,
-        closing(RoleProcess(TRAINER, rank=0, **trained)) as trainer,
+        closing(RoleProcess(TRAINER, rank=0, rendezvous=local_rendezvous(), **trained)) as trainer,
     ):
         for step, temperature in enumerate((1.0, 0.7)):
             groups = [

@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from grpo_components.rendezvous import Rendezvous
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -45,14 +47,19 @@ class Meshes:
 
 
 def join_ranks(
-    rank: int, num_ranks: int, rendezvous: str, device: str, sharding: Sharding, timeout_s: float
+    rank: int,
+    num_ranks: int,
+    rendezvous: Rendezvous,
+    device: str,
+    sharding: Sharding,
+    timeout_s: float,
 ) -> Meshes:
     """Join the process group and arrange its ranks as replicate x shard x tensor.
 
     Args:
         rank: rank of this process.
         num_ranks: size of the group; a multiple of replicate x tensor.
-        rendezvous: file through which the ranks find each other, on a path that all of them share.
+        rendezvous: where the ranks find each other; in rank 0 with the listening socket.
         device: cpu or cuda.
         sharding: sizes of the layout.
         timeout_s: longest wait of a collective operation, in seconds; one that waits longer raises.
@@ -60,13 +67,16 @@ def join_ranks(
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     if sharding.cpu_offload:  # the gradient norm is computed on the CPU, over gloo
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=timeout_s),
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        rendezvous.host,
+        rendezvous.port,
+        num_ranks,
+        is_master=rank == 0,
+        timeout=timeout,
+        master_listen_fd=rendezvous.listener,
     )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     replicate, tensor = sharding.replicate, sharding.tensor
     shard = num_ranks // (replicate * tensor)
     whole = init_device_mesh(

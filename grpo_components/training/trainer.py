@@ -26,6 +26,7 @@ from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.losses import LossInputs
+from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizers import set_learning_rate
@@ -77,7 +78,8 @@ class Trainer:
         rank: rank of this process in the group.
         device: cpu or cuda.
         seed: random seed, the same on every rank.
-        ranks: how the ranks find each other and share the model.
+        rendezvous: where the ranks find each other.
+        ranks: how the ranks share the model.
         model: the policy, and how it is computed.
         batch: which tokens of each batch are trained, and in how many updates.
         optimizer: optimizer and learning rate.
@@ -91,6 +93,7 @@ class Trainer:
         rank: int,
         device: str,
         seed: int,
+        rendezvous: Rendezvous,
         ranks: RankOptions,
         model: ModelOptions,
         batch: BatchOptions,
@@ -100,13 +103,12 @@ class Trainer:
     ) -> None:
         self.policy_version = 0
         num_ranks, self._sharding = ranks.num_ranks, ranks.sharding
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._num_ranks, self._device = rank, num_ranks, torch.device(device)
         self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
-        self._device = torch.device(device)
         self._batch, self._objective, self._diagnostics = batch, objective, diagnostics
         torch.manual_seed(seed)
         meshes = join_ranks(
-            rank, num_ranks, ranks.rendezvous, device, self._sharding, ranks.collective_timeout_s
+            rank, num_ranks, rendezvous, device, self._sharding, ranks.collective_timeout_s
         )
         self._model = _load_policy(model, meshes, self._sharding)
         offload = self._sharding.offload_activations

@@ -23,12 +23,10 @@ from grpo_components.training.supervised import SupervisedExamples
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """How the ranks find each other and share the model."""
+    """How the ranks share the model."""
 
     num_ranks: int
     """Size of the process group."""
-    rendezvous: str
-    """File through which the ranks find each other, on a path that all of them share."""
     sharding: Sharding
     """Layout of the ranks, and where shards and activations are kept."""
     collective_timeout_s: float

@@ -82,7 +82,7 @@ def cluster(output_dir, budget, all_notes, start_notes, processes):
     ours = processes()
     cluster.stop()
     assert not [child for child in ours if child.is_running() and child.status() != "zombie"]
-    assert not cluster.temp_dir.exists()
+    assert not cluster.scratch.exists()
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_a_full_object_store_spills_to_disk_and_loses_nothing(cluster, pair):
         for number, (block, _) in enumerate(blocks):
             total = await role.call("total_of", block, timeout_s=60)
             assert total == number * sizes[number]
-        files = [path for path in cluster.temp_dir.rglob("*") if path.is_file()]
+        files = [path for path in cluster.scratch.rglob("*") if path.is_file()]
         return [path for path in files if path.stat().st_size > 10**7]  # while the blocks live
 
     assert asyncio.run(run())
@@ -531,7 +531,7 @@ def test_sigterm_while_ray_starts_ends_the_run_like_any_other(output_dir, monkey
     try:
         assert exit_code(own.start) == 143
     finally:
-        remove_temp_dir(own.temp_dir)
+        remove_temp_dir(own.scratch)
         for number, handler in before.items():
             signal.signal(number, handler)
     assert capsys.readouterr().err == "terminated: all roles stopped\n"

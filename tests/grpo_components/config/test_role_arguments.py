@@ -1,5 +1,7 @@
 """Each role gets the threads that the config gives it, or its share of the cores."""
 
+from pathlib import Path
+
 import pytest
 
 from grpo_components.config import role_arguments
@@ -13,7 +15,7 @@ from grpo_components.exchange.staleness import StalenessContract
 def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
     settings_with, monkeypatch, given, trainer, generator
 ):
-    monkeypatch.setattr("grpo_components.cluster.cluster.available_cpus", lambda replay: 8)
+    monkeypatch.setattr("grpo_components.cluster.building.available_cpus", lambda replay: 8)
     cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
     contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
     roles = role_arguments.role_arguments(
@@ -23,7 +25,7 @@ def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
         num_references=1,
         stop_tokens=[0],
         longest_prompt=64,
-        rendezvous="/nowhere/trainers",
+        scratch=Path("/nowhere"),
     )
     threads = [each["cpu_threads"] for each in (roles.trainer, roles.generator, roles.reference)]
     assert threads == [trainer, generator, 2]

@@ -24,6 +24,7 @@ from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss, LossInputs
 from grpo_components.objective.off_policy import NoCorrection, correction_weights, mismatch_summary
 from grpo_components.objective.penalties import Penalties
+from grpo_components.rendezvous import local_rendezvous
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.trainer import Trainer
 from grpo_components.training.trainer_options import (
@@ -150,11 +151,10 @@ def serve(connection):
         connection.send(answer)  # after `close`, which writes the last traces of a profile
 
 
-def trainer_arguments(base, rank, num_ranks, folder, **changes):
+def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
     """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
     values = {
         "num_ranks": num_ranks,
-        "rendezvous": f"{folder}/file",
         "sharding": Sharding(),
         "collective_timeout_s": 60,
         "build_model": build_model,
@@ -197,7 +197,7 @@ def trainer_arguments(base, rank, num_ranks, folder, **changes):
         name: record(**{field.name: values[field.name] for field in fields(record)})
         for name, record in RECORDS.items()
     }
-    return {"rank": rank, "device": "cpu", "seed": 0, **records}
+    return {"rank": rank, "device": "cpu", "seed": 0, "rendezvous": rendezvous, **records}
 
 
 class Ranks:
@@ -221,9 +221,10 @@ class Ranks:
     def run(self, base, num_ranks, calls, *, raises=False, **changes):
         """What every call returned, by rank; with `raises`, what each rank raised."""
         self._start(num_ranks)
-        folder = tempfile.mkdtemp(prefix="rendezvous-")
+        folder, rendezvous = tempfile.mkdtemp(prefix="ranks-"), local_rendezvous()
         for rank, connection in enumerate(self._connections[:num_ranks]):
-            connection.send((trainer_arguments(base, rank, num_ranks, folder, **changes), calls))
+            arguments = trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes)
+            connection.send((arguments, calls))
         results = [connection.recv() for connection in self._connections[:num_ranks]]
         shutil.rmtree(folder, ignore_errors=True)
         for result in results:

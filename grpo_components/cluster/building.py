@@ -1,0 +1,60 @@
+"""Builds the cluster of a run from its config, and shares the cores out to the roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_components.cluster.cluster import Cluster
+from grpo_components.cluster.restarts import RestartBudget
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.replay.recorded_run import available_cpus
+from grpo_components.settings import Settings
+
+
+def threads_of(cfg: Settings, role: str, num_references: int) -> int:
+    """Return the threads that torch gets in each process of a role.
+
+    Args:
+        cfg: config, checked by preflight.
+        role: trainer, generator, reference or reward_model.
+        num_references: number of references that will be started.
+    """
+    if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
+        return getattr(cfg.cpu_threads, role) or 1
+    num_reward_models = int(cfg.reward_model.path is not None)
+    num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
+    share = max(1, available_cpus(cfg.replay_events) // num_roles)
+    return getattr(cfg.cpu_threads, role) or share
+
+
+def build_cluster(
+    cfg: Settings,
+    needs_reference: bool,
+    ledger: Ledger,
+    note: Callable[[str], None],
+    phase: Callable[[str], None],
+) -> Cluster:
+    """Build the cluster from the config.
+
+    Args:
+        cfg: config, checked by preflight.
+        needs_reference: whether the run starts references.
+        ledger: ledger (account of all groups) of the run; its event log records restarts.
+        note: function that shows a line to the user.
+        phase: function that is called with the name of each phase that begins.
+    """
+    threads = threads_of(cfg, "trainer", cfg.num_references * needs_reference)
+    return Cluster(
+        Path(cfg.output_dir),
+        cfg.log_level,
+        ledger.attempt,
+        budget=RestartBudget(cfg.max_restarts, cfg.restart_window_s),
+        heartbeat_s=cfg.timeouts.heartbeat_s,
+        note=note,
+        phase=phase,
+        events=ledger.events,
+        address=cfg.ray.address,
+        object_store_memory=cfg.object_store_memory,
+        early_threads=threads if cfg.device == "cpu" else None,  # a GPU's roles are not forked
+    )

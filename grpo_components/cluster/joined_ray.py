@@ -1,0 +1,190 @@
+"""A Ray cluster that the run joins, and shares with others."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from grpo_components.cluster import node_side
+from grpo_components.cluster.nodes import answers, on_node, this_node
+from grpo_components.cluster.placement import Need, Placement
+from grpo_components.cluster.ray_start import join_ray
+from grpo_components.cluster.remote_files import RemoteFiles
+from grpo_components.errors import fail
+
+_CHECK_S = 120.0
+"""Longest wait for a node's answer before the start; it may have to unpack the code first."""
+_END_S = 30.0
+"""Longest wait for a node to end the run's processes and remove its files."""
+
+
+class JoinedRay:
+    """Starts the roles of a run in a cluster that is there, and leaves nothing behind in it.
+
+    Args:
+        address: `auto`, or host:port of the cluster's head.
+        output_dir: folder of the run.
+        log_level: logging level of Ray.
+        note: function that shows a line to the user.
+    """
+
+    def __init__(
+        self, address: str, output_dir: Path, log_level: str, note: Callable[[str], None]
+    ) -> None:
+        self._address, self._output_dir = address, output_dir.absolute()
+        self._log_level, self._note = log_level, note
+        self.name = node_side.SCRATCH_PREFIX + secrets.token_hex(6)
+        self.scratch = Path("/tmp") / self.name
+        """Folder for temporary files of the run, on every node."""
+        self.marker = f".{self.name}"
+        """File in the run's folder by which a node sees that it shares the folder."""
+        self.files = RemoteFiles(self._output_dir, self.scratch)
+        self._placement, self._hosts = Placement(), dict[str, str]()
+
+    def start(self) -> None:
+        """Join the cluster.
+
+        Raises:
+            ValueError: it cannot be joined.
+        """
+        join_ray(self._address, self._log_level)
+        (self._output_dir / self.marker).touch()
+
+    def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
+        """Reserve room for all roles, and check the nodes that they will run on.
+
+        Args:
+            needs: needs of each family of roles.
+            timeout_s: longest wait for room that others take, in seconds.
+
+        Raises:
+            ValueError: the cluster is too small, or a node lacks what its roles need.
+            TimeoutError: others did not leave room in time.
+        """
+        self._placement.reserve(needs, timeout_s, self._note)
+        paths: dict[str, dict[str, str]] = {this_node(): {}}
+        for family, nodes in self._placement.nodes().items():
+            for node in nodes:
+                paths.setdefault(node, {}).update(needs[family].paths)
+        paths[this_node()] = {key: path for each in paths.values() for key, path in each.items()}
+        asked = {
+            node: on_node(
+                node,
+                node_side.describe,
+                str(self._output_dir),
+                self.marker,
+                needed,
+                node == this_node(),
+            )
+            for node, needed in paths.items()
+        }
+        found, problems = answers(asked, "answer", _CHECK_S)
+        for node, problem in problems.items():
+            fail("ray.address", f"node {_address(node)} {problem}", "a cluster of working nodes")
+        own = found[this_node()]
+        for node, facts in found.items():
+            self._hosts[node] = f"{facts['host']} ({_address(node)})"
+            _check_node(self._hosts[node], facts, own, paths[node], self._output_dir)
+        nodes = ", ".join(
+            f"{', '.join(sorted(families))} on {self._hosts[node]}"
+            for node, families in _by_node(self._placement.nodes()).items()
+        )
+        self._note(f"joined the Ray cluster at {self._address}: {nodes}")
+        for node, facts in found.items():
+            if not facts["shares"]:
+                self._note(
+                    f"{self._hosts[node]} does not see {self._output_dir}: its files come through "
+                    "Ray"
+                )
+                self.files.add_node(node)
+
+    def options(
+        self, name: str, role_class: str, variables: dict[str, str], num_gpus: float
+    ) -> dict[str, Any]:
+        """Return Ray's options for the process of a role.
+
+        Args:
+            name: name of the role.
+            role_class: dotted path of the role's class.
+            variables: environment variables of the process.
+            num_gpus: number of GPUs, or the share of one; as reserved.
+        """
+        variables = variables | {node_side.RUN_VARIABLE: self.name}
+        return {**self._placement.options(name), "runtime_env": {"env_vars": variables}}
+
+    def stop(self, kill_roles: Callable[[], None]) -> None:
+        """End the run's processes on every node, bring their last files and remove the rest.
+
+        Args:
+            kill_roles: function that kills the processes of all roles.
+        """
+        try:
+            if ray.is_initialized():
+                kill_roles()
+                self._clear_nodes()
+                self._placement.remove()
+        finally:
+            with contextlib.suppress(RayError):
+                ray.shutdown()
+            (self._output_dir / self.marker).unlink(missing_ok=True)
+
+    def _clear_nodes(self) -> None:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in self._hosts if node in alive]
+        ending = {node: on_node(node, node_side.end_processes, self.name) for node in nodes}
+        _, unreachable = answers(ending, "end the run's processes", _END_S)
+        self.files.bring_last(_END_S)
+        folder, scratch = str(self._output_dir), str(self.scratch)
+        clearing = {
+            node: on_node(node, node_side.clear, folder, scratch)
+            for node in nodes
+            if node not in unreachable
+        }
+        _, left = answers(clearing, "remove the run's files", _END_S)
+        for node, problem in (unreachable | left).items():
+            self._note(f"{self._hosts[node]} {problem}")
+
+
+def _address(node_id: str) -> str:
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+def _by_node(families: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    nodes: dict[str, set[str]] = {}
+    for family, ids in families.items():
+        for node in ids:
+            nodes.setdefault(node, set()).add(family)
+    return nodes
+
+
+def _check_node(
+    host: str,
+    facts: Mapping[str, Any],
+    own: Mapping[str, Any],
+    paths: Mapping[str, str],
+    folder: Path,
+) -> None:
+    """Compare a node with the driver's.
+
+    Raises:
+        ValueError: it has other versions, lacks a model, or has another one.
+    """
+    for name, version in own["versions"].items():
+        given = facts["versions"].get(name)
+        if given != version:
+            problem = f"{host} has {name} {given or 'not at all'}, the driver's node has {version}"
+            fail("ray.address", problem, "nodes with the same packages")
+    if facts["other"]:
+        problem = f"{host} has a folder {folder} that is not this run's"
+        fail("output_dir", problem, "a shared folder, or one that is not on that node")
+    for key, path in paths.items():
+        content = facts["contents"][key]
+        if content != own["contents"][key]:
+            problem = f"{host} has no {path}" if content is None else f"{host} has another {path}"
+            fail(key, problem, "a path with the same files on every node")

@@ -1,0 +1,149 @@
+"""Reserves room for the roles of a run in a cluster that others use as well."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from grpo_components.cluster.nodes import this_node
+from grpo_components.errors import fail
+
+_NOTE_AFTER_S = 5.0
+"""Seconds after which the user is told that the run waits for room."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the processes of one family of roles, e.g. all trainers, need of a cluster."""
+
+    count: int
+    """Number of processes."""
+    resources: Mapping[str, float]
+    """Ray's resources of one process, which is never split over two nodes."""
+    strategy: Literal["PACK", "SPREAD"]
+    """PACK: on as few nodes as possible, as they talk to each other. SPREAD: on many nodes."""
+    paths: Mapping[str, str]
+    """Files and folders that each process reads, by config key."""
+
+    def text(self) -> str:
+        """Return the need in words."""
+        each = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
+        return f"{self.count} x {each}"
+
+
+def family_of(name: str) -> str:
+    """Return the family of a role: `trainer` of `trainer_0`."""
+    family, _, number = name.rpartition("_")
+    return family if number.isdigit() else name
+
+
+class Placement:
+    """Places the roles of a run: those with needs in placement groups, others with the driver."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Any] = {}
+        self._needs: Mapping[str, Need] = {}
+
+    def reserve(
+        self, needs: Mapping[str, Need], timeout_s: float, note: Callable[[str], None]
+    ) -> None:
+        """Reserve room for all roles, before the first of them starts.
+
+        Args:
+            needs: needs of each family.
+            timeout_s: longest wait for room that other runs take, in seconds.
+            note: function that shows a line to the user.
+
+        Raises:
+            ValueError: the whole cluster lacks the room.
+            TimeoutError: the cluster has it, but others keep it.
+        """
+        self._needs = needs
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        _check_room(needs, nodes)
+        for family, need in needs.items():
+            bundles = [dict(need.resources) for _ in range(need.count)]
+            self._groups[family] = placement_group(bundles, strategy=need.strategy)
+        ready = [group.ready() for group in self._groups.values()]
+        wanted = ", ".join(f"{family} {need.text()}" for family, need in needs.items())
+        try:
+            ray.get(ready, timeout=min(_NOTE_AFTER_S, timeout_s))
+        except GetTimeoutError:
+            note(f"waiting up to {timeout_s:g} s for room in the cluster: {wanted}")
+            try:
+                ray.get(ready, timeout=timeout_s)
+            except GetTimeoutError:
+                free = ray.available_resources()
+                left = {
+                    name: free.get(name, 0) for need in needs.values() for name in need.resources
+                }
+                found = ", ".join(f"{amount:g} {name}" for name, amount in left.items())
+                raise TimeoutError(
+                    f"the driver waited {timeout_s:g} s (timeouts.startup_s) for other runs on the "
+                    f"Ray cluster to leave room for {wanted}; free now: {found}"
+                ) from None
+
+    def nodes(self) -> dict[str, set[str]]:
+        """Return the ids of the nodes on which each family's processes will run."""
+        return {
+            family: set(placement_group_table(group)["bundles_to_node_id"].values())
+            for family, group in self._groups.items()
+        }
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Return Ray's options for the process of a role.
+
+        Args:
+            name: name of the role; numbers of a family count from 0.
+        """
+        family = family_of(name)
+        if family not in self._groups:  # it talks to the driver only, and takes no room
+            here = NodeAffinitySchedulingStrategy(this_node(), soft=False)
+            return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": here}
+        number = int(name.rpartition("_")[2]) if name != family else 0
+        resources = self._needs[family].resources
+        return {
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._groups[family], placement_group_bundle_index=number
+            ),
+        }
+
+    def remove(self) -> None:
+        """Give the room back; processes that still run in it are killed."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+
+
+def _check_room(needs: Mapping[str, Need], nodes: list[Mapping[str, float]]) -> None:
+    """Refuse needs that the nodes could not meet even if nobody else used them."""
+    wanted = defaultdict[str, float](float)
+    for family, need in needs.items():
+        for name, amount in need.resources.items():
+            wanted[name] += need.count * amount
+            largest = max((node.get(name, 0) for node in nodes), default=0)
+            if amount > largest:
+                problem = f"one needs {amount:g} {name}, and the cluster's largest node has"
+                key = f"gpus_per_{family}" if name == "GPU" else f"cpu_threads.{family}"
+                fail(key, f"{problem} {largest:g}", f"at most {largest:g}, or larger nodes")
+    for name, amount in wanted.items():
+        if amount > (total := sum(node.get(name, 0) for node in nodes)):
+            counts = ", ".join(f"{family}: {need.text()}" for family, need in needs.items())
+            problem = f"the roles need {amount:g} {name}, and the cluster has {total:g}"
+            fail("ray.address", f"{problem} ({counts})", "a larger cluster, or fewer roles")

@@ -1,0 +1,113 @@
+"""Calls all trainer ranks together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from grpo_components.cluster.batch import Batch
+from grpo_components.cluster.calls import Part
+from grpo_components.cluster.remote_files import RemoteFiles
+from grpo_components.cluster.role import Role
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.training.step_result import StepResult
+
+CHECKPOINT_LANE = "checkpoint"
+"""Name of the thread in which a role writes checkpoints while its main thread works."""
+
+
+class TrainersHandle:
+    """Calls all trainer ranks; each rank gets the same calls in the same order.
+
+    Args:
+        roles: roles of the ranks.
+        ledger: ledger of the run.
+        train_step_s: longest wait for a call other than for exported weights, in seconds.
+        weights_s: longest wait for exported weights, in seconds.
+        remote_files: copies checkpoints from and to nodes that do not see the run's folder.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        ledger: Ledger,
+        train_step_s: float,
+        weights_s: float,
+        remote_files: RemoteFiles | None = None,
+    ) -> None:
+        self._roles, self._ledger, self._remote_files = roles, ledger, remote_files
+        self._train_step_s, self._weights_s = train_step_s, weights_s
+
+    async def train_step(self, batch: Batch, advantages: NDArray[Any]) -> StepResult:
+        """Train on one batch; every rank takes its share.
+
+        Args:
+            batch: B groups of G responses.
+            advantages: [B, G] advantages of the responses.
+        """
+        steps_done = self._ledger.steps_done
+        return (await self._on_all("train_step", batch.packed, advantages.ravel(), steps_done))[0]
+
+    async def gather_weights(self) -> int:
+        """Gather the sharded weights and return their policy version."""
+        return (await self._on_all("gather_weights"))[0]
+
+    def export_weights(self, version: int) -> tuple[list[Part], list[Part]]:
+        """Start to pack the gathered weights, while the next step may run.
+
+        Returns:
+            References to each rank's bucket (weights) and to each rank's manifest (what is in it).
+        """
+        exports = [
+            role.submit("export_weights", version, num_returns=2, lane="export")
+            for role in self._roles
+        ]
+        buckets, manifests = zip(*exports, strict=True)
+        return list(buckets), list(manifests)
+
+    async def manifests(self, references: Sequence[Any]) -> list[Any]:
+        """Wait for the ranks' manifests and return them.
+
+        Args:
+            references: the second result of `export_weights`.
+        """
+        exports = zip(self._roles, references, strict=True)
+        return [
+            await role.answer(part, "export_weights", self._weights_s) for role, part in exports
+        ]
+
+    async def hold_state(self, *, in_background: bool) -> None:
+        """Keep the present state for `write_state`; as a copy if that runs in the background."""
+        await self._on_all("hold_state", in_background)
+
+    async def write_state(self, folder: Path) -> list[str | None]:
+        """Write the held state to a checkpoint; return why it failed, or None, for each rank."""
+        failures = await self._on_all("write_state", str(folder), lane=CHECKPOINT_LANE)
+        if self._remote_files:
+            await self._remote_files.bring_checkpoint(folder)
+        return failures
+
+    async def load_state(self, checkpoint: Path) -> None:
+        """Load the state of a checkpoint on every rank."""
+        if not self._remote_files:
+            await self._on_all("load_state", str(checkpoint))
+            return
+        paths = {role.process.node_id: checkpoint for role in self._roles}
+        for node_id in paths:
+            paths[node_id] = await self._remote_files.path_on(node_id, checkpoint)
+        limit_s = self._train_step_s
+        calls = (
+            role.call("load_state", str(paths[role.process.node_id]), timeout_s=limit_s)
+            for role in self._roles
+        )
+        await asyncio.gather(*calls)
+
+    async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
+        """Call a method of all ranks at the same time: they wait for each other in collectives."""
+        limit_s = self._train_step_s
+        calls = (role.call(method, *args, timeout_s=limit_s, lane=lane) for role in self._roles)
+        return await asyncio.gather(*calls)

@@ -1,0 +1,43 @@
+"""The place where the ranks of a process group find each other: a TCP port on rank 0's node."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Address of rank 0, which listens before any other rank learns it."""
+
+    host: str
+    """IP address of rank 0's node."""
+    port: int
+    listener: int | None = None
+    """Descriptor of the listening socket in rank 0's process; None in the others."""
+
+
+def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
+    """Listen on a free port for the other ranks; called in rank 0's process.
+
+    The socket is handed on open: a port that was only looked up may be taken before it is used.
+
+    Args:
+        host: IP address of this node that the other ranks can reach.
+
+    Raises:
+        OSError: the address is not one of this node.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        return Rendezvous(host, port, listener.detach())
+
+
+def local_rendezvous() -> Rendezvous:
+    """Return a free port of this machine, on which rank 0 will listen once it has it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Rendezvous(*probe.getsockname())
