@@ -136,7 +136,7 @@ class Cluster:
             restarts_alone: whether the other roles can go on while this one is restarted.
             remembers: method whose last successful call is repeated after a restart.
             counts_restarts: whether the class takes `restart_count`, the role's number of restarts.
-            meets: whether the class takes `rendezvous`, where its family's processes find each other.
+            meets: whether the class takes `rendezvous`, where its family finds each other.
             kwargs: arguments of the class.
         """
         log_file, variables = str(self._logs / f"{name}.log"), _environment(cpu_threads, env)
@@ -166,8 +166,7 @@ class Cluster:
             remembers=remembers,
             names=self._names,
         )
-        self.roles.append(role)
-        self._starting.append(role)
+        self.roles, self._starting = [*self.roles, role], [*self._starting, role]
         return role
 
     def _rendezvous_of(self, name: str, host: Any) -> Any:

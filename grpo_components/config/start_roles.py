@@ -62,8 +62,8 @@ def start_roles(
         longest_prompt=longest_prompt,
         scratch=cluster.scratch,
     )
-    cluster.reserve(needs_of(cfg, arguments, num_references), cfg.timeouts.startup_s)
     spawn, timeouts = cluster.spawn, cfg.timeouts
+    cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
@@ -74,22 +74,21 @@ def start_roles(
     references = [
         spawn(f"reference_{n}", REFERENCE, **arguments.reference) for n in range(num_references)
     ]
-    reward_model = None
+    scorer = None
     if cfg.reward_model.path:
-        reward_model = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
+        scorer = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
     generators = [
         spawn(f"generator_{n}", generator, number=n, **arguments.generator)
         for n in range(cfg.num_generators)
     ]
     limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
+    batch_limits = timeouts.batch_s, timeouts.weights_s
     step_limits, files = (timeouts.train_step_s, timeouts.weights_s), cluster.remote_files
     return Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
-        buffer=ReplayBufferHandle(
-            buffer, ledger, timeouts.batch_s, timeouts.weights_s, wait_for_stale=waits
-        ),
+        buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, *step_limits, files),
         server=ParameterServerHandle(server, timeouts.weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
-        reward_model=reward_model and RewardModelHandle(reward_model, timeouts.rollout_s),
+        reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
     )
