@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,9 +29,13 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
         function: function of `node_side`.
         args: its arguments.
     """
-    there: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(function)
-    return task.remote(*args)
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return _task(function).options(scheduling_strategy=there).remote(*args)
+
+
+@functools.cache  # Ray exports a function each time that it becomes a task
+def _task(function: Callable[..., Any]) -> Any:
+    return ray.remote(num_cpus=0, max_retries=0)(function)
 
 
 def send_signal(node_id: str, pid: int, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +64,27 @@ class RemoteFiles:
                 while new := ray.get(self._ask(node_id, without=CHECKPOINTS), timeout=timeout_s):
                     self._write(node_id, new)
 
-    async def bring_checkpoint(self, folder: Path) -> None:
+    async def bring_checkpoint(self, folder: Path, nodes: Iterable[str]) -> None:
         """Bring a checkpoint that was written whole, and remove it on the nodes.
 
         Args:
             folder: folder of the checkpoint, in the run's folder.
+            nodes: ids of the nodes that wrote parts of it.
 
         Raises:
             OSError: a node cannot be reached.
         """
         below = str(folder.relative_to(self._output_dir))
-        for node_id, seen in list(self._seen.items()):
+        for node_id in self._seen.keys() & set(nodes):
             try:
                 await self._bring(node_id, below=f"{below}/")
                 await on_node(node_id, node_side.remove_files, str(self._output_dir), below)
             except RayError as error:
-                raise OSError(f"its part on node {node_id} is lost: {error}") from error
-            self._seen[node_id] = {
-                name: n for name, n in seen.items() if not name.startswith(below)
-            }
+                problem = " ".join(str(error).split())
+                raise OSError(f"a node's part of it is lost: {problem}") from error
+            seen = self._seen[node_id]
+            for name in [each for each in seen if each.startswith(f"{below}/")]:
+                del seen[name]
 
     async def _bring(self, node_id: str, **which: str) -> None:
         async with self._bringing:

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from grpo_components.errors import RoleFailedError
 
@@ -51,6 +57,11 @@ def _out_of_memory(error: OutOfMemoryError) -> str:
 def _cause_of_death(error: RayActorError) -> str:
     """Say how a process ended: the kind of exit, and the first sentence of Ray's explanation."""
     text = " ".join(str(error).split())
+    if "its node has died" in text:
+        found = re.search(r" ip: (\S+)", text)
+        return f"died: its node{f' {found[1]}' if found else ''} died, or cannot be reached"
+    if isinstance(error, ActorUnavailableError):
+        return "died: its process or its node cannot be reached"
     found = re.search(r"exit type: (\w+) Worker exit detail: (.+?\.)( |$)", text)
     if found is None:
         return f"died: {text}"

@@ -88,7 +88,8 @@ class TrainersHandle:
         """Write the held state to a checkpoint; return why it failed, or None, for each rank."""
         failures = await self._on_all("write_state", str(folder), lane=CHECKPOINT_LANE)
         if self._remote_files:
-            await self._remote_files.bring_checkpoint(folder)
+            nodes = {role.process.node_id for role in self._roles}
+            await self._remote_files.bring_checkpoint(folder, nodes)
         return failures
 
     async def load_state(self, checkpoint: Path) -> None:

@@ -146,8 +146,12 @@ class TwoMachines:
         for machine, end in ((self.a, f"{cable}a"), (self.b, f"{cable}b")):
             run("ip", "link", "set", end, "netns", str(machine.pid))
             machine.run("ip", "link", "set", end, "name", "eth0")
-            machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", "eth0")
+            # The address is the bridge's: the cable goes when the other machine is killed.
+            machine.run("ip", "link", "add", "br0", "type", "bridge")
+            machine.run("ip", "link", "set", "eth0", "master", "br0")
+            machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", "br0")
             machine.run("ip", "link", "set", "eth0", "up")
+            machine.run("ip", "link", "set", "br0", "up")
         self.cpus = cpus
 
     def start_ray(self) -> None:
