@@ -51,7 +51,7 @@ class SkippedStepsError(RuntimeError):
     """
 
 
-FailureKind = Literal["died", "silent", "raised", "waited", "refused"]
+FailureKind = Literal["died", "silent", "raised", "waited", "refused", "lost"]
 
 
 class RoleFailedError(RuntimeError):
@@ -63,6 +63,7 @@ class RoleFailedError(RuntimeError):
         log: path of the role's log file.
         kind: died: its process ended. silent: no answer in time. raised: its code raised.
             waited: it timed out waiting for others. refused: it refused a component of the config.
+            lost: data that it needed was lost with the node of another role.
     """
 
     def __init__(self, role: str, what: str, log: str, kind: FailureKind) -> None:

@@ -107,6 +107,13 @@ class Cluster:
             TimeoutError: others did not leave room in time.
         """
         self._ray.reserve(needs, timeout_s)
+        self._budget.check_room = self._check_room
+
+    def _check_room(self, failure: RoleFailedError) -> None:
+        """Refuse to restart a role for which no node that lives has room."""
+        living = [role.name for role in self.roles if not role.lost]
+        if problem := self._ray.why_no_room(living):
+            raise failure.with_history(problem)
 
     def spawn(
         self,
@@ -212,8 +219,9 @@ class Cluster:
     ) -> None:
         """Run the loops to their end, and restart roles that fail.
 
-        A role with `restarts_alone` is restarted while the loops go on. If one without it fails,
-        all roles without it are restarted together, and the loops start again.
+        A role with `restarts_alone` is restarted while the loops go on. If one without it fails, or
+        data is lost with a node, all roles without it are restarted together, and the loops start
+        again.
 
         Args:
             loops: function that runs all loops of the recipe.
@@ -256,7 +264,9 @@ class Cluster:
                 except ExceptionGroup as failures:
                     failure = root_cause(failures)
                     names = [role.name for role in self._restarted_together()]
-                    if not isinstance(failure, RoleFailedError) or failure.role not in names:
+                    if not isinstance(failure, RoleFailedError):
+                        raise
+                    if failure.role not in names and failure.kind != "lost":
                         raise
                     await self._restart_together(failure, self._attempt + 1)
                     await begin_again()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,14 @@ class JoinedRay:
                     "Ray"
                 )
                 self.files.add_node(node)
+
+    def why_no_room(self, names: Sequence[str]) -> str:
+        """Say why the nodes that live have no room for roles; empty if they have.
+
+        Args:
+            names: names of the roles.
+        """
+        return self._placement.why_no_room(names)
 
     def options(
         self, name: str, role_class: str, variables: dict[str, str], num_gpus: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,10 @@ class OwnRay:
 
     def reserve(self, needs: Mapping[str, Need], timeout_s: float) -> None:
         """Do nothing: preflight has checked that the roles fit on this machine."""
+
+    def why_no_room(self, names: Sequence[str]) -> str:
+        """Return the empty string: the only machine that there is lives."""
+        return ""
 
     def options(
         self, name: str, role_class: str, variables: dict[str, str], num_gpus: float

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,8 +72,7 @@ class Placement:
             TimeoutError: the cluster has it, but others keep it.
         """
         self._needs = needs
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        _check_room(needs, nodes)
+        _check_room(needs, _nodes())
         for family, need in needs.items():
             bundles = [dict(need.resources) for _ in range(need.count)]
             self._groups[family] = placement_group(bundles, strategy=need.strategy)
@@ -96,6 +94,19 @@ class Placement:
                     f"the driver waited {timeout_s:g} s (timeouts.startup_s) for other runs on the "
                     f"Ray cluster to leave room for {wanted}; free now: {found}"
                 ) from None
+
+    def why_no_room(self, names: Sequence[str]) -> str:
+        """Say why the nodes that live have no room for roles; empty if they have.
+
+        Args:
+            names: names of the roles.
+        """
+        families = [family_of(name) for name in names]
+        wanted = [self._needs[family].resources for family in families if family in self._needs]
+        nodes = _nodes()
+        if fits(wanted, nodes):
+            return ""
+        return f"the {len(nodes)} nodes that live have no room for it ({_totals(nodes, wanted)})"
 
     def nodes(self) -> dict[str, set[str]]:
         """Return the ids of the nodes on which each family's processes will run."""
@@ -131,19 +142,46 @@ class Placement:
         self._groups.clear()
 
 
-def _check_room(needs: Mapping[str, Need], nodes: list[Mapping[str, float]]) -> None:
+def _nodes() -> list[dict[str, float]]:
+    """Return the resources of each node that lives, used or not."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]]) -> None:
     """Refuse needs that the nodes could not meet even if nobody else used them."""
-    wanted = defaultdict[str, float](float)
     for family, need in needs.items():
         for name, amount in need.resources.items():
-            wanted[name] += need.count * amount
             largest = max((node.get(name, 0) for node in nodes), default=0)
             if amount > largest:
-                problem = f"one needs {amount:g} {name}, and the cluster's largest node has"
+                problem = f"one process needs {amount:g} {name}, the cluster's largest node has"
                 key = f"gpus_per_{family}" if name == "GPU" else f"cpu_threads.{family}"
                 fail(key, f"{problem} {largest:g}", f"at most {largest:g}, or larger nodes")
-    for name, amount in wanted.items():
-        if amount > (total := sum(node.get(name, 0) for node in nodes)):
-            counts = ", ".join(f"{family}: {need.text()}" for family, need in needs.items())
-            problem = f"the roles need {amount:g} {name}, and the cluster has {total:g}"
-            fail("ray.address", f"{problem} ({counts})", "a larger cluster, or fewer roles")
+    wanted = [need.resources for need in needs.values() for _ in range(need.count)]
+    if not fits(wanted, nodes):
+        counts = ", ".join(f"{family} {need.text()}" for family, need in needs.items())
+        problem = f"its {len(nodes)} nodes with {_totals(nodes, wanted)} have no room for {counts}"
+        fail("ray.address", problem, "a larger cluster, or fewer roles")
+
+
+def _totals(nodes: Sequence[Mapping[str, float]], wanted: Sequence[Mapping[str, float]]) -> str:
+    names = sorted({name for resources in wanted for name in resources})
+    return " and ".join(f"{sum(node.get(n, 0) for node in nodes):g} {n}" for n in names)
+
+
+def fits(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether processes fit onto nodes, the largest placed first, none split over two.
+
+    Args:
+        wanted: resources of each process.
+        nodes: resources of each node.
+    """
+    left = [dict(node) for node in nodes]
+    for resources in sorted(wanted, key=lambda each: sorted(each.items()), reverse=True):
+        for node in left:
+            if all(node.get(n, 0) >= amount - 1e-9 for n, amount in resources.items()):
+                for n, amount in resources.items():
+                    node[n] -= amount
+                break
+        else:
+            return False
+    return True

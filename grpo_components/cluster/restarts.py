@@ -27,6 +27,8 @@ class RestartBudget:
     ) -> None:
         self._max_restarts, self._window_s, self._clock = max_restarts, window_s, clock
         self._restarts: deque[tuple[float, str]] = deque()
+        self.check_room: Callable[[RoleFailedError], None] | None = None
+        """Function that raises if there is no room for a new process of the failed role."""
 
     def spend(self, failure: RoleFailedError, *, repeated: bool) -> float:
         """Count one restart of the failed role, or refuse it.
@@ -41,8 +43,9 @@ class RestartBudget:
             restart of the role in the window.
 
         Raises:
-            RoleFailedError: a restart cannot help (the role waited for others in vain, or refused
-                a component), the role's code raised the same error again, or the budget is used up.
+            RoleFailedError: a restart cannot help (the role waited for others in vain, refused a
+                component, or has no room), the role's code raised the same error again, or the
+                budget is used up.
         """
         now, role = self._clock(), failure.role
         while self._restarts and now - self._restarts[0][0] > self._window_s:
@@ -50,6 +53,8 @@ class RestartBudget:
         of_role = sum(restarted == role for _, restarted in self._restarts)
         if failure.kind in ("waited", "refused"):
             raise failure
+        if self.check_room is not None:
+            self.check_room(failure)
         if failure.kind == "raised" and repeated:
             raise failure.with_history("failed the same way again after a restart")
         if len(self._restarts) >= self._max_restarts:

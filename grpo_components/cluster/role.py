@@ -329,12 +329,14 @@ class Role:
         self, failure: RoleFailedError, process: RoleProcess, *, repeated: bool = False
     ) -> None:
         """Restart the role unless done already; raise a failure that this cannot mend."""
-        of_another = failure.role != self.name  # the call needed another role's result
-        restarting_now = asyncio.current_task() is self._restarting
-        if of_another or not self.restarts_alone or restarting_now:
+        # The call needed another role's result, or one that is lost.
+        of_another = failure.role != self.name or failure.kind == "lost"
+        if of_another or not self.restarts_alone or asyncio.current_task() is self._restarting:
             raise failure
         if self._restarting is None and process is self.process and not self.lost:
             self._restarting = asyncio.create_task(self._restart(failure, repeated))
+            # Nobody may be left to wait for it if another role has ended the loops meanwhile.
+            self._restarting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await self._wait_restarted()
 
     async def _restart(self, failure: RoleFailedError, repeated: bool) -> None:
@@ -368,7 +370,7 @@ class Role:
                     if self.recover is not None:
                         await self.recover()
                 except RoleFailedError as again:
-                    if again.role != self.name:
+                    if again.role != self.name or again.kind == "lost":
                         raise
                     repeated, failure = again.what == failure.what, again
                 else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ray.exceptions import (
     ActorUnavailableError,
+    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -42,6 +43,9 @@ def role_failure(
         name = names.get(cause.actor_id or "", role)
         log = str(Path(log_file).with_name(f"{name}.log"))
         return RoleFailedError(name, _cause_of_death(cause), log, "died")
+    if isinstance(cause, ObjectLostError):
+        what = f"cannot go on with {method}: data that it needs was lost with another node"
+        return RoleFailedError(role, what, log_file, "lost")
     if isinstance(cause, OutOfMemoryError):
         return RoleFailedError(role, _out_of_memory(cause), log_file, "died")
     return RoleFailedError(role, f"failed in {method}: {error}", log_file, "raised")

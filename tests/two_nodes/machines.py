@@ -32,7 +32,9 @@ def why_not() -> str:
         return "network namespaces need root"
     if missing := [name for name in ("ip", "tc", "unshare", "nsenter") if not shutil.which(name)]:
         return f"{', '.join(missing)} not found"
-    tried = subprocess.run(["unshare", "-mnpu", "--kill-child", "true"], capture_output=True, text=True)
+    tried = subprocess.run(
+        ["unshare", "-mnpu", "--kill-child", "true"], capture_output=True, text=True
+    )
     return tried.stderr.strip()
 
 
@@ -86,7 +88,16 @@ class Machine:
 
     def command(self, *command: str | Path) -> list[str]:
         """Return the command that runs another one on this machine."""
-        return ["nsenter", "-t", str(self.pid), "-m", "-n", "-p", "-u", *(str(each) for each in command)]
+        return [
+            "nsenter",
+            "-t",
+            str(self.pid),
+            "-m",
+            "-n",
+            "-p",
+            "-u",
+            *(str(each) for each in command),
+        ]
 
     def run(self, *command: str | Path, timeout_s: float = 120) -> str:
         """Run a command to its end; return its output."""
@@ -114,6 +125,10 @@ class Machine:
         listed = self.run("ps", "-eo", "pid,stat,args", "--no-headers").splitlines()
         rows = [line.split(None, 2) for line in listed]
         return {int(pid): args for pid, stat, args in rows if pid != "1" and "Z" not in stat}
+
+    def path(self, inside: str | Path) -> Path:
+        """Return the path under which this process finds a file of the machine."""
+        return Path(f"/proc/{self.pid}/root{inside}")
 
     def kill(self) -> None:
         """End the machine with all its processes at once, as a power cut would."""
@@ -164,11 +179,13 @@ class TwoMachines:
         """Set the link between them `up` or `down`."""
         self.b.run("ip", "link", "set", "eth0", state)
 
-    def slow_down(self) -> None:
-        """Make the link slow: 100 ms and 10 Mbit/s."""
-        shape = ("root", "netem", "delay", "100ms", "rate", "10mbit", "limit", "10000")
+    def shape(self, *rule: str) -> None:
+        """Make the link slow by a rule of `tc`; without one it is fast again."""
         for machine in (self.a, self.b):
-            machine.run("tc", "qdisc", "add", "dev", "eth0", *shape)
+            if rule:
+                machine.run("tc", "qdisc", "add", "dev", "eth0", "root", *rule)
+            else:
+                machine.run("tc", "qdisc", "del", "dev", "eth0", "root")
 
     def close(self) -> None:
         """End both machines."""

@@ -1,0 +1,247 @@
+"""One run on two machines that share no files: equal to one machine, and through every fault."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from machines import BIN, TwoMachines, why_not
+from whole_runs import assert_same_run, records
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"
+POLICY = Path("/tmp/torchtune-async-grpo")
+WORK = Path("/tmp/work")
+REWARD = """
+class Shortness:
+    max_reward = 1.0
+
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason):
+        return 1.0 / (1 + len(response_text))
+"""
+SPLIT = ["cpu_threads.trainer=3", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"]
+"""With 5 CPUs a machine, the two ranks are on two machines, and so are the generators."""
+SYNCHRONOUS = ["max_staleness=0", "pull_every_m_rollouts=1", "save_every_n_steps=2"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(why_not()), reason=f"two machines on one: {why_not()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def make_machines(tiny_policy):
+    """Returns a function that makes two machines with a Ray cluster."""
+    made = []
+
+    def make(*cpus):
+        two = TwoMachines({POLICY: POLICY}, cpus)
+        made.append(two)
+        two.start_ray()
+        return two
+
+    yield make
+    for two in made:
+        two.close()
+
+
+@pytest.fixture(scope="module")
+def two(make_machines):
+    """Two machines; the first one alone has a fork of the recipe and a reward of its user."""
+    machines = make_machines(5, 5)
+    folder = machines.a.path(WORK)
+    folder.mkdir()
+    (folder / "lengths.py").write_text(REWARD)
+    recipe = RECIPE.read_text().replace("return losses, {", "return 2 * losses, {")
+    assert recipe != RECIPE.read_text()
+    (folder / "my_grpo.py").write_text(recipe)
+    return machines
+
+
+def start(two, output_dir, *overrides, recipe=RECIPE.stem, address="auto"):
+    two.a.path(WORK).mkdir(exist_ok=True)
+    command = [BIN / "tune", "run", recipe, "--config", "tiny_async_grpo_2x2"]
+    settings = [f"output_dir={output_dir}", f"ray.address={address}", *overrides]
+    # nsenter keeps the working directory of this machine; env -C sets it on the other.
+    return two.a.start(
+        *("env", "-C", WORK, *command, *settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, on_line=lambda line: None, timeout_s=300):
+    timer = threading.Timer(timeout_s, process.terminate)
+    timer.start()
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        on_line(line)
+    timer.cancel()
+    return process.wait(30), "".join(lines)
+
+
+def once(pattern, action):
+    """A function of a printed line that acts at the first one with a pattern."""
+    waiting = [pattern]
+
+    def on_line(line):
+        if waiting and re.search(waiting[0], line):
+            waiting.clear()
+            action()
+
+    return on_line
+
+
+def assert_clean(*machines):
+    """Only Ray's own processes and folders are left."""
+    for machine in machines:
+        running = machine.processes().values()
+        assert not [line for line in running if "RoleHost" in line or "tune" in line], running
+        left = [path.name for path in machine.path("/tmp").iterdir()]
+        assert not [name for name in left if name.startswith("grpo-")], left
+        assert not list(machine.path("/dev/shm").glob("sem.*"))
+
+
+def assert_whole(two, output_dir, says):
+    """The audit holds, and every role's log is in the run's folder."""
+    command = ("python", "-m", "grpo_components.audit", output_dir)
+    table = two.a.run("env", "-C", WORK, *command)
+    assert "every rule holds" in table and says in table, table
+    logs = two.a.path(output_dir) / "logs"
+    started = {record["role"]: record["node"] for record in records(logs / "roles.jsonl")}
+    assert all((logs / f"{role}.log").stat().st_size for role in started)
+    assert {"generator_0", "generator_1", "trainer_0", "trainer_1"} <= started.keys()
+    return started
+
+
+def test_synchronous_runs_on_one_and_two_machines_are_equal_to_the_bit(two):
+    mine = [*SYNCHRONOUS, *SPLIT, "num_steps=2", "rewards.short._component_=lengths.Shortness"]
+    alone = start(two, "/tmp/alone", *mine, recipe="my_grpo.py", address="null")
+    code, output = finish(alone)
+    assert code == 0, output
+    code, output = finish(start(two, "/tmp/both", *mine, recipe="my_grpo.py"))
+    assert code == 0, output
+    assert "node-b (10.77.0.2) does not see /tmp/both: its files come through Ray" in output
+    started = assert_whole(two, "/tmp/both", "2 steps, policy version 2")
+    assert Counter(started.values())["node-b"] >= 2
+    assert started["trainer_0"] != started["trainer_1"]
+    assert started["generator_0"] != started["generator_1"]
+    assert_same_run(two.a.path("/tmp/alone"), two.a.path("/tmp/both"), num_steps=2)
+    rewards = records(two.a.path("/tmp/both") / "logs" / "metrics.jsonl")[-1]
+    assert any("short" in key for key in rewards)
+    assert_clean(two.a, two.b)
+    assert not two.b.path("/tmp/both").exists()
+
+
+def test_a_resumed_run_goes_on_after_20_seconds_without_a_link(two):
+    def cut():
+        two.link("down")
+        threading.Timer(20, two.link, ["up"]).start()
+
+    resumed = [*SPLIT, "resume_from_checkpoint=true", "num_steps=8", "save_every_n_steps=3"]
+    run = start(two, "/tmp/both", *SYNCHRONOUS[:2], *resumed, recipe="my_grpo.py")
+    code, output = finish(run, once(r"step +4/", cut))
+    assert code == 0, output
+    assert_whole(two, "/tmp/both", "8 steps, policy version 8")
+    assert_clean(two.a, two.b)
+
+
+def test_two_runs_side_by_side_on_a_slow_link_end_well(two):
+    two.shape("netem", "delay", "100ms", "rate", "10mbit", "limit", "10000")
+    small = ["num_generators=1", "num_trainers=1", "num_references=1", "groups_per_step=2"]
+    steps = ["num_steps=2", "group_size=4", "eval_dataset.num_rows=8"]
+    folders = ("/tmp/one", "/tmp/other")
+    runs = [start(two, folder, *small, *steps) for folder in folders]
+    for run in runs:
+        code, output = finish(run)
+        assert code == 0, output
+    two.shape()
+    for folder in folders:
+        says = two.a.run("env", "-C", WORK, "python", "-m", "grpo_components.audit", folder)
+        assert "every rule holds" in says
+    assert_clean(two.a, two.b)
+
+
+def test_a_run_whose_link_is_down_for_good_ends_with_one_line(two):
+    run = start(two, "/tmp/cut", *SPLIT, "num_steps=50", "timeouts.heartbeat_s=15")
+    code, output = finish(run, once(r"step +3/", lambda: two.link("down")))
+    assert code == 1, output
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "have no room for it" in error or "could not be written" in error
+    assert "Traceback" not in output
+    assert_clean(two.a)
+    audit = two.a.run("env", "-C", WORK, "python", "-m", "grpo_components.audit", "/tmp/cut")
+    assert "every rule holds" in audit
+
+
+def test_a_run_goes_on_when_a_machine_is_killed_with_all_its_roles(make_machines):
+    two = make_machines(9, 5)  # the trainers fit on the first machine, as PACK wants them
+    sizes = ["num_steps=12", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"]
+    run = start(two, "/tmp/run", *sizes, "save_every_n_steps=5")
+    code, output = finish(run, once(r"step +3/", two.b.kill))
+    assert code == 0, output
+    restarts = re.findall(r"^(\w+) .*restarting", output, re.MULTILINE)
+    assert restarts and set(restarts) <= {"generator_1", "generator_0"}, output
+    assert_whole(two, "/tmp/run", "12 steps, policy version 12")
+    assert_clean(two.a)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["cpu_threads.trainer=40"], "config error: cpu_threads.trainer: one process needs 40 CPU"),
+        (["num_generators=90"], "config error: ray.address: its 2 nodes with 10 CPU have no room"),
+        (["base_model_path=/tmp/mine"], "config error: base_model_path: node-b (10.77.0.2) has no"),
+        (["object_store_memory=1000000000"], "config error: object_store_memory: given with"),
+        (["ray.address=10.77.0.9:1"], "config error: ray.address: 10.77.0.9:1 given, and Ray says"),
+    ],
+)
+def test_what_a_cluster_lacks_is_one_line_before_any_role_starts(two, overrides, says):
+    mine = two.a.path("/tmp/mine")
+    if not mine.exists():
+        shutil.copytree(POLICY / "tiny_policy", mine)
+    code, output = finish(start(two, "/tmp/refused", *SPLIT, *overrides))
+    assert (code, output.splitlines()[-1][: len(says)]) == (2, says), output
+    assert "starting parameter_server" not in output
+    assert_clean(two.a, two.b)
+
+
+def test_a_wrong_token_is_one_line(two):
+    given = two.a.environment
+    two.a.environment = {**given, "RAY_AUTH_TOKEN": "0" * 64}
+    code, output = finish(start(two, "/tmp/refused", *SPLIT))
+    two.a.environment = given
+    assert code == 2, output
+    assert output.splitlines()[-1].startswith("config error: ray.address: auto given"), output
+
+
+def test_a_run_of_its_own_listens_on_loopback_only_beside_a_cluster(two):
+    sizes = ["num_steps=1", "num_generators=1", "num_trainers=1", "eval_dataset.num_rows=8"]
+    run = start(two, "/tmp/private", *sizes, "loss.kl_coeff=0", address="null")
+    heard = []
+
+    def listen():
+        lines = two.a.run("ss", "-ltnpH").splitlines()
+        heard.extend(line.split()[3] for line in lines if "ray::RoleHost" in line)
+
+    code, output = finish(run, once(r"step +0", listen))
+    assert code == 0, output
+    assert heard and all(each.startswith(("127.0.0.1:", "[::1]:")) for each in heard), heard
+
+
+def test_the_driver_is_not_the_only_one_that_knows_the_cluster(two):
+    """Ray itself says that no placement group and no actor of a run is left."""
+    script = (
+        "import ray, json; ray.init('auto', log_to_driver=False, logging_level='ERROR');"
+        "from ray.util import placement_group_table as t;"
+        "print(json.dumps([g['state'] for g in t().values()]), ray.available_resources()['CPU'])"
+    )
+    states, free = two.a.run("python", "-c", script).splitlines()[-1].rsplit(" ", 1)
+    assert set(json.loads(states)) <= {"REMOVED"}
+    assert float(free) == 10
