@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ _SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,
     "worker_register_timeout_seconds": _REGISTER_S,
 }
+_CONNECT_S = 10.0
+"""Longest wait for a connection to a cluster's head, in seconds."""
 _LOG = logging.getLogger("cluster")
 
 
@@ -80,6 +83,9 @@ def join_ray(address: str, log_level: str) -> None:
     _quiet()
     allowed = "null for a Ray of the run's own, or a cluster of which this machine is a node"
     try:
+        if address != "auto":  # Ray itself would wait for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
         with _own_sigterm():
             ray.init(
                 address=address,
@@ -88,8 +94,8 @@ def join_ray(address: str, log_level: str) -> None:
                 runtime_env={"py_modules": [str(PACKAGE), *_users_packages()]},
             )
     # Ray has no common class for: no cluster there, another version, no or a wrong token.
-    except (RayError, ConnectionError, RuntimeError, ValueError, AssertionError) as error:
-        fail("ray.address", f"{address} given, and Ray says: {error}", allowed)
+    except (RayError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        fail("ray.address", f"{address} given, and it cannot be joined: {error}", allowed)
 
 
 def _users_packages() -> list[str]:
