@@ -17,7 +17,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install install-dev tiny-policy demo equivalence crash-anywhere test lint typecheck format clean
+.PHONY: help install install-dev tiny-policy demo equivalence crash-anywhere test test-two-nodes lint typecheck format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ crash-anywhere: tiny-policy  ## Kill and freeze roles of runs at random moments 
 
 test: lint typecheck  ## Check style and types, run all tests (about 20 minutes on two cores)
 	$(BIN)/pytest -n 2 --dist worksteal $$($(TRACKED) 'tests/**/test_*.py')
+
+test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 10 minutes)
+	$(BIN)/pytest tests/two_nodes
 
 lint: install-dev  ## Check style and spelling
 	@$(TRACKED) --left-out '**/*.py'
