@@ -1,0 +1,121 @@
+"""Real vLLM with two tensor-parallel workers: weights, versions, and the end of its processes."""
+
+import os
+import pickle
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_components.exchange.shared_weights import open_shared
+
+PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
+
+
+def submit(engine, max_tokens):
+    return [
+        engine.submit(ids, max_tokens=max_tokens, temperature=1.0, seed=i, stop_token_ids=[])
+        for i, ids in enumerate(PROMPTS)
+    ]
+
+
+def shared_memory(processes):
+    """Files in /dev/shm that processes have mapped."""
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes]
+    paths = {line.split(maxsplit=5)[-1] for text in maps for line in text.splitlines()}
+    return [path for path in paths if path.startswith("/dev/shm/")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_workers_take_weights_under_load_and_end_together(
+    make_engine, checkpoints, monkeypatch
+):
+    from grpo_components.rollout import vllm_weights
+    from grpo_components.rollout.vllm_engine import EngineStoppedError
+
+    monkeypatch.setattr(vllm_weights, "_PART_BYTES", 2**14)  # tensors in more than two parts
+    old, new = checkpoints / "untied_A", checkpoints / "untied_B"
+    engine = make_engine(old, workers=2)
+    workers = [each for each in psutil.Process().children() if "Worker" in each.name()]
+    assert len(workers) == 2
+    files = shared_memory(workers)
+    assert files, "the queues of vLLM"
+
+    running = submit(engine, max_tokens=300)
+    engine.submit(  # ends when the others are well on their way
+        [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
+    ).result(timeout=60)
+    engine.load_weights(7, load_file(new / "model.safetensors")).result(timeout=60)
+    for future in running:
+        versions = future.result(timeout=60).token_versions.tolist()
+        assert versions == sorted(versions) and set(versions) == {0, 7}
+    after = [future.result(timeout=60) for future in submit(engine, max_tokens=24)]
+    fresh = make_engine(new)
+    for two, future in zip(after, submit(fresh, max_tokens=24), strict=True):
+        one = future.result(timeout=60)
+        np.testing.assert_array_equal(two.token_ids, one.token_ids)
+        np.testing.assert_allclose(two.logprobs, one.logprobs, atol=1e-4)
+        assert set(two.token_versions.tolist()) == {7}
+
+    running = submit(engine, max_tokens=400)
+    workers[1].send_signal(signal.SIGKILL)
+    died = rf"worker process VllmWorker-1 \(pid {workers[1].pid}\) died, killed by signal 9"
+    with pytest.raises(EngineStoppedError, match=died):
+        running[0].result(timeout=60)
+    with pytest.raises(EngineStoppedError, match=died):
+        submit(engine, max_tokens=1)[0].result(timeout=60)
+    engine.close()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+    left = [path for path in files if os.path.exists(path) and "/psm_" not in path]
+    assert not left, "only Python's tracker of shared memory removes the rest, at the end"
+
+
+class Workers:
+    """Stands in for vLLM's executor: two workers that take what they are sent, in this process."""
+
+    def __init__(self, loads):
+        self.loads, self.taken, self.sent, self.opened = loads, {}, [], []
+
+    def collective_rpc(self, method, timeout, non_block, args=()):
+        assert timeout > 0 and non_block
+        self.sent.append(len(pickle.dumps(args)))
+        future = Future()
+        future.set_result([getattr(self, method.__name__)(number, *args) for number in (0, 1)])
+        return future
+
+    def _begin(self, number):
+        return {"norm", "qkv"}
+
+    def _load_part(self, number, shared):
+        self.opened.append(shared)
+        self.taken |= open_shared(shared)
+        return self.loads[number] & shared_names(shared)
+
+    def _finish(self, number):
+        return None
+
+
+def shared_names(shared):
+    return {name for name, *_ in shared.entries}
+
+
+def test_each_worker_must_have_loaded_all_its_parameters(build_engine):
+    from grpo_components.rollout.vllm_weights import load_into_workers
+
+    tensors = {"norm": torch.randn(2**16), "qkv": torch.randn(2**20)}
+    workers = Workers([{"norm", "qkv"}, {"norm", "qkv"}])
+    load_into_workers(workers, tensors)
+    assert all(torch.equal(workers.taken[name], tensor) for name, tensor in tensors.items())
+    assert max(workers.sent) < 1000, "bytes: the tensors themselves are not sent"
+    for shared in workers.opened:
+        with pytest.raises(OSError):
+            open_shared(shared)
+    with pytest.raises(RuntimeError, match=r"worker 1 did not load the parameters norm$"):
+        load_into_workers(Workers([{"norm", "qkv"}, {"qkv"}]), tensors)
