@@ -20,6 +20,7 @@ _NOTICE_S = 1.0
 """Seconds until the end of a process is noticed."""
 _EXIT_S = 5.0
 """Seconds that a killed process may take to end."""
+_NO_LEAKS = "ignore:resource_tracker"
 _SHM = Path("/dev/shm")
 
 
@@ -37,6 +38,8 @@ def worker_environment(threads: int) -> Iterator[None]:
         # few. Unbound, the kernel moves workers away from the cores of other roles.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
+        # Python's tracker of shared memory removes what killed workers leave; that is no warning.
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _NO_LEAKS])),
     }
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
