@@ -81,9 +81,10 @@ class VLLMEngine:
         self._engine = _build(options, seed)
         self._workers: WorkerProcesses | None = None
         if options.tensor_parallel_size > 1:
-            workers = cast(Any, self._core.model_executor).workers
-            self._workers = WorkerProcesses([worker.proc for worker in workers])
+            executor = cast(Any, self._core.model_executor)
+            self._workers = WorkerProcesses([worker.proc for worker in executor.workers])
             self._engine.collective_rpc(remove_names)
+            executor.rpc_broadcast_mq.buffer.is_creator = False  # else vLLM removes the name again
         self._engine.set_weight_version(str(BASE_VERSION))
         self.use = EngineUse(options.max_num_seqs)
         """What the thread spends its time on."""

@@ -21,7 +21,8 @@ _NOTICE_S = 1.0
 _EXIT_S = 5.0
 """Seconds that a killed process may take to end."""
 _NO_LEAKS = "ignore:resource_tracker"
-_SHM = Path("/dev/shm")
+_SHARED = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
+"""How the names of memory begin that vLLM's queues and, on a CPU, its reductions share."""
 
 
 @contextlib.contextmanager
@@ -56,11 +57,12 @@ def worker_environment(threads: int) -> Iterator[None]:
 def remove_names(_worker: Any) -> None:
     """Remove the names of the memory that a worker shares with others; all have it mapped by now.
 
-    Otherwise a killed worker would leave it behind. On CUDA, there is no such memory.
+    Otherwise killed workers would leave it behind.
     """
-    if name := os.environ.get("VLLM_DIST_IDENT"):
-        for path in _SHM.glob(f"{name}-*"):
-            path.unlink(missing_ok=True)  # another worker may be faster
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith(_SHARED):
+            Path(path).unlink(missing_ok=True)  # another worker may be faster
 
 
 class WorkerProcesses:

@@ -1,6 +1,7 @@
 """Worker processes end together, and with the process of their engine."""
 
 import ctypes
+import mmap
 import multiprocessing
 import os
 import signal
@@ -88,14 +89,15 @@ def test_the_environment_is_that_of_the_workers_only(monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_only_the_names_of_the_workers_own_memory_are_removed(tmp_path, monkeypatch):
-    names = ["vllm_dist_a-tp:0-[0-1]-cpushm_0", "vllm_dist_a-tp:0-[0-1]-cpushm_1", "vllm_dist_b-tp"]
-    for name in names:
-        (tmp_path / name).touch()
-    monkeypatch.setattr(worker_processes, "_SHM", tmp_path)
-    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)
+def test_only_names_of_memory_that_the_process_shares_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_processes, "_SHARED", (f"{tmp_path}/psm_", f"{tmp_path}/vllm_"))
+    for name in ("psm_mapped", "psm_not_mapped", "another_mapped"):
+        (tmp_path / name).write_bytes(b"shared")
+    views = []
+    for name in ("psm_mapped", "another_mapped"):
+        with (tmp_path / name).open("r+b") as file:
+            views.append(mmap.mmap(file.fileno(), 0))
     remove_names(None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    monkeypatch.setenv("VLLM_DIST_IDENT", "vllm_dist_a")
     remove_names(None)
-    assert [path.name for path in tmp_path.iterdir()] == names[2:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another_mapped", "psm_not_mapped"]
+    assert [view[:] for view in views] == [b"shared"] * 2
