@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,9 @@ def open_shared(shared: SharedTensors) -> dict[str, Tensor]:
     with open(shared.file, "rb") as file:
         # A private mapping: torch warns of memory that it must not write to.
         mapped = mmap.mmap(file.fileno(), shared.nbytes, access=mmap.ACCESS_COPY)
-    return {name: _view(mapped, *place) for name, *place in shared.entries}
+    return {
+        name: _view(mapped, dtype, shape, offset) for name, dtype, shape, offset in shared.entries
+    }
 
 
 def split(tensors: Mapping[str, Tensor], nbytes: int) -> Iterator[dict[str, Tensor]]:
@@ -93,8 +95,7 @@ def split(tensors: Mapping[str, Tensor], nbytes: int) -> Iterator[dict[str, Tens
         yield part
 
 
-def _view(mapped: mmap.mmap, dtype: str, shape: Iterable[int], offset: int) -> Tensor:
-    shape = tuple(shape)
+def _view(mapped: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
     numbers = torch.Size(shape).numel()
     if not numbers:
         return torch.empty(shape, dtype=getattr(torch, dtype))

@@ -99,10 +99,9 @@ class WorkerProcesses:
             process.join(_EXIT_S)
 
     def _watch(self) -> None:
-        sentinels = {process.sentinel: process for process in self._processes}
-        first, *_ = wait(list(sentinels))
+        ended = wait([process.sentinel for process in self._processes])
         if self._closing:
             return
-        self._dead = sentinels[int(first)]
+        self._dead = next(each for each in self._processes if each.sentinel in ended)
         for process in self._processes:
             process.kill()
