@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen2ForCausalLM
 
 from grpo_components.exchange.shared_weights import open_shared
 
@@ -23,6 +24,15 @@ def submit(engine, max_tokens):
     ]
 
 
+def whole_logprobs(path, prompt, completion):
+    """Logprobs of a completion by transformers, in one forward pass."""
+    model = Qwen2ForCausalLM.from_pretrained(path).float()
+    ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
+    return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :].numpy()
+
+
 def shared_memory(processes):
     """What processes have mapped of /dev/shm."""
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes]
@@ -33,16 +43,18 @@ def shared_memory(processes):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_workers_take_weights_under_load_and_end_together(
-    make_engine, checkpoints, monkeypatch
+    make_engine, checkpoints, force_cuda_defaults, monkeypatch
 ):
+    """With the scheduling of a GPU; the equivalence ladder has that of a CPU."""
     from grpo_components.rollout import vllm_weights
     from grpo_components.rollout.vllm_engine import EngineStoppedError
 
     monkeypatch.setattr(vllm_weights, "_PART_BYTES", 2**14)  # tensors in more than two parts
     old, new = checkpoints / "untied_A", checkpoints / "untied_B"
+    force_cuda_defaults()
     engine = make_engine(old, workers=2)
     workers = [each for each in psutil.Process().children() if "Worker" in each.name()]
-    assert len(workers) == 2
+    assert len(workers) == 2 and engine._core.batch_queue is not None
     shared = shared_memory(workers)
     assert shared and all(path.endswith(" (deleted)") for path in shared), "or a kill leaves names"
 
@@ -51,9 +63,12 @@ def test_two_workers_take_weights_under_load_and_end_together(
         [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
     ).result(timeout=60)
     engine.load_weights(7, load_file(new / "model.safetensors")).result(timeout=60)
-    for future in running:
-        versions = future.result(timeout=60).token_versions.tolist()
-        assert versions == sorted(versions) and set(versions) == {0, 7}
+    for prompt, future in zip(PROMPTS, running, strict=True):
+        completion = future.result(timeout=60)
+        versions = completion.token_versions
+        assert set(np.diff(versions)) == {0, 7}
+        gap = np.abs(completion.logprobs - whole_logprobs(old, prompt, completion))
+        assert gap[versions == 0].max() < 1e-4 < 1e-2 < gap[versions == 7].max()
     after = [future.result(timeout=60) for future in submit(engine, max_tokens=24)]
     fresh = make_engine(new)
     for two, future in zip(after, submit(fresh, max_tokens=24), strict=True):
