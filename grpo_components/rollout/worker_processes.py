@@ -46,6 +46,9 @@ def worker_environment(threads: int) -> Iterator[None]:
     os.environ.update(variables)
     try:
         yield
+    except BaseException:
+        remove_names()  # of memory for workers that did not start
+        raise
     finally:
         for name, value in before.items():
             if value is None:
@@ -54,8 +57,8 @@ def worker_environment(threads: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def remove_names(_worker: Any) -> None:
-    """Remove the names of the memory that a worker shares with others; all have it mapped by now.
+def remove_names(_worker: Any = None) -> None:
+    """Remove the names of the memory that this process shares with workers; all have it mapped.
 
     Otherwise killed workers would leave it behind.
     """
