@@ -191,7 +191,7 @@ class VLLMEngine:
                 self._step_engine()
         except BaseException as error:  # the thread ends: every waiter must be notified
             self._dead = error
-            if self._workers is not None and (failure := self._workers.failure()):
+            if self._workers is not None and (failure := self._workers.failure(error)):
                 self._dead = EngineStoppedError(failure)
             if waiting is not None:
                 waiting.set_exception(self._dead)

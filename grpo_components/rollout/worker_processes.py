@@ -13,7 +13,7 @@ from typing import Any
 
 WORKER_OPTIONS = {
     "distributed_executor_backend": "mp",
-    "worker_extension_cls": "grpo_components.rollout.worker_guard.WorkerGuard",
+    "worker_extension_cls": "grpo_components.rollout.worker_setup.WorkerSetup",
 }
 """Options of vLLM that make its workers processes of this machine, which end with this one."""
 _NOTICE_S = 1.0
@@ -84,11 +84,16 @@ class WorkerProcesses:
         self._watching = threading.Thread(target=self._watch, name="vllm-workers", daemon=True)
         self._watching.start()
 
-    def failure(self) -> str:
-        """Return which worker has died, and how; empty if none has."""
+    def failure(self, error: BaseException) -> str:
+        """Return what the workers have to do with an error of the engine; empty if nothing.
+
+        Args:
+            error: what ended the engine.
+        """
         self._watching.join(_NOTICE_S)  # what the other workers fail with may come first
         if self._dead is None:
-            return ""
+            is_late = isinstance(error, TimeoutError)
+            return f"its worker processes did not answer in time: {error}" if is_late else ""
         code = self._dead.exitcode
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return f"its worker process {self._dead.name} (pid {self._dead.pid}) died, {how}"

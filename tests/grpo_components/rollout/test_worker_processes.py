@@ -23,7 +23,7 @@ SPAWN = multiprocessing.get_context("spawn")
 def stay_in_a_kernel(connection=None):
     """Never return to Python, like a worker that waits for another one within a step."""
     if connection is not None:
-        import grpo_components.rollout.worker_guard  # noqa: F401 -- vLLM imports it in each worker
+        import grpo_components.rollout.worker_setup  # noqa: F401 -- vLLM imports it in each worker
 
         connection.send(os.getpid())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,7 +64,7 @@ def processes():
 def test_the_first_worker_that_dies_is_named_and_the_others_are_killed(processes):
     workers = WorkerProcesses(processes)
     os.kill(processes[1].pid, signal.SIGUSR2)
-    assert workers.failure() == (
+    assert workers.failure(RuntimeError("cancelled")) == (
         f"its worker process Worker-1 (pid {processes[1].pid}) died, killed by signal 12"
     )
     for process in processes:
@@ -76,7 +76,8 @@ def test_workers_that_are_closed_have_not_failed(processes):
     workers = WorkerProcesses(processes)
     workers.close()
     assert not any(process.is_alive() for process in processes)
-    assert workers.failure() == ""
+    assert workers.failure(RuntimeError("of the engine itself")) == ""
+    assert workers.failure(TimeoutError("a step")).endswith("did not answer in time: a step")
 
 
 def test_the_environment_is_that_of_the_workers_only(monkeypatch):
