@@ -385,7 +385,7 @@ class GeneratorSide:
 
 
 def _repack(worker: Any) -> None:
-    from grpo_components.rollout.vllm_engine import _repack_tied_head
+    from grpo_components.rollout.vllm_weights import _repack_tied_head
 
     _repack_tied_head(worker.model_runner.model)
 

@@ -29,7 +29,10 @@ class EngineOptions:
     gpu_memory_utilization: float
     """Share of the GPU's memory for vLLM; not used on a CPU."""
     kv_cache_gib: float
-    """Memory for the KV cache (keys and values) on a CPU, in GiB; not used on a GPU."""
+    """Memory for the KV cache (keys and values) on a CPU, in GiB; not used on a GPU.
+
+    Tensor-parallel workers share it.
+    """
     enforce_eager: bool
     """Whether to run without CUDA graphs."""
     recompute_kv_after_pull: bool
@@ -38,6 +41,8 @@ class EngineOptions:
     Otherwise they keep the KV of the old weights. Requests that have computed nothing yet never
     read old KV.
     """
+    tensor_parallel_size: int = 1
+    """Processes that share each layer of the model, each with a GPU of its own on CUDA; 1: this."""
 
 
 @dataclass(frozen=True, kw_only=True)
