@@ -179,13 +179,19 @@ class TwoMachines:
         """Set the link between them `up` or `down`."""
         self.b.run("ip", "link", "set", "eth0", state)
 
-    def shape(self, *rule: str) -> None:
-        """Make the link slow by a rule of `tc`; without one it is fast again."""
+    def slow_down(self) -> None:
+        """Make the link slow: 10 Mbit/s and 100 ms, without netem only while packets queue."""
+        delay = ("netem", "delay", "100ms", "rate", "10mbit", "limit", "10000")
+        queue = ("tbf", "rate", "10mbit", "burst", "32kbit", "latency", "100ms")
         for machine in (self.a, self.b):
-            if rule:
-                machine.run("tc", "qdisc", "add", "dev", "eth0", "root", *rule)
-            else:
-                machine.run("tc", "qdisc", "del", "dev", "eth0", "root")
+            rule = machine.command("tc", "qdisc", "add", "dev", "eth0", "root")
+            if subprocess.run([*rule, *delay], capture_output=True).returncode:
+                run(*rule, *queue)
+
+    def speed_up(self) -> None:
+        """Make the link fast again."""
+        for machine in (self.a, self.b):
+            machine.run("tc", "qdisc", "del", "dev", "eth0", "root")
 
     def close(self) -> None:
         """End both machines."""
