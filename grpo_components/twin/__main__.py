@@ -62,13 +62,14 @@ def _predict(run: Recorded, seed: int, setup: Setup) -> Prediction:
 def _fitted(run: Recorded) -> list[str]:
     times, step = run.times, run.times.engine_step
     lengths = [tokens for group in run.groups for tokens in group]
+    mean, longest = statistics.fmean(lengths), max(lengths)
     kind = f"CPU seconds, {run.setup.cores} cores shared" if _on_cpu(run.setup) else "seconds"
     return [
         f"fitted from {run.setup.num_steps} steps ({kind}), "
         f"x {run.step_s / run.uncalibrated_s:.2f} to meet the run's own step time:",
         f"  engine step   {_ms(step.per_step)} + {_ms(step.per_sequence)} a sequence"
         f" + {_ms(step.per_prompt)} a prompt",
-        f"  response      {statistics.fmean(lengths):.1f} tokens on average, at most {max(lengths)}",
+        f"  response      {mean:.1f} tokens on average, {longest} at most",
         f"  training step {_ms(times.update_s)} + {1e6 * times.train_s_per_token:.1f} us a token",
         f"  weights       gather {_ms(times.gather_s)}, swap {_ms(times.load_s)}",
         f"  driver        {_ms(times.call_s)} a call",

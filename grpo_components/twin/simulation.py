@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import itertools
 import random
@@ -10,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -26,9 +27,8 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.config.start_roles import PARAMETER_SERVER, REPLAY_BUFFER
 from grpo_components.exchange.ledger import Ledger
-from grpo_components.exchange.parameter_server import VLLMParameterServer
-from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
@@ -75,6 +75,11 @@ def _recipe_class() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.AsyncGRPOFullFinetuneRecipeDistributed
+
+
+def _role_class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def simulate(
@@ -130,79 +135,62 @@ class _Simulation:
             engine.cancel()
         return self._measured()
 
-    def _build_roles(self, contract: StalenessContract) -> None:
+    def _process(self, threads: float = 1.0) -> Process:
+        """Return a process on the shared cores; on a GPU machine, one with cores of its own."""
+        shared = self._setup.device == "cpu"
+        return Process(self._cores if shared else Cores(threads), threads)
+
+    def _role(self, name: str, target: Any, process: Process | None = None) -> Any:
+        """Return a role; one without a process gets its own for the receipt of calls."""
+        receive_s = self._times.receive_s if process is None else 0.0
+        return VirtualRole(name, target, self._driver, process or self._process(), receive_s)
+
+    def _generator(self, number: int) -> GeneratorHandle:
         setup, times = self._setup, self._times
-        shared = Cores(setup.cores)
+        own = self._process(times.engine_threads)
+        # The seconds of a GPU's engine were measured beside its collectors; CPU seconds were not.
+        collectors = own if setup.device == "cpu" else self._process()
+        engine = VirtualEngine(own, times.engine_step, times.load_s, setup.max_num_seqs)
+        self._engines.append(engine)
+        generator = VirtualGenerator(
+            engine,
+            collectors,
+            times,
+            self._lengths,
+            group_size=setup.group_size,
+            rollouts_in_flight=setup.rollouts_in_flight,
+            versions=self._versions,
+        )
+        role = self._role(f"generator_{number}", generator, collectors)
+        return GeneratorHandle(role, self._ledger, _PATIENCE_S, _PATIENCE_S)
 
-        def process(threads: float = 1.0, *, own_device: bool = True) -> Process:
-            """A process on the shared cores; of a GPU run, one with a device of its own."""
-            alone = setup.device == "cuda" and own_device
-            return Process(Cores(threads) if alone else shared, threads)
-
-        self._driver = Driver(Process(Cores(1) if setup.device == "cuda" else shared), times.call_s)
-
-        def role(name: str, target: Any, process: Process, receive_s: float) -> Any:
-            return VirtualRole(name, target, self._driver, process, receive_s)
-
+    def _build_roles(self, contract: StalenessContract) -> None:
+        setup, times, ledger, limit = self._setup, self._times, self._ledger, _PATIENCE_S
+        self._cores = Cores(setup.cores)
+        self._driver = Driver(self._process(), times.call_s)
         self._engines: list[VirtualEngine] = []
-        generators = []
-        for number in range(setup.num_generators):
-            own = process(times.engine_threads)
-            collectors = Process(Cores(1)) if setup.device == "cuda" else own
-            engine = VirtualEngine(own, times.engine_step, times.load_s, setup.max_num_seqs)
-            self._engines.append(engine)
-            generator = VirtualGenerator(
-                engine,
-                collectors,
-                times,
-                self._lengths,
-                group_size=setup.group_size,
-                rollouts_in_flight=setup.rollouts_in_flight,
-                versions=self._versions,
-            )
-            generators.append(role(f"generator_{number}", generator, collectors, 0.0))
+        size, ranks = setup.group_size, setup.num_trainers
         self._trainers = [
-            VirtualTrainer(
-                process(times.trainer_threads),
-                times,
-                setup.group_size,
-                setup.num_trainers,
-                self._seed,
-            )
-            for _ in range(setup.num_trainers)
+            VirtualTrainer(self._process(times.trainer_threads), times, size, ranks, self._seed)
+            for _ in range(ranks)
         ]
         self._references = [
-            VirtualReference(process(), times, setup.group_size, self._lengths)
+            VirtualReference(self._process(), times, size, self._lengths)
             for _ in range(setup.num_references)
         ]
-        buffer = ReplayBuffer(contract=contract, timeout_s=_PATIENCE_S)
-        receive_s, ledger, limit = times.receive_s, self._ledger, _PATIENCE_S
-
-        def light(name: str, target: Any) -> Any:
-            own = Process(Cores(1)) if setup.device == "cuda" else Process(shared)
-            return role(name, target, own, receive_s)
-
+        buffer = _role_class(REPLAY_BUFFER)(contract=contract, timeout_s=_PATIENCE_S)
+        server = _role_class(PARAMETER_SERVER)()
         waits = setup.stale_groups == "wait"
+        trainers = [self._role(f"trainer_{n}", each) for n, each in enumerate(self._trainers)]
+        references = [self._role(f"reference_{n}", each) for n, each in enumerate(self._references)]
         self._roles = Roles(
-            generators=[GeneratorHandle(each, ledger, limit, limit) for each in generators],
+            generators=[self._generator(number) for number in range(setup.num_generators)],
             buffer=ReplayBufferHandle(
-                light("replay_buffer", buffer), ledger, limit, limit, wait_for_stale=waits
+                self._role("replay_buffer", buffer), ledger, limit, limit, wait_for_stale=waits
             ),
-            trainers=TrainersHandle(
-                cast(Any, [light(f"trainer_{n}", each) for n, each in enumerate(self._trainers)]),
-                ledger,
-                limit,
-                limit,
-            ),
-            server=ParameterServerHandle(light("parameter_server", VLLMParameterServer()), limit),
-            references=ReferencesHandle(
-                cast(
-                    Any, [light(f"reference_{n}", each) for n, each in enumerate(self._references)]
-                ),
-                limit,
-            )
-            if self._references
-            else None,
+            trainers=TrainersHandle(trainers, ledger, limit, limit),
+            server=ParameterServerHandle(self._role("parameter_server", server), limit),
+            references=ReferencesHandle(references, limit) if references else None,
             reward_model=None,
         )
 
