@@ -34,7 +34,7 @@ def advise(
     """
     kinds = 3 if setup.num_references else 2
     if gpus < kinds:
-        roles = "generators, trainers and references"[: 23 if kinds == 2 else None]
+        roles = "generators and trainers" if kinds == 2 else "generators, trainers and references"
         fail("--gpus", f"{gpus} given for {roles}", f"{kinds} or more")
     tried: dict[Split, Prediction] = {}
 

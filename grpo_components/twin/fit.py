@@ -75,25 +75,18 @@ def fit(folder: Path) -> Recorded:
         OSError: a file is missing.
         UnfitError: the run is too short, or was written before its records had these times.
     """
-    run = _Files(folder)
+    run = Run(folder)
     times, setup = run.times(), run.setup
     groups = tuple(tuple(event["response_tokens"]) for event in run.of("finish"))
-    dropped = Counter(
-        {
-            reason: sum(len(e["groups"]) for e in run.of("drop") if e["reason"] == reason)
-            for reason in ("stale", "filtered")
-        }
-    )
-    steps = run.steps
     raw = Recorded(
         setup=setup,
         times=times,
         groups=groups,
-        filtered=dropped["filtered"] / len(groups),
+        filtered=run.dropped("filtered") / len(groups),
         step_s=run.step_s(),
-        staleness_mean=statistics.fmean(step["staleness/mean"] for step in steps),
-        staleness_max=max(step["staleness/max"] for step in steps),
-        dropped_stale=dropped["stale"],
+        staleness_mean=run.staleness_mean,
+        staleness_max=run.staleness_max,
+        dropped_stale=run.dropped("stale"),
         uncalibrated_s=0.0,
     )
     found = statistics.fmean(_own_step_s(raw, seed) for seed in range(_SEEDS))
@@ -105,8 +98,16 @@ def _own_step_s(run: Recorded, seed: int) -> float:
     return simulate(run.setup, run.times, lengths, seed=seed, filtered=run.filtered).step_s
 
 
-class _Files:
-    """The files of a run, and what they say about its times."""
+class Run:
+    """The files of a run, and what they say about its times.
+
+    Args:
+        folder: the run's `output_dir`.
+
+    Raises:
+        OSError: a file is missing.
+        UnfitError: see `fit`.
+    """
 
     def __init__(self, folder: Path) -> None:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -128,6 +129,20 @@ class _Files:
     def of(self, name: str) -> list[Record]:
         """Return all events of one name."""
         return [event for event in self._events if event["event"] == name]
+
+    def dropped(self, reason: str) -> int:
+        """Return the number of groups dropped for a reason."""
+        return sum(len(event["groups"]) for event in self.of("drop") if event["reason"] == reason)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean staleness of the trained tokens, in policy versions."""
+        return statistics.fmean(step["staleness/mean"] for step in self.steps)
+
+    @property
+    def staleness_max(self) -> int:
+        """Largest staleness of a trained token."""
+        return max(step["staleness/max"] for step in self.steps)
 
     def step_s(self) -> float:
         """Return the mean seconds of a step, without those that an evaluation or a save delayed."""
