@@ -19,7 +19,8 @@ def test_cpu_seconds_count_for_the_activity_that_used_them(stays):
             expected[activity] += seconds
             use.begin(following)
             activity = following
-    for each, value in use.cpu_seconds().items():
+        found = use.cpu_seconds()
+    for each, value in found.items():
         assert value == pytest.approx(expected[each], abs=1e-6)
 
 
