@@ -72,7 +72,7 @@ class Compared:
     twin: list[Prediction]
     """One prediction for each seed."""
     others: float
-    """Cores that other programs of this machine used during the run's steps."""
+    """Cores that other programs used during the run's steps; the twin gets the others."""
 
     @property
     def step_s(self) -> float:
@@ -136,15 +136,24 @@ def _watch(process: subprocess.Popen[str], use: list[tuple[float, float, float]]
 
 def compare(root: Path, fitted: Recorded, case: str) -> Compared:
     """Predict a case's run."""
-    folder = folder_of(root, case)
-    run = Run(folder)
-    others = json.loads((folder / "others.json").read_text())
-    return Compared(run, [predict(fitted, run.setup, seed) for seed in range(SEEDS)], others)
+    run = Run(folder_of(root, case))
+    setup = replace(run.setup, cores=cores_of(root, case, run))
+    twin = [predict(fitted, setup, seed) for seed in range(SEEDS)]
+    return Compared(run, twin, others_of(root, case))
+
+
+def others_of(root: Path, case: str) -> float:
+    """Return the cores that other programs used during a case's run."""
+    return json.loads((folder_of(root, case) / "others.json").read_text())
+
+
+def cores_of(root: Path, case: str, run: Run) -> float:
+    """Return the cores that other programs left to a case's run."""
+    return max(0.1, run.setup.cores - others_of(root, case))
 
 
 def predict(fitted: Recorded, setup: Setup, seed: int) -> Prediction:
     """Run the twin of the fitted run with other settings."""
-    setup = replace(setup, cores=fitted.setup.cores)
     return simulate(setup, fitted.times, fitted.lengths(setup, seed), seed=seed)
 
 
@@ -192,7 +201,8 @@ def main() -> None:
                 break
             run_case(given.folder, case)
             sys.stderr.write(f"{case}: others used {mark.read_text()} cores\n")
-    fitted = fit(folder_of(given.folder, FIT))
+    first = folder_of(given.folder, FIT)
+    fitted = fit(first, cores_of(given.folder, FIT, Run(first)))
     compared = {case: compare(given.folder, fitted, case) for case in CASES}
     sys.stdout.write(f"{machine_line()}\n\n{table(compared)}\n")
 

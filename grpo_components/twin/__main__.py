@@ -63,7 +63,7 @@ def _fitted(run: Recorded) -> list[str]:
     times, step = run.times, run.times.engine_step
     lengths = [tokens for group in run.groups for tokens in group]
     mean, longest = statistics.fmean(lengths), max(lengths)
-    kind = f"CPU seconds, {run.setup.cores} cores shared" if _on_cpu(run.setup) else "seconds"
+    kind = f"CPU seconds, {run.setup.cores:g} cores shared" if _on_cpu(run.setup) else "seconds"
     return [
         f"fitted from {run.setup.num_steps} steps ({kind}), "
         f"x {run.step_s / run.uncalibrated_s:.2f} to meet the run's own step time:",

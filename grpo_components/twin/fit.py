@@ -65,18 +65,20 @@ class Recorded:
         )
 
 
-def fit(folder: Path) -> Recorded:
+def fit(folder: Path, cores: float | None = None) -> Recorded:
     """Fit the times of a run from its config, event log, metrics and heartbeats.
 
     Args:
         folder: the run's `output_dir`.
+        cores: cores that a run on the CPU had, if other programs used some; None: all.
 
     Raises:
         OSError: a file is missing.
         UnfitError: the run is too short, or was written before its records had these times.
     """
     run = Run(folder)
-    times, setup = run.times(), run.setup
+    times = run.times()
+    setup = run.setup if cores is None else replace(run.setup, cores=cores)
     groups = tuple(tuple(event["response_tokens"]) for event in run.of("finish"))
     raw = Recorded(
         setup=setup,

@@ -32,7 +32,7 @@ class Setup:
     """Factor of the length of every response."""
     length_tail: float = 1.0
     """Factor of what a response exceeds the median by."""
-    cores: int = 1
+    cores: float = 1.0
     """Cores that the roles of a run on the CPU share."""
 
     @property
@@ -58,7 +58,10 @@ class Setup:
             fail("push_every_n_steps", given, f"1 to {contract.max_push_interval}")
 
 
-_LEAST = {"max_staleness": 0, "num_references": 0, "length_scale": 1e-3, "length_tail": 0.0}
+_LEAST = {
+    **{"max_staleness": 0, "num_references": 0},
+    **{"length_scale": 1e-3, "length_tail": 0.0, "cores": 0.1},
+}
 _MOST = 10**6
 _NESTED = {"max_response_tokens": "generator", "max_num_seqs": "generator"}
 _CHOICES = {"stale_groups": ("drop", "wait"), "device": ("cpu", "cuda")}
@@ -69,7 +72,7 @@ def key_of(name: str) -> str:
     return f"{_NESTED[name]}.{name}" if name in _NESTED else name
 
 
-def setup_of(config: Mapping[str, Any], cores: int, has_references: bool) -> Setup:
+def setup_of(config: Mapping[str, Any], cores: float, has_references: bool) -> Setup:
     """Read the settings of a run.
 
     Args:
