@@ -23,6 +23,9 @@ from grpo_components.twin.times import Lengths, Times
 from grpo_components.twin.virtual_engine import StepTime
 
 Record = dict[str, Any]
+_WALL, _CPU = 4, 5
+"""Columns of `EngineUse.steps`."""
+_EXPECTILE, _ROUNDS = 0.1, 50
 _SEEDS = 3
 """Runs of the twin whose mean is compared with the recorded run."""
 
@@ -162,9 +165,14 @@ class Run:
         generator, buffer = self._sum("generator_"), self._last["replay_buffer"]
         kind = "cpu_seconds" if self._on_cpu else "seconds"
         pushes, loads = max(1, len(self.of("push"))), max(1, len(self.of("load")))
-        prompts, prompt_tokens, engine_cpu_s = (
-            sum(sums[i] for sums in generator["engine_steps"].values()) for i in (2, 3, 5)
+        prompts, prompt_tokens = (
+            sum(sums[i] for sums in generator["engine_steps"].values()) for i in (2, 3)
         )
+        engine_step, engine_cpu_s = _step_time(
+            generator["engine_steps"], _CPU if self._on_cpu else _WALL
+        )
+        if not self._on_cpu:
+            engine_cpu_s = sum(sums[_CPU] for sums in generator["engine_steps"].values())
         wall, cpu = generator["seconds"], generator["cpu_seconds"]
         outside = cpu["sampling"] + cpu[NO_REWARD] - engine_cpu_s
         waited = wall[NO_REWARD] - cpu[NO_REWARD]
@@ -173,7 +181,7 @@ class Run:
         update_s, per_token, scatter = self._train(prompt_tokens / prompts)
         call_s, receive_s = self._call_s(buffer)
         return Times(
-            engine_step=_step_time(generator["engine_steps"], 5 if self._on_cpu else 4),
+            engine_step=engine_step,
             collect_s=max(0.0, outside) / prompts,
             reward_s=max(0.0, waited) / groups,
             load_s=generator[kind].get("loading weights", 0.0) / loads,
@@ -252,17 +260,30 @@ class Run:
         return (last["cpu_s"] - first["cpu_s"]) / calls, spent / max(1, of_buffer)
 
 
-def _step_time(by_size: Mapping[str, Sequence[float]], column: int) -> StepTime:
-    """Fit the seconds of an engine's step by least squares over groups of steps.
+def _step_time(by_size: Mapping[str, Sequence[float]], column: int) -> tuple[StepTime, float]:
+    """Fit the seconds of an engine's step, by groups of steps of about one size.
+
+    On shared cores, most groups of steps ran beside collectors, whose thread takes the
+    interpreter's lock and the caches. So the fit is an expectile below the mean; what it leaves
+    counts for the responses.
 
     Args:
         by_size: `EngineUse.steps`.
-        column: which of its sums are the seconds.
+        column: which of its sums are the seconds: wall (4) or CPU (5).
+
+    Returns:
+        The fit, and the seconds of all steps by it.
     """
     sums = np.array([each for each in by_size.values() if each[0]], dtype=np.float64)
-    weights = np.sqrt(sums[:, 0])
-    rows = sums[:, [0, 1, 2]] / sums[:, :1] * weights[:, None]
-    return StepTime(*_non_negative(rows, sums[:, column] / sums[:, 0] * weights))
+    steps, spent = sums[:, 0], sums[:, column]
+    means, weights = sums[:, :3] / steps[:, None], np.sqrt(steps) / (spent / steps) ** 2
+    below = _EXPECTILE if column == _CPU else 0.5
+    found = np.zeros(3)
+    for _ in range(_ROUNDS):
+        over = means @ found > spent / steps
+        scale = np.sqrt(weights * np.where(over, 1 - below, below))
+        found = np.array(_non_negative(means * scale[:, None], spent / steps * scale))
+    return StepTime(*found.tolist()), float(sums[:, :3].sum(axis=0) @ found)
 
 
 def _non_negative(rows: NDArray[Any], values: NDArray[Any]) -> list[float]:
