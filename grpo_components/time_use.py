@@ -1,4 +1,4 @@
-"""Measures what a process spends its time on; the parts add up to the wall time."""
+"""Measures what a process spends its time on; the parts add up to the wall and CPU time."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class TimeUse:
         self._lock = threading.Lock()
         self._activity, self._since = activity, time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._cpu_since = time.process_time()
+        self._cpu_seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, activity: str) -> float:
         """End the present activity and begin another.
@@ -39,9 +41,17 @@ class TimeUse:
             self._begin(self._activity)
             return dict(self._seconds)
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU seconds of all threads of the process during each activity, by name."""
+        with self._lock:
+            self._begin(self._activity)
+            return dict(self._cpu_seconds)
+
     def _begin(self, activity: str) -> float:
         now = time.perf_counter()
         passed = now - self._since
         self._seconds[self._activity] += passed
-        self._activity, self._since = activity, now
+        cpu = time.process_time()
+        self._cpu_seconds[self._activity] += cpu - self._cpu_since
+        self._activity, self._since, self._cpu_since = activity, now, cpu
         return passed

@@ -46,7 +46,7 @@ WITHOUT_TORCH = (
 ROOMS = (
     *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
     *("rollout", "cluster", "offline", "report", "evaluation", "records", "config"),
-    *("audit", "equivalence", "examples"),
+    *("audit", "equivalence", "twin", "examples"),
 )
 """The ground is the modules that stand in no room."""
 MAX_ROOM = 0.12

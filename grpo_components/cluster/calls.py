@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_components.cluster.role_process import RoleProcess
+
 
 class Call:
     """One method call on a role, repeated if the process ends before it answers.
@@ -37,18 +39,13 @@ class Call:
         """What went wrong with the call in an earlier process; empty if nothing did."""
         self._references: list[Any] = []
 
-    def make(self, host: Any, incarnation: int) -> None:
-        """Send the call to a process of the role, unless that process got it already.
-
-        Args:
-            host: the Ray actor that holds the role.
-            incarnation: number of the role's process, from 0.
-        """
-        if self.incarnation == incarnation:
+    def make(self, process: RoleProcess) -> None:
+        """Send the call to a process of the role, unless that process got it already."""
+        if self.incarnation == process.incarnation:
             return
-        self.incarnation = incarnation
-        options = host.call.options(num_returns=self._num_returns)
-        made = options.remote(self.method, self._lane, *map(_to_references, self._args))
+        self.incarnation = process.incarnation
+        send = process.sender(self._num_returns)
+        made = send(self.method, self._lane, *map(_to_references, self._args))
         self._references = [made] if self._num_returns == 1 else made
 
     def reference(self, number: int) -> Any:

@@ -238,9 +238,12 @@ class Cluster:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
 
+            def beat_of_driver() -> None:
+                beat("driver", resource_use() | {"objects": objects_in_scope()})
+
             async def watch_driver() -> None:
                 while True:
-                    beat("driver", resource_use() | {"objects": objects_in_scope()})
+                    beat_of_driver()
                     if self._joined:
                         await self._joined.files.bring()
                     await asyncio.sleep(_HEARTBEAT_EVERY_S)
@@ -253,6 +256,7 @@ class Cluster:
                         watching.append(tasks.create_task(watch, name=f"watch {role.name}"))
                         watching.append(tasks.create_task(self._replay_restarts(role)))
                     await loops()
+                    beat_of_driver()
                     for task in watching:
                         task.cancel()
                     last = (role.process_failure(_HEARTBEAT_EVERY_S, beat) for role in self.roles)

@@ -110,7 +110,7 @@ class Role:
         """
         call = Call(self.name, method, args, num_returns, lane, once)
         if not self._must_wait():
-            call.make(self.process.host, self.process.incarnation)
+            call.make(self.process)
         parts = [Part(call, number) for number in range(num_returns)]
         return parts[0] if num_returns == 1 else parts
 
@@ -143,7 +143,7 @@ class Role:
             process = self.process
             if call.once and call.incarnation != process.incarnation:
                 return None
-            call.make(process.host, process.incarnation)
+            call.make(process)
             try:
                 answer = await self.answer(part, what, timeout_s)
             except RoleFailedError as failure:
@@ -365,7 +365,7 @@ class Role:
                 try:
                     await self._wait_built()
                     if self._last is not None:
-                        self._last.make(self.process.host, self.process.incarnation)
+                        self._last.make(self.process)
                         await self.answer(self._last.reference(0), self._last.method, 60)
                     if self.recover is not None:
                         await self.recover()

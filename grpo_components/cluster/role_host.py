@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -189,17 +190,20 @@ class RoleHost:
             interval_s: seconds to wait before the answer.
 
         Returns:
-            Resources that the process uses, see `resource_use`; `seconds` of each activity since
-            its start, and what else the role's `time_use` returns.
+            Resources that the process uses, see `resource_use`; `seconds` and `cpu_seconds` of each
+            activity since its start, and what else the role's `time_use` returns.
         """
         await asyncio.sleep(interval_s)
-        seconds = self._time_use.seconds()
+        use = {"seconds": self._time_use.seconds(), "cpu_seconds": self._time_use.cpu_seconds()}
         more: dict[str, Any] = {}
         if hasattr(self._role, "time_use"):  # the role knows better than its calls
             more = self._role.time_use()
-            seconds = {STARTING: seconds[STARTING], **more["seconds"]}
-        rounded = {activity: round(value, 3) for activity, value in seconds.items()}
-        return resource_use() | more | {"seconds": rounded}
+            use = {kind: {STARTING: use[kind][STARTING], **more[kind]} for kind in use}
+        rounded = {
+            kind: {activity: round(value, 3) for activity, value in by_activity.items()}
+            for kind, by_activity in use.items()
+        }
+        return resource_use() | more | rounded
 
 
 @contextlib.contextmanager
@@ -251,14 +255,15 @@ def resource_use() -> dict[str, Any]:
     """Measure the resources that this process uses.
 
     Returns:
-        `rss_mib` (private memory in MiB), `threads`, `open_files`, and `processes` (the number of
-        its descendants).
+        `rss_mib` (private memory in MiB), `cpu_s` (CPU seconds since its start), `threads`,
+        `open_files`, and `processes` (the number of its descendants).
     """
     process = psutil.Process()
     with process.oneshot():
         memory = process.memory_info()
         return {
             "rss_mib": round((memory.rss - memory.shared) / 2**20, 1),  # less Ray's object store
+            "cpu_s": round(time.process_time(), 3),
             "threads": process.num_threads(),
             "open_files": process.num_fds(),
             "processes": len(process.children(recursive=True)),

@@ -32,6 +32,18 @@ class RoleProcess:
     """Id of the node in Ray; empty until it is known."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process is replaced."""
+    _senders: dict[int, Callable[..., Any]] = field(default_factory=dict)
+
+    def sender(self, num_returns: int) -> Callable[..., Any]:
+        """Return the function that sends a call, which Ray takes long to build.
+
+        Args:
+            num_returns: length of the tuple that the call returns; 1 for a single value.
+        """
+        if num_returns not in self._senders:
+            options = self.host.call.options(num_returns=num_returns)
+            self._senders[num_returns] = options.remote
+        return self._senders[num_returns]
 
     def kill(self) -> None:
         """Kill the process, even if it is suspended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from grpo_components.cluster.handles import GeneratorHandle, Roles
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
@@ -36,6 +37,9 @@ class WeightSync:
         self._push_every_n_steps = push_every_n_steps
         self._pull_every_m_rollouts = pull_every_m_rollouts
         self._push_early = push_early
+        self._pushed: tuple[list[Any], str] = [], ""
+        """References to the manifests of the snapshot pulled last, and its checksum."""
+        self._reading_manifests = asyncio.Lock()
         for generator in roles.generators:
             generator.role.recover = self._pull_after_restart(generator)
 
@@ -107,7 +111,7 @@ class WeightSync:
         if loaded is None:
             return
         generator.version, checksum = loaded
-        pushed = snapshot_checksum(await self._roles.trainers.manifests(references))
+        pushed = await self._pushed_checksum(references)
         if checksum != pushed:
             raise RuntimeError(
                 f"{generator.name} loaded weights of version {version} with checksum {checksum}, "
@@ -116,6 +120,14 @@ class WeightSync:
         checksums = {"checksum": checksum, "published": pushed}
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
         await self._roles.server.acknowledge(generator.name, version)
+
+    async def _pushed_checksum(self, references: list[Any]) -> str:
+        """Return the checksum of a pushed snapshot; hundreds of generators may ask for it."""
+        async with self._reading_manifests:
+            if self._pushed[0] != references:
+                manifests = await self._roles.trainers.manifests(references)
+                self._pushed = references, snapshot_checksum(manifests)
+            return self._pushed[1]
 
     async def restore(self) -> None:
         """Publish the trainers' weights, even older ones, and load them into every generator."""

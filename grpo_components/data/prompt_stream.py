@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+from torch.utils.data import default_convert
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
@@ -75,6 +76,15 @@ class PromptStream:
             part.load_state_dict(position)
 
 
+def _converted(row: Any) -> Any:
+    """Return a row as PyTorch's own `default_convert` does, which visits every token id."""
+    if not isinstance(row, dict) or not isinstance(row.get("prompt_ids"), list):
+        return default_convert(row)
+    others = {name: value for name, value in row.items() if name != "prompt_ids"}
+    converted = default_convert(others) | {"prompt_ids": list(row["prompt_ids"])}
+    return {name: converted[name] for name in row}
+
+
 class _Passes:
     """Repeats one data set endlessly; if shuffled, in another order in each epoch."""
 
@@ -82,7 +92,11 @@ class _Passes:
         self.num_rows, self._seed = len(dataset), seed
         self._generator = torch.Generator()
         self._loader = StatefulDataLoader(
-            dataset, batch_size=None, shuffle=shuffle, generator=self._generator
+            dataset,
+            batch_size=None,
+            shuffle=shuffle,
+            generator=self._generator,
+            collate_fn=_converted,
         )
         self._begin(epoch=0)
 

@@ -84,6 +84,8 @@ class Ledger:
         """Groups whose generation was cut short; they are admitted first, with their old ids."""
         self._changed = asyncio.Event()
         """Event that is set at the next change; a new event then takes its place."""
+        self._opened = asyncio.Event()
+        """The same, for changes that may let a group start: hundreds of rollouts may wait."""
         self._pins = 0
         """Number of starts plus number of ends of `pin_weights`: odd during an evaluation."""
 
@@ -141,6 +143,7 @@ class Ledger:
         if not (self.events.replaying and is_next):
             await self._until(
                 lambda: self.finished or (is_next and self._may_start()),
+                lambda: self._opened,
                 timeout_s,
                 f"{generator}'s rollout waited for the training loop to publish newer weights than "
                 f"version {self.published_version}",
@@ -232,6 +235,7 @@ class Ledger:
                     start_versions("buffered"), start_versions("in_flight"), self.policy_version
                 )
             ),
+            lambda: self._changed,
             timeout_s,
             "the training loop waited for groups in flight that its next step would make stale",
         )
@@ -251,7 +255,7 @@ class Ledger:
         await self.events.take("buffer", group=group_id)
         if group_id in self._living and self._living[group_id].state == "in_flight":
             self._living[group_id].state = "buffered"
-        self._wake()
+        self._wake(opened=False)
 
     async def take(self, group_ids: Iterable[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
         """Record which groups left the buffer; in a live run, before any other task runs.
@@ -270,7 +274,7 @@ class Ledger:
             await self.events.take("sample", step=self.steps_done + 1, groups=groups)
         for entry in entries:
             entry.state = "in_training"
-        self._wake()
+        self._wake(opened=False)
         return entries
 
     def finish_step(self, policy_version: int) -> None:
@@ -367,19 +371,28 @@ class Ledger:
             return False
         return self.published_version >= self._needed_version()
 
-    async def _until(self, condition: Callable[[], bool], timeout_s: float, waiting: str) -> None:
+    async def _until(
+        self,
+        condition: Callable[[], bool],
+        change: Callable[[], asyncio.Event],
+        timeout_s: float,
+        waiting: str,
+    ) -> None:
         while True:
             pins = self._pins
             # asyncio.timeout, unlike wait_for, lets no task run between the condition and return.
             try:
                 async with asyncio.timeout(timeout_s):
                     while not condition():
-                        await self._changed.wait()
+                        await change().wait()
                 return
             except TimeoutError:
                 if pins == self._pins and not self.weights_pinned:
                     raise TimeoutError(f"{waiting}; gave up after {timeout_s:g} s") from None
 
-    def _wake(self) -> None:
+    def _wake(self, opened: bool = True) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        if opened:
+            self._opened.set()
+            self._opened = asyncio.Event()

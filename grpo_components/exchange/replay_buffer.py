@@ -155,6 +155,10 @@ class ReplayBuffer:
     def _make_room(self, capacity: int) -> None:
         self._capacity, self._slots = capacity, _Slots(capacity)
         self._sampler = _OldestVersionSampler(self._slots)
+        self._unchecked: dict[int, None] = {}
+        """Slots of the groups that came since `_drop_stale` checked all, in this order."""
+        self._checked_version: int | None = None
+        """Policy version for which it checked them."""
         self._buffer = TorchRLReplayBuffer(
             storage=ListStorage(capacity),
             sampler=self._sampler,
@@ -183,7 +187,7 @@ class ReplayBuffer:
                     f"replay_buffer (full with {self._capacity} groups; the trainer takes none)"
                 ),
             )
-            self._buffer.add(_Item(group, summary))
+            self._unchecked[self._buffer.add(_Item(group, summary))] = None
             self._changed.notify_all()
             return len(self._slots.live)
 
@@ -316,11 +320,15 @@ class ReplayBuffer:
             masks = self._stale_tokens == "mask"
             return summary.newest_version if masks else summary.oldest_version
 
+        live = self._slots.live
+        # Not all of them for each new group: there may be thousands.
+        slots = self._unchecked if policy_version == self._checked_version else live
         stale = [
             slot
-            for slot, item in self._slots.live.items()
-            if not self._contract.may_train(deciding_version(item.summary), policy_version)
+            for slot in slots
+            if not self._contract.may_train(deciding_version(live[slot].summary), policy_version)
         ]
+        self._checked_version, self._unchecked = policy_version, {}
         if stale:
             self._dropped += [self._slots.live[slot].summary for slot in stale]
             self._sampler.release(stale)

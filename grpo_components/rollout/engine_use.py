@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
@@ -29,6 +31,7 @@ class EngineUse:
         self._time, self._engine_does = TimeUse(NO_GROUP), IDLE
         self._rollouts = self._sequences = 0
         self._sequence_s = 0.0
+        self._steps: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
 
     def begin(self, activity: Literal["sampling", "loading weights", "idle"], running: int) -> None:
         """Begin an activity of the engine's thread.
@@ -51,11 +54,46 @@ class EngineUse:
         finally:
             self._count(-1)
 
+    @contextlib.contextmanager
+    def step(self, prompts: int, prompt_tokens: int) -> Iterator[None]:
+        """Context manager: the engine's thread makes one step meanwhile.
+
+        Args:
+            prompts: number of requests that enter with this step.
+            prompt_tokens: number of tokens of their prompts.
+        """
+        sequences = self._sequences
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        yield
+        seconds, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
+        group = f"{_power_of_two(sequences)}" + ("+" if prompts else "")
+        with self._lock:
+            one = (1, sequences, prompts, prompt_tokens, seconds, cpu_s)
+            self._steps[group] = [a + b for a, b in zip(self._steps[group], one, strict=True)]
+
+    def steps(self) -> dict[str, list[float]]:
+        """Return sums over the engine's steps, by their number of sequences.
+
+        Returns:
+            Number of sequences, rounded up to a power of two, with a plus if prompts entered ->
+            steps, sequences, prompts, prompt tokens, seconds, CPU seconds of the engine's thread.
+        """
+        with self._lock:
+            return {
+                group: [round(value, 4) for value in sums] for group, sums in self._steps.items()
+            }
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each activity, and of each cause of idle time."""
         with self._lock:
             self._advance()
             return self._time.seconds()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU seconds of the process during each activity; see `seconds`."""
+        with self._lock:
+            self._advance()
+            return self._time.cpu_seconds()
 
     def sequence_share(self) -> float:
         """Return the mean share of `max_num_seqs` in use since the engine started."""
@@ -72,3 +110,7 @@ class EngineUse:
         cause = NO_REWARD if self._rollouts else NO_GROUP
         passed = self._time.begin(cause if self._engine_does == IDLE else self._engine_does)
         self._sequence_s += passed * self._sequences
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

@@ -220,9 +220,14 @@ class Generator:
         self._budget.begin_attempt()
 
     def time_use(self) -> dict[str, Any]:
-        """Return the seconds of each activity of the engine, and its mean share of sequences."""
+        """Return the seconds of each activity of the engine, its steps and share of sequences."""
         use = self._engine.use
-        return {"seconds": use.seconds(), "sequence_share": use.sequence_share()}
+        return {
+            "seconds": use.seconds(),
+            "cpu_seconds": use.cpu_seconds(),
+            "sequence_share": use.sequence_share(),
+            "engine_steps": use.steps(),
+        }
 
     def close(self) -> None:
         """Stop the engine, the reward processes and the environments."""

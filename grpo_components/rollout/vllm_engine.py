@@ -94,6 +94,8 @@ class VLLMEngine:
         self._step = 0
         self._running: dict[str, Future[Completion]] = {}
         self._next_request = 0
+        self._entered_prompts = self._entered_tokens = 0
+        """Requests, and tokens of their prompts, that entered since the last step."""
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
         self._thread.start()
@@ -188,7 +190,9 @@ class VLLMEngine:
                         self._add_request(prompt_ids, sampling, waiting)
                     waiting = None
                 self._step += 1
-                self._step_engine()
+                with self.use.step(self._entered_prompts, self._entered_tokens):
+                    self._step_engine()
+                self._entered_prompts = self._entered_tokens = 0
         except BaseException as error:  # the thread ends: every waiter must be notified
             self._dead = error
             if self._workers is not None and (failure := self._workers.failure(error)):
@@ -221,6 +225,8 @@ class VLLMEngine:
             future.set_exception(error)
             return
         self._running[request_id] = future
+        self._entered_prompts += 1
+        self._entered_tokens += len(prompt_ids)
 
     def _step_engine(self) -> None:
         for output in self._engine.step():

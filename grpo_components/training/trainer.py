@@ -163,7 +163,7 @@ class Trainer:
             loss and gradient, the step is skipped: the version does not change, and
             `skipped_because` says why.
         """
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
@@ -190,6 +190,7 @@ class Trainer:
             "policy_version": self.policy_version,
             "skipped_steps": step + 1 - self.policy_version,  # each trained step made a version
             "time/train": seconds,
+            "time/train_cpu": time.process_time() - cpu_started,
         }
         why = "" if trained else self._skipped_because or nothing_to_train(trajectories)
         if why and self._rank == 0:
@@ -291,6 +292,9 @@ class Trainer:
             (losses.sum() * self._num_data_ranks).backward()
         if self._supervised is not None:
             self._supervised.backward(index, measured, total_tokens)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # else the time of the update would have the backward pass
+        began = time.perf_counter()
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
         metrics = measured.over_ranks(total_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)
@@ -300,6 +304,7 @@ class Trainer:
             first_of = self._policy_loss.name if self._is_first_update else ""
             self._skipped_because = watch.reason(self._model, metrics, first_of)
         self._is_first_update = False
+        metrics["time/update"] = time.perf_counter() - began
         return {**metrics, "lr": float(learning_rate)}
 
     def _weighted_losses(

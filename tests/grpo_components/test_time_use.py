@@ -9,6 +9,22 @@ from grpo_components.time_use import TimeUse
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1e6)), max_size=20))
+def test_cpu_seconds_count_for_the_activity_that_used_them(stays):
+    with pytest.MonkeyPatch.context() as patch:
+        now, expected = [100.0], dict.fromkeys("abc", 0.0)
+        patch.setattr(time_use.time, "process_time", lambda: now[0])
+        use, activity = TimeUse("a"), "a"
+        for following, seconds in stays:
+            now[0] += seconds
+            expected[activity] += seconds
+            use.begin(following)
+            activity = following
+        found = use.cpu_seconds()
+    for each, value in found.items():
+        assert value == pytest.approx(expected[each], abs=1e-6)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1e6)), max_size=20))
 def test_the_parts_add_up_to_the_wall_time(stays):
     with pytest.MonkeyPatch.context() as patch:
         now, expected = [100.0], dict.fromkeys("abc", 0.0)

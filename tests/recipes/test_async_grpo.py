@@ -25,6 +25,9 @@ from whole_runs import (
     wait_for_line,
 )
 
+from grpo_components.twin.fit import fit
+from grpo_components.twin.simulation import simulate
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
 
@@ -47,6 +50,7 @@ def test_the_main_job_learns(tune):
     heartbeats = records(output_dir / "logs" / "heartbeats.jsonl")
     assert_nothing_grows(heartbeats)
     assert_times_add_up(heartbeats)
+    assert_its_twin_is_like_it(output_dir)
 
 
 def assert_times_add_up(heartbeats):
@@ -56,6 +60,15 @@ def assert_times_add_up(heartbeats):
         counted = sum(last["seconds"].values()) - sum(first["seconds"].values())
         assert counted == pytest.approx(last["time"] - first["time"], rel=0.01, abs=0.5), role
     assert 0 < last_share(heartbeats) <= 1
+
+
+def assert_its_twin_is_like_it(output_dir):
+    """The twin is fitted from the run's files, and keeps its contract; a busy machine is slow."""
+    run = fit(output_dir)
+    assert run.step_s / 4 < run.uncalibrated_s < run.step_s * 1.5
+    twin = simulate(run.setup, run.times, run.lengths(run.setup, 0))
+    assert twin.step_s == pytest.approx(run.step_s, rel=0.2)
+    assert 0 < twin.staleness_max <= run.setup.max_staleness
 
 
 def last_share(heartbeats):
@@ -130,6 +143,8 @@ KEYS = {
     "time/step",
     "time/wait_for_batch",
     "time/train",
+    "time/train_cpu",
+    "time/update",
     "time/push",
     "throughput/trained_tokens_per_second",
     "throughput/generated_tokens_per_second",

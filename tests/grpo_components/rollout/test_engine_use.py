@@ -3,6 +3,7 @@
 import pytest
 
 from grpo_components import time_use
+from grpo_components.rollout import engine_use
 from grpo_components.rollout.engine_use import NO_GROUP, NO_REWARD, EngineUse
 
 
@@ -33,4 +34,22 @@ def test_idle_time_has_a_cause_and_the_share_of_sequences_is_a_mean_over_time(mo
         "sampling": 15,
         "loading weights": 3,
     }
+    assert sum(use.cpu_seconds().values()) >= 0
     assert use.sequence_share() == pytest.approx((10 * 2 + 3 * 2 + 5 * 4) / (4 * now[0]))
+
+
+def test_steps_are_summed_by_their_sequences_and_apart_if_prompts_entered(monkeypatch):
+    now, cpu = [0.0], [0.0]
+    monkeypatch.setattr(time_use.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(engine_use.time, "thread_time", lambda: cpu[0])
+    use = EngineUse(64)
+    for sequences, prompts in ((5, 5), (5, 0), (8, 0), (9, 1)):
+        use.begin("sampling", sequences)
+        with use.step(prompts, 20 * prompts):
+            now[0] += 2
+            cpu[0] += 1
+    assert use.steps() == {
+        "8+": [1, 5, 5, 100, 2, 1],
+        "8": [2, 13, 0, 0, 4, 2],
+        "16+": [1, 9, 1, 20, 2, 1],
+    }

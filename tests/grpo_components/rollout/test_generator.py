@@ -545,7 +545,8 @@ def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(
     use = generator.time_use()
     assert use["seconds"][NO_REWARD] >= 0.02
     assert sum(use["seconds"].values()) >= time.perf_counter() - began - 0.01
-    assert use["sequence_share"] == 0
+    assert use["cpu_seconds"].keys() == use["seconds"].keys()
+    assert (use["sequence_share"], use["engine_steps"]) == (0, {})
 
 
 def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, engine, module):
