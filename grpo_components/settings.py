@@ -70,6 +70,7 @@ class GeneratorSettings(BaseModel):
     model_config = SECTION
     max_response_tokens: Positions
     temperature: Scheduled[Temperature]
+    tensor_parallel_size: Processes = 1
     stop_token_ids: TokenIds | None = None
     max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256

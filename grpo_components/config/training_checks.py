@@ -46,7 +46,7 @@ def check_training(settings: Settings) -> None:
 
 
 def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
-    """Check that tensor parallelism can split the layers of a checkpoint.
+    """Check that the trainer's tensor parallelism can split the layers of a checkpoint.
 
     Args:
         tensor: number of ranks that share a layer.

@@ -1,0 +1,46 @@
+"""Checks that vLLM can split the base model over the workers of a generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_components.errors import fail
+
+_VOCAB_PADDING = 64
+"""vLLM pads the vocabulary to a multiple of this, and splits what results."""
+
+
+def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
+    """Check that a number of workers can share each layer of a checkpoint in vLLM.
+
+    Args:
+        workers: value of `generator.tensor_parallel_size`.
+        hf_config: `config.json` of the checkpoint.
+
+    Raises:
+        ValueError: the workers cannot share a layer; names the size, and the numbers that can.
+    """
+    if not (problem := _unsplit(workers, hf_config)):
+        return
+    heads = hf_config.get("num_attention_heads") or workers
+    possible = [n for n in range(1, heads + 1) if not _unsplit(n, hf_config)]
+    allowed = ", ".join(map(str, possible)) or "1"
+    fail("generator.tensor_parallel_size", f"{workers} given, {problem}", allowed)
+
+
+def _unsplit(workers: int, hf_config: dict[str, Any]) -> str:
+    """Return which size of a model the workers cannot share; empty if they can share all."""
+    heads = hf_config.get("num_attention_heads")
+    kv_heads = hf_config.get("num_key_value_heads") or heads
+    vocab = hf_config.get("vocab_size")
+    sizes = {
+        "num_attention_heads": heads,
+        "intermediate_size": hf_config.get("intermediate_size"),
+        "padded vocab_size": vocab and -(-vocab // _VOCAB_PADDING) * _VOCAB_PADDING,
+    }
+    for name, size in sizes.items():
+        if (size or 0) % workers:
+            return f"which does not divide the model's {name}: {size}"
+    if kv_heads and kv_heads % workers and workers % kv_heads:  # fewer heads are replicated
+        return f"and the model's num_key_value_heads: {kv_heads} is no divisor or multiple of it"
+    return ""
