@@ -75,7 +75,7 @@ class GeneratorSettings(BaseModel):
     max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    kv_cache_gib: Annotated[float, Field(ge=1e-3, le=2**20)] = 1.0
+    kv_cache_gib: Annotated[float, Field(ge=1e-3, le=2**20)] | None = None  # null: 1 on cpu
     enforce_eager: bool | None = None  # null: true on cpu, false on cuda
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0

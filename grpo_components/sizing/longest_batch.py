@@ -49,25 +49,30 @@ class MicroBatch:
         return len(arrange(parts_of(self.sequences), _META).positions)
 
 
-def longest_micro_batch(shape: BatchShape, flops: ModelFlops, wide: float) -> MicroBatch:
-    """Return the micro-batch that takes the most memory.
+def longest_micro_batches(shape: BatchShape, flops: ModelFlops, wide: float) -> list[MicroBatch]:
+    """Return the micro-batches of which one takes the most memory: one or two.
 
     Tried are batches of responses that are all as long as allowed, of lengths spread evenly below
-    that, and of short ones, whose prompts are copied most often as keys.
+    that, and of short ones, whose prompts are copied most often as keys. The heaviest one that is
+    alone in its update is kept, and the heaviest one that finds gradients of an earlier one.
 
     Args:
         shape: batch of one optimizer update.
         flops: costs by which the trainer plans its micro-batches.
-        wide: bytes that a token takes in all of the model, over those of its keys and values in
-            one layer.
+        wide: bytes that a token takes in all of the model, over those of a token as a key.
     """
     longest, prompt = shape.response_tokens, shape.prompt_tokens
     spread = np.linspace(max(longest // 8, 1), longest, shape.group_size).astype(int)
     same = np.full(shape.group_size, 1)
     tried = [same * longest, spread]
     tried += [same * short for short in (prompt // 2, prompt // 4) if 0 < short < longest]
-    batches = [_largest(shape, lengths.tolist(), flops) for lengths in tried]
-    return max(batches, key=lambda batch: _weight(batch.sequences, wide))
+    kept: dict[bool, MicroBatch] = {}
+    for lengths in tried:
+        batch = _largest(shape, lengths.tolist(), flops)
+        other = kept.get(batch.is_only)
+        if other is None or _weight(batch.sequences, wide) > _weight(other.sequences, wide):
+            kept[batch.is_only] = batch
+    return list(kept.values())
 
 
 def _largest(shape: BatchShape, lengths: Sequence[int], flops: ModelFlops) -> MicroBatch:
