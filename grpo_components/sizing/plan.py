@@ -19,7 +19,7 @@ from grpo_components.sizing.trainer_memory import reference_memory, trainer_memo
 
 _COLUMNS = (
     *("weights", "gradients", "optimizer", "activations"),
-    *("work", "KV cache", "reserve"),
+    *("work", "KV cache", "push", "checkpoint", "reserve"),
 )
 _SMALL = 1e-9
 

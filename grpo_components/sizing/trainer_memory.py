@@ -37,6 +37,10 @@ _PUSHED_LAYERS = 3
 """Copies of a unit during a push: the shard's cast, the gathered tensor, the renamed one."""
 
 
+_BYTES_PER_TOKEN = 256
+"""Of losses, metrics and their inputs, for each token of a micro-batch: 32 numbers of 64 bits."""
+
+
 def policy_options(cfg: Settings) -> PolicyOptions:
     """Return how a trainer rank computes the policy."""
     loss_needs_entropy = cfg.loss.get("entropy_coeff", 0) > 0
@@ -75,7 +79,7 @@ def trainer_memory(
     static = sum(parts[name] for name in others[:3])
     peak = _peak(found)
     pushed = static + _PUSHED_LAYERS * max(sizes.units) * DTYPES[cfg.dtype].itemsize
-    total, host = max(peak, pushed), _host(cfg, sizes)
+    total, host = max(peak, pushed) + _BYTES_PER_TOKEN * batch.tokens, _host(cfg, sizes)
     chunk = _above(found, "logits", static + parts["activations"])
     layer = _above(found, "layer", static + parts["activations"])
     if cfg.enable_activation_offloading:
@@ -88,7 +92,10 @@ def trainer_memory(
         for name in others[:3]:
             host[name], parts[name] = parts[name], 0
     parts["work"] = max(total - sum(parts.values()), 0)
-    if device.is_gpu:
+    if not device.is_gpu:
+        parts, host = parts | host, {}
+        total += sum(parts[name] for name in ("push", "checkpoint") if name in parts)
+    else:
         parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
         total += parts["reserve"]
     longest = f"longest micro-batch {batch.tokens:,} of {cfg.tokens_per_micro_batch:,} tokens"
@@ -117,7 +124,7 @@ def reference_memory(
     found, batch = max(
         ((inference_bytes(options, b.sequences), b) for b in batches), key=lambda f: _peak(f[0])
     )
-    total, parts = _peak(found), {"weights": found["weights"]}
+    total, parts = _peak(found) + _BYTES_PER_TOKEN * batch.tokens, {"weights": found["weights"]}
     parts["work"] = total - found["weights"]
     if device.is_gpu:
         parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
@@ -180,8 +187,7 @@ def _above(found: Bytes, part: str, base: int) -> int:
 
 def _host(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
     """Return what a rank holds in CPU memory for pushes, and with copies for checkpoints."""
-    # A second buffer is made where the first is still being stored when the next push begins.
-    host = {"push buffers": 2 * sizes.largest_bucket(cfg.dtype, cfg.num_trainers)}
+    host = {"push": sizes.largest_bucket(cfg.dtype, cfg.num_trainers)}
     if cfg.async_checkpoint:
         moments = 3 * 4 * sizes.parameters  # float32 weights and two moments
         host["checkpoint"] = moments // cfg.num_trainers
