@@ -72,8 +72,9 @@ def plan_run(
         lines += _gpu_lines(gpus, device)
         problems += _gpu_problems(cfg, gpus, device, num_gpus)
         lines += host.lines()
-        if num_gpus is None or num_gpus >= len(gpus):
-            lines += Rates.of(cfg, sizes, prompt_tokens).lines(cfg)
+        if {"generator", "trainer"} <= {role.role for role in roles}:
+            cache = roles[0].parts["KV cache"]
+            lines += Rates.of(cfg, sizes, prompt_tokens, cache, needs_reference).lines(cfg)
     else:
         needed = node_bytes(roles, host)
         text = f"tensors and object store {gib(needed)} of {gib(device.nbytes)} GiB"
