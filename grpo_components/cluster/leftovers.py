@@ -34,15 +34,19 @@ def make_temp_dir(parent: Path = _TMP) -> Path:
 
 
 def remove_temp_dir(folder: Path, shared_memory: Path = _SHM) -> None:
-    """Remove a run's temporary folder, and the semaphores that its roles left in shared memory.
+    """Remove a run's temporary folder, and what its roles left in shared memory.
+
+    Semaphores bear the folder's name. Tensor-parallel workers of vLLM that were killed while they
+    started leave memory that bears the name of a file in the folder.
 
     Args:
         folder: folder that `make_temp_dir` returned.
-        shared_memory: folder of POSIX semaphores.
+        shared_memory: folder of POSIX semaphores and shared memory.
     """
-    for semaphore in shared_memory.glob(f"sem.{folder.name}-*"):
+    names = [f"sem.{folder.name}", *(file.name for file in folder.glob("vllm_dist_*"))]
+    for path in (path for name in names for path in shared_memory.glob(f"{name}-*")):
         with contextlib.suppress(OSError):
-            semaphore.unlink()
+            path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 

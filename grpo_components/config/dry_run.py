@@ -119,6 +119,9 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
         device = "cpu" if stands_in or role in ("replay_buffer", "parameter_server") else cfg.device
         share = getattr(cfg, f"gpus_per_{role}", 1.0)
         device = f"each {share:g} of a GPU" if device == "cuda" else "cpu"
+        if path == GENERATOR and (workers := cfg.generator.tensor_parallel_size) > 1:
+            place = "GPUs" if cfg.device == "cuda" else "processes on the CPU"
+            device = f"each on {workers} {place}"
         if count:
             name = path.rpartition(".")[2]
             yield f"{_counted(count, role)} ({name}), {device}{details}"

@@ -22,6 +22,11 @@ def check_gpus(settings: Settings) -> None:
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")
     counts = _roles(settings)
     shares = {role: getattr(settings, f"gpus_per_{role}") for role in counts}
+    workers = settings.generator.tensor_parallel_size
+    if workers > 1 and shares["generator"] < 1:
+        problem = f"{shares['generator']:g} given, and each of the {workers} workers of one "
+        problem += "generator (generator.tensor_parallel_size) needs a GPU of its own"
+        fail("gpus_per_generator", problem, "1 with generator.tensor_parallel_size above 1")
     if counts["trainer"] > 1 and shares["trainer"] <= 0.5:
         problem = f"{shares['trainer']:g} given, and NCCL lets no two trainers share a GPU"
         fail("gpus_per_trainer", problem, "above 0.5 (or num_trainers: 1)")
@@ -30,14 +35,26 @@ def check_gpus(settings: Settings) -> None:
         problem = f"{memory:g} given, more than a generator's share of a GPU"
         fail("generator.gpu_memory_utilization", problem, "at most gpus_per_generator")
     needed = [shares[role] for role, count in counts.items() for _ in range(count)]
+    needed += [1.0] * (workers - 1) * counts["generator"]
     free = [1.0] * len(needed)  # share left of each GPU; as in Ray, none is split over two GPUs
     for share in sorted(needed, reverse=True):
         free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
     num_needed = sum(left < 1 for left in free)
     if num_needed > torch.cuda.device_count():
         problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items())
+        if workers > 1:
+            problem += f" with generator.tensor_parallel_size: {workers}"
         problem += f" need {num_needed} GPUs, and there are {torch.cuda.device_count()}"
         fail("num_generators", problem, "fewer roles, or gpus_per_<role> below 1")
+
+
+def generator_gpus(settings: Settings) -> float:
+    """Return the GPUs of one generator: a share of one, or one for each tensor-parallel worker.
+
+    Args:
+        settings: settings with `device: cuda`.
+    """
+    return settings.gpus_per_generator * settings.generator.tensor_parallel_size
 
 
 def _roles(settings: Settings) -> dict[str, int]:

@@ -12,6 +12,7 @@ from torchtune import config
 
 from grpo_components.cluster.cluster import threads_of
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
+from grpo_components.config.gpu_checks import generator_gpus
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
@@ -210,7 +211,7 @@ def _generator(
     environment = engine_environment(cfg.device, cfg.log_level)
     return {
         "cpu_threads": cpu_threads,
-        "num_gpus": _gpus(cfg, cfg.gpus_per_generator),
+        "num_gpus": _gpus(cfg, generator_gpus(cfg)),
         "counts_restarts": True,
         "min_living": cfg.num_generators if cfg.min_generators is None else cfg.min_generators,
         # A killed generator leaves a file of vLLM in this folder, which the run removes.
@@ -253,6 +254,7 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
         kv_cache_gib=options.kv_cache_gib,
         enforce_eager=bool(options.enforce_eager),  # preflight replaced null
         recompute_kv_after_pull=cfg.recompute_kv_after_pull,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 

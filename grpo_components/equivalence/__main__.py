@@ -123,6 +123,13 @@ RUNGS = (
         engine_rungs.engine_pulled_under_load_is_fresh_engine,
     ),
     Rung(
+        "generator with 2 tensor-parallel workers = 1 worker",
+        "sampled tokens, their versions, and their logprobs in nats, of requests that run while "
+        "the weights are swapped, and of requests made after the swap",
+        1e-4,
+        engine_rungs.two_workers_are_one,
+    ),
+    Rung(
         "reloaded Hugging Face export = exported weights",
         "every tensor of " + ", ".join(FAMILIES) + ": a checkpoint written by "
         "Hugging Face, the trainer's copy of it, and the export of a trainer that loaded the copy",

@@ -49,6 +49,24 @@ def engine_pulled_under_load_is_fresh_engine(bench: Bench) -> float:
     return worst
 
 
+def two_workers_are_one(bench: Bench) -> float:
+    """Compare engines of two tensor-parallel workers and of one, both pulling weights under load.
+
+    The compared requests run during the swap or begin after it.
+    """
+    prompts = [[*_LONG_PREFIX, number] for number in range(4)]
+    base, new = _weights_before_and_after(bench)[-1]
+    with closing(RoleProcess(ENGINES)) as engines:
+        one, two = (
+            engines.call("sample_under_load", str(base), _bucket(new), prompts, num_workers)
+            for num_workers in (1, 2)
+        )
+    for a, b in zip(one[1], two[1], strict=True):
+        if not np.array_equal(a.token_versions, b.token_versions):
+            return math.inf
+    return max(_difference_of_completions(one[n], two[n]) for n in (0, 1))
+
+
 def _weights_before_and_after(bench: Bench) -> list[tuple[Path, Path]]:
     """Save old and new random models, with tied and untied embeddings; return their folders."""
     families = [FAMILIES["QWEN2 (tied)"], FAMILIES["QWEN2 (untied)"]]

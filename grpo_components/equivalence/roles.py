@@ -276,7 +276,11 @@ class Engines:
             return _results(_submit_all(engine, prompts))
 
     def sample_under_load(
-        self, model_path: str, bucket: tuple[Manifest, Any], prompts: list[list[int]]
+        self,
+        model_path: str,
+        bucket: tuple[Manifest, Any],
+        prompts: list[list[int]],
+        num_workers: int = 1,
     ) -> tuple[list[Any], list[Any]]:
         """Sample from a new engine whose weights are swapped while requests are running.
 
@@ -284,6 +288,7 @@ class Engines:
             model_path: folder of the weights that the engine loads at its start.
             bucket: weights to swap in.
             prompts: token ids of each prompt.
+            num_workers: tensor-parallel workers of the engine.
 
         Returns:
             Completions of the requests made after the swap, and of those running during the swap.
@@ -293,14 +298,14 @@ class Engines:
         entries = [(0, f"running {name}") for name in names]
         entries += [(_SWAP_STEP, "weights 1"), *((_SWAP_STEP, f"new {name}") for name in names)]
         schedule = Schedule(recorded=entries, timeout_s=_CLOSE_TIMEOUT_S)
-        with closing(self._engine(model_path, schedule)) as engine:
+        with closing(self._engine(model_path, schedule, num_workers)) as engine:
             running = _submit_all(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
             loading = engine.load_weights(1, unpack_bucket(*bucket))
             new = _results(_submit_all(engine, prompts, "new"))
             loading.result()
             return new, _results(running)
 
-    def _engine(self, model_path: str, schedule: Any = None) -> Any:
+    def _engine(self, model_path: str, schedule: Any = None, num_workers: int = 1) -> Any:
         options = EngineOptions(
             model_path=model_path,
             device="cpu",
@@ -311,6 +316,7 @@ class Engines:
             kv_cache_gib=1,
             enforce_eager=True,
             recompute_kv_after_pull=False,
+            tensor_parallel_size=num_workers,
         )
         return _import_object(_ENGINE)(options, seed=0, schedule=schedule)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from datetime import datetime
@@ -62,6 +63,9 @@ def _roles(path: Path, driver: Holder) -> dict[psutil.Process, str]:
         reused = process.create_time() > recorded + _CLOCK_S
         if _runs(process) and not reused:
             found[process] = role
+            with contextlib.suppress(psutil.NoSuchProcess):
+                workers = process.children(recursive=True)  # they write to the role's log
+                found.update(dict.fromkeys(workers, f"a process of {role}"))
     return found
 
 

@@ -31,7 +31,7 @@ class EngineOptions:
     says how much; not used on a CPU."""
     kv_cache_gib: float | None
     """Memory for the KV cache (keys and values), in GiB; None, on a GPU only: what
-    `gpu_memory_utilization` leaves."""
+    `gpu_memory_utilization` leaves. Tensor-parallel workers share it."""
     enforce_eager: bool
     """Whether to run without CUDA graphs."""
     recompute_kv_after_pull: bool
@@ -40,6 +40,8 @@ class EngineOptions:
     Otherwise they keep the KV of the old weights. Requests that have computed nothing yet never
     read old KV.
     """
+    tensor_parallel_size: int = 1
+    """Processes that share each layer of the model, each with a GPU of its own on CUDA; 1: this."""
 
 
 @dataclass(frozen=True, kw_only=True)

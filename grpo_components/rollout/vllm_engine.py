@@ -15,21 +15,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
-from vllm.config import set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.replay.schedule import STOP, Schedule
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
+from grpo_components.rollout.vllm_weights import load_into_worker, load_into_workers
+from grpo_components.rollout.worker_processes import (
+    WORKER_OPTIONS,
+    WorkerProcesses,
+    remove_names,
+    worker_environment,
+)
 
 BASE_VERSION = 0
 """Policy version of the weights that the engine loads first."""
@@ -75,33 +78,13 @@ class VLLMEngine:
         seed: int,
         schedule: Schedule[tuple[str, Any, Future[Any]]] | None = None,
     ) -> None:
-        # On a CPU a prompt read in two steps would end the engine: vLLM discards the first step's
-        # sample by rewinding the random generator, and a CPU generator cannot be rewound.
-        more: dict[str, Any] = {
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            # Only whole blocks of a prompt are shared by its group; the default of 128 is too long.
-            "block_size": 32,
-        }
-        if options.device == "cuda":
-            more = {
-                "enforce_eager": options.enforce_eager,
-                "gpu_memory_utilization": options.gpu_memory_utilization,
-            }
-        if options.kv_cache_gib is not None:
-            more["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # else it would replace `kv_cache_gib`
-        self._engine = LLM(
-            options.model_path,
-            skip_tokenizer_init=True,
-            dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]),
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            seed=seed,
-            **more,
-        ).llm_engine
+        self._engine = _build(options, seed)
+        self._workers: WorkerProcesses | None = None
+        if options.tensor_parallel_size > 1:
+            executor = cast(Any, self._core.model_executor)
+            self._workers = WorkerProcesses([worker.proc for worker in executor.workers])
+            self._engine.collective_rpc(remove_names)
+            executor.rpc_broadcast_mq.buffer.is_creator = False  # else vLLM removes the name again
         self._engine.set_weight_version(str(BASE_VERSION))
         self.use = EngineUse(options.max_num_seqs)
         """What the thread spends its time on."""
@@ -172,6 +155,10 @@ class VLLMEngine:
         self._thread.join()
         self._schedule.close()
 
+    @property
+    def _core(self) -> EngineCore:
+        return cast(InprocClient, self._engine.engine_core).engine_core
+
     def _command(self, name: str, kind: str, payload: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if self._dead is not None:
@@ -204,11 +191,17 @@ class VLLMEngine:
                 self._step_engine()
         except BaseException as error:  # the thread ends: every waiter must be notified
             self._dead = error
+            if self._workers is not None and (failure := self._workers.failure()):
+                self._dead = EngineStoppedError(failure)
             if waiting is not None:
-                waiting.set_exception(error)
+                waiting.set_exception(self._dead)
             raise
         finally:
             self._fail_all()
+            if self._workers is not None:
+                # Else vLLM would report the workers' end as a failure.
+                cast(Any, self._core.model_executor).shutting_down = True
+                self._workers.close()
             # Otherwise garbage collection does it, and takes the process groups of a later engine.
             self._engine.engine_core.shutdown()
 
@@ -253,9 +246,12 @@ class VLLMEngine:
 
     def _swap_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         self.use.begin("loading weights", len(self._running))
-        core = cast(InprocClient, self._engine.engine_core).engine_core
+        core = self._core
         self._finish_batches_in_flight(core)
-        self._engine.collective_rpc(cast(Any, _load_into_worker), args=(tensors,))
+        if self._workers is None:
+            self._engine.collective_rpc(cast(Any, load_into_worker), args=(tensors,))
+        else:
+            load_into_workers(core.model_executor, tensors)
         self._engine.set_weight_version(str(version))
         if not self._recompute_kv:
             empty_prefix_cache(core.scheduler)
@@ -285,26 +281,37 @@ class VLLMEngine:
             future.set_exception(error)
 
 
-def _load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    runner = worker.model_runner
-    model, config = runner.model, runner.vllm_config
-    on_device = torch.device(worker.device)
-    if worker.device.type == "cpu":
-        on_device = contextlib.nullcontext()  # the default; as a context it slows down every call
-    with set_current_vllm_config(config), on_device:
-        parameters = {name for name, _ in model.named_parameters()}
-        initialize_layerwise_reload(model)
-        loaded = model.load_weights(iter(tensors.items()))
-        finalize_layerwise_reload(model, runner.model_config)
-        _repack_tied_head(model)
-    if missing := sorted(parameters - loaded):
-        raise RuntimeError(f"vLLM did not load the parameters {', '.join(missing):.200}")
-
-
-def _repack_tied_head(model: torch.nn.Module) -> None:
-    """Repack the CPU copy of a tied head; vLLM's reload skips it and would keep the old head."""
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        has_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.numel()
-        if has_matrix and hasattr(module, "cpu_linear"):
-            cast(Any, module).quant_method.process_weights_after_loading(module)
+def _build(options: EngineOptions, seed: int) -> LLMEngine:
+    # On a CPU a prompt read in two steps would end the engine: vLLM discards the first step's
+    # sample by rewinding the random generator, and a CPU generator cannot be rewound.
+    num_workers = options.tensor_parallel_size
+    more: dict[str, Any] = {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        # Only whole blocks of a prompt are shared by its group; the default of 128 is too long.
+        "block_size": 32,
+    }
+    if options.device == "cuda":
+        more = {
+            "enforce_eager": options.enforce_eager,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+        }
+    if options.kv_cache_gib is not None:
+        more["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30) // num_workers
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # else it would replace `kv_cache_gib`
+    environment = contextlib.nullcontext()
+    if num_workers > 1:
+        more |= {"tensor_parallel_size": num_workers, **WORKER_OPTIONS}
+        environment = worker_environment(max(1, torch.get_num_threads() // num_workers))
+    with environment:
+        return LLM(
+            options.model_path,
+            skip_tokenizer_init=True,
+            dtype=cast(Any, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]),
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            seed=seed,
+            **more,
+        ).llm_engine

@@ -40,7 +40,7 @@ def generator_memory(
         graphs = 0 if options.enforce_eager else _GRAPHS_BYTES
         parts["reserve"] = GPU_PROCESS_BYTES + graphs
     budget = int(options.gpu_memory_utilization * device.nbytes)
-    cache = int((options.kv_cache_gib or 0.0) * GIB)
+    cache = int((options.kv_cache_gib or 0.0) * GIB) // workers
     if not cache:
         cache = budget - sum(parts.values()) if device.is_gpu else GIB
     parts["KV cache"] = max(cache, 0)

@@ -41,6 +41,16 @@ def leftovers(places, name):
     return [folder, *semaphores(places[1], name)]
 
 
+def test_memory_of_workers_that_were_killed_at_their_start_is_removed_with_the_folder(places):
+    folder = make_temp_dir(places[0])
+    (folder / "vllm_dist_a1").touch()  # vLLM's workers meet through it, and name their memory so
+    names = ["vllm_dist_a1-tp:0-[0-1]-cpushm_0", "vllm_dist_a1-tp:0-[0-1]-cpushm_1", "vllm_dist_a"]
+    for name in names:
+        (places[1] / name).touch()
+    remove_temp_dir(folder, places[1])
+    assert [path.name for path in places[1].iterdir()] == ["vllm_dist_a"]
+
+
 def there(paths):
     return [path.exists() for path in paths]
 

@@ -152,6 +152,7 @@ def test_cuda_without_a_gpu_is_refused(refusal, num_gpus):
         (["num_generators=3", "gpus_per_generator=0.9", "num_trainers=1"], 4),
         (["num_generators=2", "gpus_per_generator=0.7", "gpus_per_trainer=0.3"], 2),
         (["num_generators=2", "num_trainers=3", "eval_only=true"], 2),  # no trainer is started
+        (["num_generators=2", "num_trainers=3", "generator.tensor_parallel_size=4"], 11),
     ],
 )
 def test_roles_need_this_many_gpus_and_no_fewer(check, refusal, num_gpus, overrides, gpus):
@@ -167,5 +168,8 @@ def test_shares_of_a_gpu_must_be_possible(refusal, num_gpus):
     num_gpus(8)
     message = refusal("device=cuda", "gpus_per_generator=0.4")
     assert message.startswith("generator.gpu_memory_utilization: 0.85 given")
+    shared = ("generator.tensor_parallel_size=2", "gpus_per_generator=0.9")
+    message = refusal("device=cuda", "generator.gpu_memory_utilization=0.4", *shared)
+    assert message.startswith("gpus_per_generator: 0.9 given, and each of the 2 workers")
     message = refusal("device=cuda", "gpus_per_trainer=0.5", "num_trainers=2")
     assert message.startswith("gpus_per_trainer: 0.5 given")

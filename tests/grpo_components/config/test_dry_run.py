@@ -73,6 +73,14 @@ def test_without_a_kl_no_reference_is_started(planned):
 
 
 @pytest.mark.parametrize(
+    ("device", "place"), [("cpu", "each on 4 processes on the CPU"), ("cuda", "each on 4 GPUs")]
+)
+def test_a_tensor_parallel_generator_takes_several_places(planned, device, place):
+    roles = planned(device=device, num_generators=2, generator__tensor_parallel_size=4)["roles"]
+    assert f"2 generators (Generator), {place}, " in roles[0]
+
+
+@pytest.mark.parametrize(
     ("changes", "kind", "present", "absent"),
     [
         ({"rollout_only": True}, "rollouts only", "TrajectoryWriter", "held-out"),

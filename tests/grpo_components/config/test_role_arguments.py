@@ -1,4 +1,4 @@
-"""Each role gets the threads that the config gives it, or its share of the cores."""
+"""Each role gets the threads and GPUs that the config gives it, or its share of the cores."""
 
 import pytest
 
@@ -6,24 +6,45 @@ from grpo_components.config import role_arguments
 from grpo_components.exchange.staleness import StalenessContract
 
 
+@pytest.fixture
+def arguments():
+    def build(cfg):
+        contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
+        return role_arguments.role_arguments(
+            cfg,
+            contract=contract,
+            objective=None,
+            num_references=1,
+            stop_tokens=[0],
+            longest_prompt=64,
+            rendezvous="/nowhere/trainers",
+        )
+
+    return build
+
+
 @pytest.mark.parametrize(
     ("given", "trainer", "generator"),
     [({}, 2, 2), ({"trainer": 5}, 5, 2), ({"trainer": 1, "generator": 7}, 1, 7)],
 )
 def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
-    settings_with, monkeypatch, given, trainer, generator
+    settings_with, arguments, monkeypatch, given, trainer, generator
 ):
     monkeypatch.setattr("grpo_components.cluster.cluster.available_cpus", lambda replay: 8)
     cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
-    contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
-    roles = role_arguments.role_arguments(
-        cfg,
-        contract=contract,
-        objective=None,
-        num_references=1,
-        stop_tokens=[0],
-        longest_prompt=64,
-        rendezvous="/nowhere/trainers",
-    )
+    roles = arguments(cfg)
     threads = [each["cpu_threads"] for each in (roles.trainer, roles.generator, roles.reference)]
     assert threads == [trainer, generator, 2]
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "workers", "gpus"),
+    [("cuda", 0.5, 1, 0.5), ("cuda", 1.0, 4, 4.0), ("cpu", 1.0, 4, 0)],
+)
+def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
+    settings_with, arguments, device, share, workers, gpus
+):
+    changes = {"generator__tensor_parallel_size": workers, "generator__enforce_eager": True}
+    roles = arguments(settings_with(device=device, gpus_per_generator=share, **changes))
+    assert roles.generator["num_gpus"] == gpus
+    assert roles.generator["engine"].tensor_parallel_size == workers

@@ -22,6 +22,7 @@ SLOW = {  # they start Ray or vLLM
     rungs.generator_is_trainer,
     engine_rungs.pulled_engine_is_fresh_engine,
     engine_rungs.engine_pulled_under_load_is_fresh_engine,
+    engine_rungs.two_workers_are_one,
     family_rungs.every_family_samples_from_what_it_trained,
 }
 

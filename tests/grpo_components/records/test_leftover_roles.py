@@ -46,6 +46,31 @@ def test_a_running_role_is_waited_for_and_then_named(tmp_path, monkeypatch, role
     wait_for_roles(tmp_path, died)
 
 
+def test_the_processes_of_a_role_are_waited_for_too(tmp_path, monkeypatch, died):
+    """They write to its log; a tensor-parallel worker may take longer to end."""
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'])\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()"
+    )
+    command = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as parent:
+        child = int(parent.stdout.readline())
+        record(tmp_path, parent.pid, time.time())
+        wait_procs = leftover_roles.psutil.wait_procs
+
+        def kill_the_role(processes, timeout):
+            parent.kill()
+            parent.wait()
+            return wait_procs(processes, timeout=0.1)
+
+        monkeypatch.setattr(leftover_roles.psutil, "wait_procs", kill_the_role)
+        with pytest.raises(ValueError, match=f"a process of trainer_0, pid {child}, "):
+            wait_for_roles(tmp_path, died)
+
+
 def test_a_role_that_ends_during_the_wait_does_not_block_the_folder(
     tmp_path, monkeypatch, role, died
 ):

@@ -25,7 +25,7 @@ def build_engine():
     for name in ("freeze", "unfreeze"):  # what is imported stays frozen, engines are collected
         patched.setattr(gc, name, lambda: None)
 
-    def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64):
+    def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64, workers=1):
         options = EngineOptions(
             model_path=str(path),
             device="cpu",
@@ -36,6 +36,7 @@ def build_engine():
             kv_cache_gib=1,
             enforce_eager=True,
             recompute_kv_after_pull=recompute_kv_after_pull,
+            tensor_parallel_size=workers,
         )
         return VLLMEngine(options, seed=0, schedule=schedule)
 

@@ -1,0 +1,136 @@
+"""Loads new weights into vLLM's workers, each of which runs a part of the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from grpo_components.exchange.shared_weights import (
+    SharedMemory,
+    SharedTensors,
+    open_shared,
+    split,
+)
+
+_PART_BYTES = 256 * 2**20
+"""Most bytes that are copied into shared memory at once, unless one tensor has more."""
+_PARTS_AT_ONCE = 2
+"""Parts in shared memory: the workers load one while the next is copied."""
+_TIMEOUT_S = 300.0
+"""Longest wait for all workers to load a part, in seconds."""
+
+
+def load_into_worker(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Replace the weights of the one worker of an engine, which runs in this process.
+
+    Args:
+        worker: worker of vLLM.
+        tensors: every parameter by its Hugging Face name, on the CPU.
+
+    Raises:
+        RuntimeError: a parameter of the model was not loaded; names it.
+    """
+    parameters = _begin(worker)
+    loaded = _load_part(worker, tensors)
+    _finish(worker)
+    if missing := sorted(parameters - loaded):
+        raise RuntimeError(f"vLLM did not load the parameters {', '.join(missing):.200}")
+
+
+def load_into_workers(executor: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Replace the weights of all workers of an engine, which are processes of their own.
+
+    The tensors pass through shared memory part by part, and each worker copies its share of them.
+    So nothing holds a second copy of the model.
+
+    Args:
+        executor: vLLM's executor, which has the workers.
+        tensors: every parameter by its Hugging Face name, on the CPU.
+
+    Raises:
+        RuntimeError: a parameter of a worker was not loaded; names both. Or a worker failed.
+        TimeoutError: a worker did not load a part in time.
+    """
+    call = partial(executor.collective_rpc, timeout=_TIMEOUT_S, non_block=True)
+    missing: list[set[str]] = call(_begin).result()
+    in_flight: deque[tuple[SharedMemory, Any]] = deque()
+
+    def collect() -> None:
+        memory, loading = in_flight[0]
+        for left, loaded in zip(missing, loading.result(), strict=True):
+            left -= loaded
+        memory.close()
+        in_flight.popleft()
+
+    try:
+        for part in split(tensors, _PART_BYTES):
+            if len(in_flight) == _PARTS_AT_ONCE:
+                collect()
+            memory = SharedMemory(part)
+            in_flight.append((memory, call(_load_part, args=(memory.tensors,))))
+        while in_flight:
+            collect()
+    finally:
+        for memory, _ in in_flight:
+            memory.close()
+    call(_finish).result()
+    for number, left in enumerate(missing):
+        if left:
+            names = ", ".join(sorted(left))
+            raise RuntimeError(f"vLLM's worker {number} did not load the parameters {names:.200}")
+
+
+def _begin(worker: Any) -> set[str]:
+    """Prepare a worker for new weights; return the names of its parameters."""
+    with _loading(worker) as model:
+        parameters = {name for name, _ in model.named_parameters()}
+        initialize_layerwise_reload(model)
+        return parameters
+
+
+def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors) -> set[str]:
+    """Load some tensors; return the names of the parameters that got them.
+
+    vLLM keeps views of a layer's tensors until it has all of them.
+    """
+    if isinstance(tensors, SharedTensors):
+        tensors = open_shared(tensors)
+    with _loading(worker) as model:
+        return model.load_weights(iter(tensors.items()))
+
+
+def _finish(worker: Any) -> None:
+    """Put the loaded weights into use."""
+    with _loading(worker) as model:
+        finalize_layerwise_reload(model, worker.model_runner.model_config)
+        _repack_tied_head(model)
+
+
+@contextlib.contextmanager
+def _loading(worker: Any) -> Iterator[Any]:
+    """Context manager: set what vLLM's weight loaders look up, and give the worker's model."""
+    runner = worker.model_runner
+    on_device = torch.device(worker.device)
+    if worker.device.type == "cpu":
+        on_device = contextlib.nullcontext()  # the default; as a context it slows down every call
+    with set_current_vllm_config(runner.vllm_config), on_device:
+        yield runner.model
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Repack the CPU copy of a tied head; vLLM's reload skips it and would keep the old head."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        has_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.numel()
+        if has_matrix and hasattr(module, "cpu_linear"):
+            cast(Any, module).quant_method.process_weights_after_loading(module)
