@@ -149,7 +149,7 @@ def measured(case: Case) -> Peaks:
     """Return the peaks of a case, each rank in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_base_model(case, folder)
+        write_base_model(case, folder)  # pyright: ignore[reportArgumentType] -- what it reads
         if case.ranks == 1:
             return in_child(peaks_of_rank, case, folder, 0)
         context = multiprocessing.get_context("spawn")
@@ -342,7 +342,7 @@ def _published_table() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     parser.add_argument("--published", action="store_true", help="only the published sizes")
     options = parser.parse_args(arguments)
     rows = []

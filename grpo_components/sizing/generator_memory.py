@@ -9,6 +9,8 @@ from grpo_components.sizing.role_memory import GIB, GPU_PROCESS_BYTES, Device, R
 
 _LARGE_GPU_GIB, _TOKENS_LARGE, _TOKENS_SMALL = 70, 16384, 8192
 """vLLM 0.32's default of max_num_batched_tokens on a GPU: from this size on, and below it."""
+_MAX_WEIGHTS = 0.8
+"""Share of a GPU from which on weights leave too little for a cache."""
 _GRAPHS_BYTES = GIB
 """CUDA graphs of one engine; not measured by us."""
 _LOGIT_COPIES = 4
@@ -56,7 +58,7 @@ def generator_memory(
         notes.append(f"where more than {fits:,} are so long, vLLM recomputes the others later")
     share = cfg.gpus_per_generator
     memory = RoleMemory("generator", cfg.num_generators * workers, share, total, parts, notes=notes)
-    if fits < 1:
+    if fits < 1 or (device.is_gpu and weights > _MAX_WEIGHTS * device.nbytes):
         memory.smaller = _smaller(cfg, weights, cache, sequence, device)
     return memory
 
@@ -80,12 +82,13 @@ def _wanted(cfg: Settings) -> int:
 def _smaller(cfg: Settings, weights: int, cache: int, sequence: int, device: Device) -> str:
     """Return the key that makes room for at least one sequence."""
     options = cfg.generator
-    if not device.is_gpu or options.kv_cache_gib is not None:
+    splits = device.is_gpu and weights + sequence > _MAX_WEIGHTS * device.nbytes
+    if not splits and (not device.is_gpu or options.kv_cache_gib is not None):
         given = options.kv_cache_gib or 1.0
         problem = f"generator.kv_cache_gib: {given:g} given, and a sequence takes {gib(sequence)}"
         return f"{problem} GiB; allowed: {gib(1.05 * sequence)} or more"
     workers, memory = options.tensor_parallel_size, options.gpu_memory_utilization
-    if memory < 0.9 * cfg.gpus_per_generator and weights + sequence < 0.8 * device.nbytes:
+    if memory < 0.9 * cfg.gpus_per_generator and not splits:
         problem = (
             f"generator.gpu_memory_utilization: {memory:g} given, {gib(-cache)} GiB too little"
         )

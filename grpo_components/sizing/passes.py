@@ -43,15 +43,14 @@ class PolicyOptions:
 
 
 def training_bytes(
-    options: PolicyOptions, sequences: Sequence[TokenSequence], num_passes: int
+    options: PolicyOptions, sequences: Sequence[TokenSequence], has_gradients: bool
 ) -> Bytes:
     """Return what training takes on rank 0.
 
     Args:
         options: how the policy is computed.
         sequences: sequences of a micro-batch.
-        num_passes: micro-batches in a row that are counted; from the second on, there are
-            gradients.
+        has_gradients: whether an earlier micro-batch of the update has left gradients.
 
     Returns:
         Bytes of `weights`, `gradients`, `optimizer`, of `activations` that a forward pass keeps
@@ -70,7 +69,7 @@ def training_bytes(
                 options.enable_activation_checkpointing,
             )
             with imagining() as live:
-                return _train(options, model.to_empty(device=_CPU), sequences, num_passes, live)
+                return _train(options, model.to_empty(device=_CPU), sequences, has_gradients, live)
 
     return _by_depth(options.build_model, run)
 
@@ -132,7 +131,7 @@ def _train(
     options: PolicyOptions,
     model: nn.Module,
     sequences: Sequence[TokenSequence],
-    num_passes: int,
+    has_gradients: bool,
     live: LiveBytes,
 ) -> Bytes:
     """Train one step as `Trainer` does, and return the bytes of each part."""
@@ -153,16 +152,18 @@ def _train(
     logprobs = ResponseLogprobs(
         model, chunk_tokens=options.logprob_chunk_tokens, entropy_gradient=options.entropy_gradient
     )
+    if has_gradients:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
     live.mark()
-    for _ in range(num_passes):
-        before = live.live
-        batch = token_batch(sequences)
-        values, entropies = logprobs(batch)
-        found["activations"] = live.live - before
-        steps.end("logits, forward")
-        (values.sum() + entropies.sum()).backward()
-        del batch, values, entropies
-        steps.end("other layers, backward")
+    before = live.live
+    batch = token_batch(sequences)
+    values, entropies = logprobs(batch)
+    found["activations"] = live.live - before
+    steps.end("logits, forward")
+    (values.sum() + entropies.sum()).backward()
+    del batch, values, entropies
+    steps.end("other layers, backward")
     found["gradients"] = sum(parameter.grad.to_local().nbytes for parameter in parameters)
     if optimizer:
         for shard, parameter in zip(shards, parameters, strict=True):

@@ -169,7 +169,7 @@ def _batches(cfg: Settings, sizes: ModelSizes, prompt_tokens: int) -> list[Micro
 
 def _most(options: PolicyOptions, batches: list[MicroBatch]) -> tuple[Bytes, MicroBatch]:
     found = [
-        (training_bytes(options, batch.sequences, 1 if batch.is_only else 2), batch)
+        (training_bytes(options, batch.sequences, has_gradients=not batch.is_only), batch)
         for batch in batches
     ]
     return max(found, key=lambda each: _peak(each[0]))

@@ -1,4 +1,4 @@
-"""What a deep model takes follows exactly from two shorter ones."""
+"""What a deep model takes follows from two shorter ones."""
 
 from functools import partial
 
@@ -51,9 +51,10 @@ def options(**changes):
     ids=["whole", "sharded, checkpointing", "tensor parallel", "replicated"],
 )
 def test_a_deep_model_follows_from_shorter_ones(changes, monkeypatch):
-    short = passes.training_bytes(options(**changes), SEQUENCES, 2)
+    short = passes.training_bytes(options(**changes), SEQUENCES, True)
     monkeypatch.setattr(passes, "_MORE", 7)  # now the model itself is run
-    assert passes.training_bytes(options(**changes), SEQUENCES, 2) == short
+    whole = passes.training_bytes(options(**changes), SEQUENCES, True)
+    assert short == pytest.approx(whole, rel=0.001)
 
 
 def test_so_does_a_reference(monkeypatch):
@@ -66,7 +67,7 @@ def test_so_does_a_reference(monkeypatch):
 
 
 def test_shards_gradients_and_moments_are_a_ranks_part_in_float32():
-    found = passes.training_bytes(options(num_ranks=4), SEQUENCES, 1)
+    found = passes.training_bytes(options(num_ranks=4), SEQUENCES, False)
     with torch.device("meta"):
         whole = sum(4 * p.numel() for p in BUILD().parameters())
     assert found["gradients"] == pytest.approx(whole / 4, rel=0.02)
@@ -74,9 +75,9 @@ def test_shards_gradients_and_moments_are_a_ranks_part_in_float32():
 
 
 def test_checkpointing_keeps_fewer_activations_and_a_second_pass_finds_gradients():
-    kept = passes.training_bytes(options(), SEQUENCES, 1)
-    again = passes.training_bytes(options(enable_activation_checkpointing=True), SEQUENCES, 1)
+    kept = passes.training_bytes(options(), SEQUENCES, False)
+    again = passes.training_bytes(options(enable_activation_checkpointing=True), SEQUENCES, False)
     assert again["activations"] < kept["activations"] / 3
-    second = passes.training_bytes(options(), SEQUENCES, 2)
+    second = passes.training_bytes(options(), SEQUENCES, True)
     name = "peak of logits, backward"
     assert second[name] == pytest.approx(kept[name] + kept["gradients"], rel=0.05)
