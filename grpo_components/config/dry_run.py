@@ -25,6 +25,7 @@ from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
 from grpo_components.replay.recorded_run import available_cpus, run_folder
 from grpo_components.settings import Settings
 from grpo_components.sizing.plan import RunPlan, plan_run
+from grpo_components.sizing.role_memory import GPU_GIB
 from grpo_components.state_files import read_state
 
 _DONE = "the config is right and its components were called; nothing was started or written"
@@ -66,13 +67,15 @@ def plan(
 
 
 def _memory(cfg: Settings, data: Sequence[Any], objective: Objective) -> RunPlan:
-    is_gpu = cfg.device == "cuda"
+    num_gpus, memory = torch.cuda.device_count(), GPU_GIB
+    if num_gpus:
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     return plan_run(
         cfg,
         max(dataset.max_prompt_length for dataset in data if len(dataset)),
         needs_reference=objective.needs_reference,
-        num_gpus=torch.cuda.device_count() if is_gpu else None,
-        gpu_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if is_gpu else 0.0,
+        num_gpus=num_gpus or None,
+        gpu_gib=memory,
     )
 
 

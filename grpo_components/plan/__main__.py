@@ -19,8 +19,7 @@ from grpo_components.errors import fail
 from grpo_components.plain_text import plain
 from grpo_components.settings import Settings
 from grpo_components.sizing.plan import plan_run
-
-_GPU_GIB = 80.0
+from grpo_components.sizing.role_memory import GPU_GIB
 
 
 def read(name: str, overrides: Sequence[str]) -> DictConfig:
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="name in `tune ls`, or a file")
     parser.add_argument("--gpus", type=int, help="number of GPUs; default: what the config needs")
     parser.add_argument(
-        "--gpu-memory", type=float, default=_GPU_GIB, help="GiB of one GPU; default: 80"
+        "--gpu-memory", type=float, default=GPU_GIB, help="GiB of one GPU; default: 80"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
     options = parser.parse_intermixed_args(arguments)

@@ -43,6 +43,8 @@ class Device:
         return int(self.gib * GIB)
 
 
+GPU_GIB = 80.0
+"""Memory of one GPU where none is known: an A100's or H100's."""
 GPU_PROCESS_BYTES = GIB
 """CUDA's context, cuBLAS' workspace and NCCL's buffers of one process; not measured by us."""
 FRAGMENTATION = 0.05
