@@ -17,7 +17,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install install-dev tiny-policy demo equivalence crash-anywhere test test-two-nodes lint typecheck format clean
+.PHONY: help gpu-test install install-dev tiny-policy demo equivalence crash-anywhere test test-two-nodes \
+	lint typecheck format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +32,9 @@ equivalence: tiny-policy  ## Measure what must come out the same; writes docs/eq
 
 crash-anywhere: tiny-policy  ## Kill and freeze roles of runs at random moments (about 20 minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
+
+gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)
+	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
 
 test: lint typecheck  ## Check style and types, run all tests (about 20 minutes on two cores)
 	$(BIN)/pytest -n 2 --dist worksteal $$($(TRACKED) 'tests/**/test_*.py')

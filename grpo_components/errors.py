@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 from grpo_components.plain_text import one_line, shortened
@@ -29,7 +30,16 @@ def shown(value: Any) -> str:
 
 
 class DryRunEnd(Exception):
-    """A dry run is over; the message says what the run would do."""
+    """A dry run is over.
+
+    Args:
+        text: what the run would do.
+        problems: what of it does not fit into memory: `key: problem; allowed: ...`.
+    """
+
+    def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.problems = problems
 
 
 class ReplayError(RuntimeError):

@@ -45,6 +45,7 @@ from grpo_components.setting_types import (
     free_section,
     loss_section,
 )
+from grpo_components.time_limits import derived_limits
 
 
 class RewardShapingSettings(BaseModel):
@@ -76,7 +77,7 @@ class GeneratorSettings(BaseModel):
     max_model_len: Annotated[int, Field(ge=2, le=2**22)] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    kv_cache_gib: Annotated[float, Field(ge=1e-3, le=2**20)] = 1.0
+    kv_cache_gib: Annotated[float, Field(ge=1e-3, le=2**20)] | None = None  # null: 1 on cpu
     enforce_eager: bool | None = None  # null: true on cpu, false on cuda
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0
@@ -144,19 +145,32 @@ class RewardModelSettings(BaseModel):
     tokens_per_micro_batch: TokenBudget = 8192
 
 
+_FROM_LENGTHS: Any = None
+
+
 class Timeouts(BaseModel):
-    """How long the driver and the roles wait, in seconds."""
+    """How long the driver and the roles wait, in seconds; null: the default.
+
+    Where the default depends on lengths, `time_limits.py` derives it once the whole config is read.
+    """
 
     model_config = SECTION
     startup_s: Seconds = 600.0
-    rollout_s: Seconds = 600.0
-    batch_s: Seconds = 1200.0
-    train_step_s: Seconds = 1800.0
+    rollout_s: Seconds = _FROM_LENGTHS
+    batch_s: Seconds = _FROM_LENGTHS
+    train_step_s: Seconds = _FROM_LENGTHS
     weights_s: Seconds = 300.0
     reward_s: Seconds = 10.0
-    collective_s: Seconds = 600.0
+    collective_s: Seconds = _FROM_LENGTHS
     shutdown_s: Seconds = 20.0
     heartbeat_s: Seconds = 60.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        return (
+            {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+        )
 
 
 class CpuThreads(BaseModel):
@@ -197,6 +211,7 @@ class Settings(BaseModel):
     shuffle: bool
     environment: Annotated[DictConfig, component(EnvironmentArguments)]
     rewards: Annotated[Rewards, Field(min_length=1)]
+    reward_workers: Processes = 1  # of each generator
 
     ray: RaySettings = RaySettings()
     num_generators: Processes
@@ -236,6 +251,7 @@ class Settings(BaseModel):
     generator: GeneratorSettings
 
     save_every_n_steps: Count
+    async_checkpoint: bool = False
     eval_every_n_steps: Count
     metric_logger: Component
     log_every_n_steps: Count
@@ -259,9 +275,7 @@ class Settings(BaseModel):
     max_generator_kl: Annotated[float, Field(gt=0, le=1e3)] | None = None  # null: depends on dtype
     keep_last_n: Count | None = None
     keep_best: Text | None = None  # a metric: eval/success_rate, eval/pass_at_4, ...
-    async_checkpoint: bool = False
     checkpoint_failure: Literal["error", "warn"] = "error"
-    reward_workers: Processes = 1
     rollouts_logged_per_step: CountOrZero = 1
     log_token_logprobs: bool = False  # in the logged rollouts
     logprob_chunk_tokens: TokenBudget = 1024
@@ -272,6 +286,20 @@ class Settings(BaseModel):
     fsdp_cpu_offload: bool = False
     timeouts: Timeouts = Timeouts()
     user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
+
+    @model_validator(mode="after")
+    def _derive_timeouts(self) -> Settings:
+        parts = max(self.num_trainers // self.tensor_parallel_dim, 1)
+        derived = derived_limits(
+            prompt_tokens=self.dataset.get("max_prompt_tokens") or 0,
+            response_tokens=self.generator.max_response_tokens,
+            samples_per_rank=self.groups_per_step * self.group_size / parts,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            passes=self.ppo_epochs,
+        )
+        missing = {k: v for k, v in derived.items() if getattr(self.timeouts, k) is None}
+        self.timeouts = self.timeouts.model_copy(update=missing)
+        return self
 
     @model_validator(mode="before")
     @classmethod

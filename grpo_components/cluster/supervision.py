@@ -112,6 +112,8 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
         recipe_main()
     except DryRunEnd as end:
         sys.stdout.write(f"{plain(str(end))}\n")
+        sys.stderr.writelines(f"does not fit: {problem}\n" for problem in end.problems)
+        return 2 if end.problems else 0
     except SystemExit as end:
         if (place := _ended_by(recipe_main, end)) is None:
             raise  # raised by torchtune, at the normal end or with a usage message

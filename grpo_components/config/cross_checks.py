@@ -89,7 +89,7 @@ def _check_memory(settings: Settings) -> None:
     if (settings.object_store_memory or 0) > memory:
         problem = f"{settings.object_store_memory} given, more than the memory of this machine"
         fail("object_store_memory", problem, f"at most {memory}")
-    cache_gib = settings.generator.kv_cache_gib
+    cache_gib = settings.generator.kv_cache_gib or 0.0
     if settings.device == "cpu" and cache_gib > memory // 2**30:
         problem = f"{cache_gib:.12g} given, more than the memory of this machine"
         fail("generator.kv_cache_gib", problem, f"at most {memory // 2**30}")

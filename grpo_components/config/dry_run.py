@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,17 @@ from grpo_components.records.output_folder import free_names, is_used, real_path
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
 from grpo_components.replay.recorded_run import available_cpus, run_folder
 from grpo_components.settings import Settings
+from grpo_components.sizing.plan import RunPlan, plan_run
+from grpo_components.sizing.role_memory import GPU_GIB
 from grpo_components.state_files import read_state
 
 _DONE = "the config is right and its components were called; nothing was started or written"
 
 
-def plan(cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective) -> str:
-    """Return what the run would do, as lines of text under headings.
+def plan(
+    cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective
+) -> tuple[str, list[str]]:
+    """Return what the run would do, as lines of text under headings, and what does not fit.
 
     Args:
         cfg: settings checked by preflight.
@@ -40,12 +44,14 @@ def plan(cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective) -> s
     """
     evaluates = not (cfg.rollout_only or cfg.train_from)
     held_out = build("eval_dataset", cfg.eval_dataset, tokenizer) if evaluates else []
+    memory = _memory(cfg, (dataset, held_out), objective)
     sections = {
         "dry run": [_DONE],
         "kind": [_kind(cfg)],
         "roles": list(_roles(cfg, objective)),
         "machine": [_machine(cfg)],
         "model": list(_model(cfg)),
+        "memory": memory.lines,
         "data": list(_data(cfg, dataset, held_out)),
         "rewards": list(_rewards(cfg)),
         "objective": list(_objective(objective)) if _trains(cfg) else ["none: nothing is trained"],
@@ -57,7 +63,20 @@ def plan(cfg: Settings, tokenizer: Any, dataset: Any, objective: Objective) -> s
     for heading, texts in sections.items():
         for number, text in enumerate(texts):
             lines.append(f"{'' if number else heading:<{width}}{text}")
-    return "\n".join(lines)
+    return "\n".join(lines), memory.problems
+
+
+def _memory(cfg: Settings, data: Sequence[Any], objective: Objective) -> RunPlan:
+    num_gpus, memory = torch.cuda.device_count(), GPU_GIB
+    if num_gpus:
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return plan_run(
+        cfg,
+        max(dataset.max_prompt_length for dataset in data if len(dataset)),
+        needs_reference=objective.needs_reference,
+        num_gpus=num_gpus or None,
+        gpu_gib=memory,
+    )
 
 
 def _counted(number: int, what: str) -> str:

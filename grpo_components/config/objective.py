@@ -85,5 +85,5 @@ def build_objective(
     )
     try_components(cfg, tokenizer, dataset, objective)
     if cfg.dry_run:
-        raise DryRunEnd(plan(cfg, tokenizer, dataset, objective))
+        raise DryRunEnd(*plan(cfg, tokenizer, dataset, objective))
     return objective

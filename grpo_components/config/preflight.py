@@ -53,10 +53,7 @@ def check(cfg: DictConfig) -> Settings:
     Raises:
         ValueError: one line, "key: what is wrong; allowed: ...", for the first problem.
     """
-    values = read_settings(_resolved(cfg)).model_dump()
-    settings = read_settings(expand_paths(values))
-    _fill_in(settings)
-    check_together(settings)
+    settings = settings_of(cfg)
     if settings.device == "cuda":
         check_gpus(settings, here=settings.ray.address is None)
     check_files(settings)
@@ -69,6 +66,22 @@ def check(cfg: DictConfig) -> Settings:
         check_packages(settings.timeouts.startup_s)
     check_components(settings)
     check_same_prompts(settings)
+    return settings
+
+
+def settings_of(cfg: DictConfig) -> Settings:
+    """Return a config as typed settings with all defaults, without opening a file.
+
+    Args:
+        cfg: the result of torchtune's `config.parse`.
+
+    Raises:
+        ValueError: one line, "key: what is wrong; allowed: ...", for the first problem.
+    """
+    values = read_settings(_resolved(cfg)).model_dump()
+    settings = read_settings(expand_paths(values))
+    _fill_in(settings)
+    check_together(settings)
     return settings
 
 
@@ -90,6 +103,8 @@ def _fill_in(settings: Settings) -> None:
     is_cuda = settings.device == "cuda"
     if settings.generator.enforce_eager is None:
         settings.generator.enforce_eager = not is_cuda
+    if settings.generator.kv_cache_gib is None and not is_cuda:
+        settings.generator.kv_cache_gib = 1.0
     if settings.max_generator_kl is None:
         settings.max_generator_kl = default_bound(settings)
     if settings.profiler.enabled:

@@ -68,6 +68,42 @@ def load_sharded_model(
         enable_activation_checkpointing: recompute each layer in the backward pass.
         compile_layers: compile each layer with torch.compile.
     """
+    model = shard_model(
+        build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
+    )
+    full: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
+    device = torch.device(meshes.layers.device_type)
+    _scatter(model, full, device, sharding.cpu_offload)
+    for module in model.modules():  # checkpoints lack buffers such as the rotary tables
+        if hasattr(module, "rope_init"):
+            with device:
+                cast(Any, module).rope_init()
+    if compile_layers:
+        for layer in model.layers:
+            layer.compile()
+    return model
+
+
+def shard_model(
+    build_model: Callable[[], nn.Module],
+    meshes: Meshes,
+    sharding: Sharding,
+    model_type: str,
+    dtype: str,
+    enable_activation_checkpointing: bool,
+) -> TransformerDecoder:
+    """Build the policy on the meta device, sharded with FSDP2, in float32.
+
+    Args:
+        build_model: builds the torchtune decoder.
+        meshes: device meshes of the trainer ranks.
+        sharding: layout of the ranks, and where shards are kept.
+        model_type: torchtune's name of the model family, for its tensor-parallel plan.
+        dtype: compute dtype, fp32 or bf16.
+        enable_activation_checkpointing: recompute each layer in the backward pass.
+    """
     with training.set_default_dtype(torch.float32), torch.device("meta"):
         model = cast(TransformerDecoder, build_model())
     if sharding.tensor > 1:  # first, because wrapping changes the names that plans use
@@ -84,18 +120,6 @@ def load_sharded_model(
     for layer in model.layers:
         fully_shard(layer, mesh=meshes.layers, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=meshes.root, mp_policy=policy, offload_policy=offload)
-    full: dict[str, Tensor] = {}
-    if dist.get_rank() == 0:
-        full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
-    device = torch.device(meshes.layers.device_type)
-    _scatter(model, full, device, sharding.cpu_offload)
-    for module in model.modules():  # checkpoints lack buffers such as the rotary tables
-        if hasattr(module, "rope_init"):
-            with device:
-                cast(Any, module).rope_init()
-    if compile_layers:
-        for layer in model.layers:
-            layer.compile()
     return model
 
 

@@ -77,6 +77,17 @@ def join_ranks(
         master_listen_fd=rendezvous.listener,
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    return arrange_ranks(num_ranks, device, sharding)
+
+
+def arrange_ranks(num_ranks: int, device: str, sharding: Sharding) -> Meshes:
+    """Arrange the ranks of a process group as replicate x shard x tensor.
+
+    Args:
+        num_ranks: size of the group; a multiple of replicate x tensor.
+        device: cpu or cuda.
+        sharding: sizes of the layout.
+    """
     replicate, tensor = sharding.replicate, sharding.tensor
     shard = num_ranks // (replicate * tensor)
     whole = init_device_mesh(

@@ -27,12 +27,11 @@ class EngineOptions:
     max_num_seqs: int
     """Requests that one engine step may batch."""
     gpu_memory_utilization: float
-    """Share of the GPU's memory for vLLM; not used on a CPU."""
-    kv_cache_gib: float
-    """Memory for the KV cache (keys and values) on a CPU, in GiB; not used on a GPU.
-
-    Tensor-parallel workers share it.
-    """
+    """Share of the GPU's memory that must be free for vLLM, and that it takes unless `kv_cache_gib`
+    says how much; not used on a CPU."""
+    kv_cache_gib: float | None
+    """Memory for the KV cache (keys and values), in GiB; None, on a GPU only: what
+    `gpu_memory_utilization` leaves. Tensor-parallel workers share it."""
     enforce_eager: bool
     """Whether to run without CUDA graphs."""
     recompute_kv_after_pull: bool

@@ -296,13 +296,14 @@ def _build(options: EngineOptions, seed: int) -> LLMEngine:
         "enable_chunked_prefill": False,
         # Only whole blocks of a prompt are shared by its group; the default of 128 is too long.
         "block_size": 32,
-        "kv_cache_memory_bytes": int(options.kv_cache_gib * 2**30) // num_workers,
     }
     if options.device == "cuda":
         more = {
             "enforce_eager": options.enforce_eager,
             "gpu_memory_utilization": options.gpu_memory_utilization,
         }
+    if options.kv_cache_gib is not None:
+        more["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30) // num_workers
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # else it would replace `kv_cache_gib`
     environment = contextlib.nullcontext()
     if num_workers > 1:

@@ -27,7 +27,14 @@ from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = tracked("recipes/configs/*.yaml")
-NUM_GPUS = {"qwen3B_async_grpo": 8, "qwen3B_sync_grpo": 8, "qwen0.5B_async_grpo_1gpu": 1}
+NUM_GPUS = {
+    "qwen0.5B_async_grpo_1gpu": 1,
+    "qwen3B_async_grpo": 8,
+    "qwen3B_sync_grpo": 8,
+    "qwen7B_async_grpo": 8,
+    "qwen14B_async_grpo": 16,
+    "qwen32B_async_grpo": 64,
+}
 NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", *NUM_GPUS}
 RECIPE = "async_grpo_full_finetune_distributed"
 
@@ -62,12 +69,14 @@ def base_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base, here = tmp_path / "base", tmp_path / "here"
     for folder in (base / "data", here):
         folder.mkdir(parents=True)
-    shards = ("model.safetensors", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)))
+    shards = ["model.safetensors"]
+    for count in (2, 4, 8, 17):
+        shards += [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     for name in (*shards, "vocab.json", "merges.txt", "tokenizer.json"):
         (base / name).touch()
     for name in ("train", "held_out"):
         (base / "data" / f"{name}.jsonl").touch()
-    (base / "config.json").write_text(json.dumps({"max_position_embeddings": 512 * 3}))
+    (base / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
     monkeypatch.chdir(here)
     return base
 

@@ -40,7 +40,9 @@ def planned(settings_with, tmp_path):
         data = Prompts(range(1000)) if dataset is None else dataset
         before = sorted(tmp_path.rglob("*"))
         sections = {}
-        for line in plan(cfg, Tokenizer(), data, objective).splitlines():
+        text, problems = plan(cfg, Tokenizer(), data, objective)
+        assert not problems
+        for line in text.splitlines():
             heading, text = line[:11].strip(), line[11:]
             sections[heading or next(reversed(sections))] = [
                 *(sections[next(reversed(sections))] if not heading else []),

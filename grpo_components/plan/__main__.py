@@ -1,0 +1,108 @@
+"""Plan a run's memory without GPUs or model: `python -m grpo_components.plan --config NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+from grpo_components._plugin import config_files, recipes_folder
+from grpo_components.config.cross_checks import kl_sections, needs_reference
+from grpo_components.config.preflight import settings_of
+from grpo_components.errors import fail
+from grpo_components.plain_text import plain
+from grpo_components.settings import Settings
+from grpo_components.sizing.plan import plan_run
+from grpo_components.sizing.role_memory import GPU_GIB
+
+
+def read(name: str, overrides: Sequence[str]) -> DictConfig:
+    """Read a config by its name in `tune ls` or its path, with overrides as for `tune run`.
+
+    Args:
+        name: name of a shipped config, or path of a file.
+        overrides: `key=value` each.
+
+    Raises:
+        ValueError: there is no such config, or an override is none.
+    """
+    shipped = config_files(recipes_folder() / "configs")
+    path = shipped.get(name, Path(name))
+    if not path.is_file():
+        fail("--config", f"no config {name}", f"a file, or {', '.join(sorted(shipped))}")
+    wrong = next((text for text in overrides if "=" not in text and not text.startswith("~")), None)
+    if wrong is not None:
+        fail("overrides", f"{wrong} given", "key=value")
+    given: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return _merge_yaml_and_cli_args(Namespace(**given), list(overrides))
+
+
+def longest_prompt(cfg: Settings) -> int:
+    """Return the tokens of the longest prompt that the config's data sets may have.
+
+    Args:
+        cfg: settings, of which no file was read.
+
+    Raises:
+        ValueError: a data set has no limit.
+    """
+    longest = 1
+    for key in ("dataset", "eval_dataset"):
+        node = getattr(cfg, key)
+        parts = node.get("parts") or {"": node}
+        for name, part in parts.items():
+            limit = part.get("max_prompt_tokens") or node.get("max_prompt_tokens")
+            if limit is None:
+                where = f"{key}.parts.{name}" if name else key
+                problem = "not given, and the plan needs the longest prompt"
+                fail(f"{where}.max_prompt_tokens", problem, "a number")
+            longest = max(longest, limit)
+    return longest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what each role and GPU would hold, and what does not fit.
+
+    Args:
+        arguments: command-line arguments; None takes them from `sys.argv`.
+
+    Returns:
+        Exit code: 0 if everything fits, 2 if something does not or the config is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m grpo_components.plan", description=__doc__)
+    parser.add_argument("--config", required=True, help="name in `tune ls`, or a file")
+    parser.add_argument("--gpus", type=int, help="number of GPUs; default: what the config needs")
+    parser.add_argument(
+        "--gpu-memory", type=float, default=GPU_GIB, help="GiB of one GPU; default: 80"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        cfg = settings_of(read(options.config, options.overrides))
+        found = plan_run(
+            cfg,
+            longest_prompt(cfg),
+            needs_reference=any(map(needs_reference, kl_sections(cfg).values())),
+            num_gpus=options.gpus,
+            gpu_gib=options.gpu_memory,
+        )
+    except ValueError as error:
+        sys.stderr.write(f"config error: {plain(str(error))}\n")
+        return 2
+    sys.stdout.write("".join(f"{line}\n" for line in found.lines))
+    for problem in found.problems:
+        sys.stderr.write(f"does not fit: {problem}\n")
+    if found.problems:
+        return 2
+    sys.stdout.write("everything fits\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

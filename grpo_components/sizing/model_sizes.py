@@ -1,0 +1,74 @@
+"""Reads the sizes of a model that has no weights yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from grpo_components.models.flops import ModelFlops
+from grpo_components.models.hf_weights import layer_groups
+from grpo_components.models.loading import DTYPES
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a torchtune decoder; build one with `of`."""
+
+    parameters: int
+    """Number of parameters; a tied matrix counts once."""
+    units: tuple[int, ...]
+    """Parameters of each unit of a push: a layer, or one other tensor."""
+    num_layers: int
+    dim: int
+    """Width of the hidden state."""
+    intermediate: int
+    """Width of the feed-forward network."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    flops: ModelFlops
+
+    @classmethod
+    def of(cls, build_model: Callable[[], nn.Module]) -> ModelSizes:
+        """Build the model on the meta device, and read its sizes."""
+        with torch.device("meta"):
+            model = cast(Any, build_model())
+        attention = model.layers[0].attn
+        state = model.state_dict()
+        units = [sum(state[name].numel() for name in names) for names in layer_groups(state)]
+        return cls(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            units=tuple(units),
+            num_layers=len(model.layers),
+            dim=model.tok_embeddings.weight.shape[1],
+            intermediate=model.layers[0].mlp.w1.out_features,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            vocabulary=model.tok_embeddings.weight.shape[0],
+            flops=ModelFlops.of(model),
+        )
+
+    def snapshot_bytes(self, dtype: str) -> int:
+        """Return the bytes of all weights, as a push sends them."""
+        return self.parameters * DTYPES[dtype].itemsize
+
+    def largest_bucket(self, dtype: str, num_ranks: int) -> int:
+        """Return the bytes of the largest share of a push, of all trainer ranks."""
+        shares = [sum(self.units[rank::num_ranks]) for rank in range(num_ranks)]
+        return max(shares) * DTYPES[dtype].itemsize
+
+    def kv_bytes_per_token(self, dtype: str, workers: int = 1) -> int:
+        """Return the bytes of a token's keys and values in all layers, for one worker of vLLM.
+
+        Args:
+            dtype: fp32 or bf16.
+            workers: workers that share each layer; heads are replicated where there are fewer.
+        """
+        heads = max(self.num_kv_heads // workers, 1)
+        return 2 * self.num_layers * heads * self.head_dim * DTYPES[dtype].itemsize

@@ -1,0 +1,57 @@
+"""What one process of a role holds, and what of it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+GIB = 2**30
+
+
+@dataclass
+class RoleMemory:
+    """Memory of one process of a role; all processes of a role are alike."""
+
+    role: str
+    """trainer, reference, generator or reward_model."""
+    count: int
+    """Number of processes, or of workers of all generators."""
+    share: float
+    """Share of a GPU that a process asks for."""
+    total: int
+    """Most bytes at once: on its GPU, or of its tensors on a CPU."""
+    parts: dict[str, int]
+    """Bytes by what they are for; they need not be there at the same time."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes in CPU memory beside a GPU, by what they are for."""
+    notes: list[str] = field(default_factory=list)
+    """One-line explanations."""
+    smaller: str = ""
+    """What to change if it does not fit: `key: why; allowed: ...`, without the key's value."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The memory that a process finds."""
+
+    is_gpu: bool
+    gib: float
+    """GiB of one GPU, or of the machine."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one GPU, or of the machine."""
+        return int(self.gib * GIB)
+
+
+GPU_GIB = 80.0
+"""Memory of one GPU where none is known: an A100's or H100's."""
+GPU_PROCESS_BYTES = GIB
+"""CUDA's context, cuBLAS' workspace and NCCL's buffers of one process; not measured by us."""
+FRAGMENTATION = 0.05
+"""Share of a trainer's or reference's peak that PyTorch's allocator may waste; not measured."""
+
+
+def gib(nbytes: float) -> str:
+    """Return bytes as GiB, with as many digits as a reader needs."""
+    value = nbytes / GIB
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.1 else f"{value:.3f}"

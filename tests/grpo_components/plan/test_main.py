@@ -1,0 +1,104 @@
+"""The plan of every GPU config fits its header's GPUs; what does not fit is named by its key."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_components.plan.__main__ import main
+from grpo_components.settings import Settings
+
+FOLDER = Path(__file__).parents[3] / "recipes/configs"
+GPU_CONFIGS = sorted(path.stem for path in FOLDER.glob("qwen*.yaml"))
+ONE_GPU = "qwen0.5B_async_grpo_1gpu"
+MODEL = "model._component_=torchtune.models.qwen2_5.qwen2_5"
+ALONE = [f"gpus_per_{role}=1" for role in ("generator", "trainer", "reference")]
+SMALL = ["--config", ONE_GPU, "--gpu-memory", "24"]
+
+
+def plan(capsys, *arguments):
+    code = main(arguments)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys):
+    header = (FOLDER / f"{name}.yaml").read_text().partition("\noutput_dir:")[0]
+    sizing = header.partition("Sizing: ")[2]
+    gpus = int((re.search(r"(\d+) GPUs of 80 GB", sizing) or [0, 1])[1])
+    memory = "80" if gpus > 1 else "24"
+    arguments = ["--config", name, "--gpus", str(gpus), "--gpu-memory", memory]
+    code, shown, errors = plan(capsys, *arguments)
+    assert (code, errors) == (0, "")
+    assert "everything fits" in shown
+    assert re.search(rf"of {memory}\.0 GiB", shown)
+    if name not in (ONE_GPU, "qwen3B_sync_grpo"):  # what samples and what trains are as fast
+        waits = re.findall(r"(\d+)%", shown.partition("would wait:")[2])
+        assert max(map(int, waits)) <= 25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["generator.kv_cache_gib=16"], "generator.kv_cache_gib"),
+        (
+            ["gpus_per_trainer=1", "tokens_per_micro_batch=16384", "logprob_chunk_tokens=16384"],
+            "logprob_chunk_tokens",
+        ),
+        (
+            ["gpus_per_trainer=1", "enable_activation_checkpointing=false"],
+            "enable_activation_checkpointing",
+        ),
+        (
+            [*ALONE, "generator.kv_cache_gib=null", f"{MODEL}_3b"],
+            "num_trainers",
+        ),
+        ([*ALONE, f"{MODEL}_14b_base"], "num_references"),
+        ([*ALONE, f"{MODEL}_32b_base"], "generator.tensor_parallel_size"),
+        (["--gpus=1", "gpus_per_trainer=1", "object_store_memory=100000000"], "num_generators"),
+    ],
+)
+def test_what_does_not_fit_is_named_by_its_key_in_a_line(overrides, key, capsys):
+    code, _, errors = plan(capsys, *SMALL, "groups_per_step=64", *overrides)
+    assert code == 2
+    lines = errors.splitlines()
+    assert all(re.match(r"does not fit: [a-z_.]+: .+; allowed: .+", line) for line in lines), lines
+    named = [line.split()[3].rstrip(":") for line in lines]
+    assert key in named
+    assert ("object_store_memory" in named) == any("object_store" in text for text in overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "qwen9B"], "--config: no config qwen9B"),
+        (["--config", ONE_GPU, "num_trainers"], "overrides: num_trainers given"),
+        (["--config", ONE_GPU, "num_trainer=2"], "num_trainer: unknown key"),
+        (["--config", ONE_GPU, "dataset.max_prompt_tokens=null"], "dataset.max_prompt_tokens"),
+    ],
+)
+def test_a_wrong_config_is_one_line_and_exit_code_2(arguments, message, capsys):
+    code, _, errors = plan(capsys, *arguments)
+    assert code == 2
+    assert errors.startswith(f"config error: {message}")
+    assert errors.count("\n") == 1
+
+
+def test_a_config_on_a_cpu_counts_processes(capsys):
+    code, shown, errors = plan(capsys, "--config", "tiny_async_grpo_2x2")
+    assert (code, errors) == (0, "")
+    for role in ("2 x generator", "2 x trainer", "1 x reference"):
+        assert role in shown
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_time_outs_follow_from_lengths(name):
+    cfg = Settings.model_validate(
+        OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"), resolve=True)
+    )
+    limits, response = cfg.timeouts, cfg.generator.max_response_tokens
+    assert limits.rollout_s == max(600, 0.15 * response)
+    assert limits.batch_s >= 2 * limits.rollout_s
+    assert limits.train_step_s >= limits.collective_s
