@@ -57,6 +57,7 @@ from grpo_components.training.trainer_options import (
     RankOptions,
 )
 from grpo_components.trajectory import PackedTrajectories, Trajectory, pack
+from grpo_components.rendezvous import Rendezvous, local_rendezvous
 
 PROMPT_TOKENS = 64
 TIMEOUT_S = 600.0
@@ -155,11 +156,13 @@ def measured(case: Case) -> Peaks:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(case.ranks, mp_context=context) as pool:
             ranks = range(case.ranks)
-            found = list(pool.map(peaks_of_rank, [case] * case.ranks, [folder] * case.ranks, ranks))
+            meeting = local_rendezvous()
+            jobs = [(case, folder, rank, meeting) for rank in ranks]
+            found = list(pool.map(peaks_of_rank, *zip(*jobs, strict=True)))
         return Peaks(max(peaks.live for peaks in found), None)
 
 
-def peaks_of_rank(case: Case, folder: Path, rank: int) -> Peaks:
+def peaks_of_rank(case: Case, folder: Path, rank: int, meeting: Rendezvous | None = None) -> Peaks:
     """Train or ask the reference, and return the peaks of this process."""
     torch.set_num_threads(1)
     with (
@@ -167,7 +170,9 @@ def peaks_of_rank(case: Case, folder: Path, rank: int) -> Peaks:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
         counting() as live,
     ):
-        run, close = (_reference if case.reference else _trainer)(case, folder, rank)
+        run, close = (
+            _reference(case, folder) if case.reference else _trainer(case, folder, rank, meeting)
+        )
         every = batches(case)
         run(every[0])  # makes the optimizer's state and the push's buffer
         live.mark()
@@ -224,7 +229,7 @@ def _checkpointer(folder: Path) -> Any:
     )
 
 
-def _reference(case: Case, folder: Path, _: int) -> tuple[Any, Any]:
+def _reference(case: Case, folder: Path) -> tuple[Any, Any]:
     cfg = case.cfg
     reference = Reference(
         build_model=case.build_model,
@@ -238,15 +243,15 @@ def _reference(case: Case, folder: Path, _: int) -> tuple[Any, Any]:
     return reference.add_logprobs, lambda: None
 
 
-def _trainer(case: Case, folder: Path, rank: int) -> tuple[Any, Any]:
+def _trainer(case: Case, folder: Path, rank: int, meeting: Rendezvous | None) -> tuple[Any, Any]:
     cfg = case.cfg
     trainer = Trainer(
         rank=rank,
         device="cpu",
         seed=0,
+        rendezvous=meeting or local_rendezvous(),
         ranks=RankOptions(
             num_ranks=case.ranks,
-            rendezvous=str(folder / "ranks"),
             sharding=Sharding(),
             collective_timeout_s=TIMEOUT_S,
         ),
@@ -342,7 +347,7 @@ def _published_table() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--published", action="store_true", help="only the published sizes")
     options = parser.parse_args(arguments)
     rows = []
