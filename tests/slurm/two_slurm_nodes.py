@@ -57,14 +57,22 @@ class SlurmNodes:
         (shared / "slurm.conf").write_text(CONFIG)
         (shared / "munge.key").write_bytes(os.urandom(128))
         (shared / "munge.key").chmod(0o400)
+        try:
+            self._start_daemons()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_daemons(self) -> None:
         for node in self.nodes:
-            del node.environment["RAY_AUTH_MODE"], node.environment["RAY_AUTH_TOKEN"]
+            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # the job makes its own
+                node.environment.pop(name, None)
             node.environment["SLURM_CONF"] = f"{SHARED}/slurm.conf"
         files = {"key-file": "shared/munge.key", "socket": "shared/munge.socket"}
         files |= {f"{kind}-file": f"munge.{kind}" for kind in ("pid", "log", "seed")}
-        options = (f"--{name}=/tmp/{file}" for name, file in files.items())
-        two.a.run("munged", "--force", *options)
-        two.a.run("mkdir", "/tmp/slurmctld")
-        two.a.run("slurmctld", "-c")
+        first = self.nodes[0]
+        first.run("munged", "--force", *(f"--{name}=/tmp/{file}" for name, file in files.items()))
+        first.run("mkdir", "/tmp/slurmctld")
+        first.run("slurmctld", "-c")
         for node in self.nodes:
             node.run("slurmd", "-N", node.name)
