@@ -37,7 +37,7 @@ gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (
 	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
 
 test: lint typecheck  ## Check style and types, run all tests (about 20 minutes on two cores)
-	$(BIN)/pytest -n 2 --dist worksteal $$($(TRACKED) 'tests/**/test_*.py')
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py')
 
 test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 10 minutes)
 	$(BIN)/pytest tests/two_nodes

@@ -41,6 +41,7 @@ from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.off_policy import NoCorrection
 from grpo_components.objective.penalties import Penalties
 from grpo_components.quiet import without_prints
+from grpo_components.rendezvous import Rendezvous, local_rendezvous
 from grpo_components.settings import Settings
 from grpo_components.sizing.live_bytes import counting
 from grpo_components.sizing.model_sizes import ModelSizes
@@ -57,7 +58,6 @@ from grpo_components.training.trainer_options import (
     RankOptions,
 )
 from grpo_components.trajectory import PackedTrajectories, Trajectory, pack
-from grpo_components.rendezvous import Rendezvous, local_rendezvous
 
 PROMPT_TOKENS = 64
 TIMEOUT_S = 600.0
