@@ -267,15 +267,17 @@ class Cluster:
                     await apart(attempt())
                 except ExceptionGroup as failures:
                     failure = root_cause(failures)
-                    names = [role.name for role in self._restarted_together()]
-                    if not isinstance(failure, RoleFailedError):
-                        raise
-                    if failure.role not in names and failure.kind != "lost":
+                    if not isinstance(failure, RoleFailedError) or not self._mends(failure):
                         raise
                     await self._restart_together(failure, self._attempt + 1)
                     await begin_again()
                 else:
                     return
+
+    def _mends(self, failure: RoleFailedError) -> bool:
+        """Return whether a common restart, from the last checkpoint, may mend a failure."""
+        names = [role.name for role in self._restarted_together()]
+        return failure.role in names or failure.kind == "lost"
 
     def _restarted_together(self) -> list[Role]:
         return [role for role in self.roles if not role.restarts_alone]
