@@ -40,7 +40,7 @@ test: lint typecheck  ## Check style and types, run all tests (about 20 minutes 
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py')
 
 test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 10 minutes)
-	$(BIN)/pytest tests/two_nodes
+	$(BIN)/pytest tests/two_nodes tests/slurm
 
 lint: install-dev  ## Check style and spelling
 	@$(TRACKED) --left-out '**/*.py'

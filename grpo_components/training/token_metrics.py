@@ -27,6 +27,7 @@ ALWAYS_LOGGED = (
     "entropy",
     "grad_norm",
     "lr",
+    "time/update",
     *(f"mismatch/{name}" for name in ("generator_kl", "ratio_p01", "ratio_p50", "ratio_p99")),
     *(f"mismatch/{name}" for name in ("ratio_max", "effective_sample_size")),
     *(f"mismatch/{name}" for name in ("fresh_kl", "fresh_tokens")),

@@ -219,6 +219,8 @@ class Run:
         samples = groups * self.setup.group_size
         seconds, updates, tokens = [], [], []
         for step in self.steps:
+            if not step["time/update"] > 0:  # a skipped step
+                continue
             cpu_share = step["time/train_cpu"] / step["time/train"] if self._on_cpu else 1.0
             seconds.append(step["time/train"] * cpu_share)
             updates.append(step["time/update"] * cpu_share)

@@ -92,8 +92,8 @@ def test_nothing_is_held_back_at_debug(caplog):
 
 IN_A_ROLE = """
 import sys
-from grpo_components.cluster.role_host import RoleHost
-RoleHost("generator_0", "test", sys.argv[1], "WARNING", 1, [])
+from grpo_components.cluster.role_host import Place, RoleHost
+RoleHost("generator_0", Place("", None, "/tmp/test", sys.argv[1]), "WARNING", 1, [])
 from importlib.util import find_spec
 from pathlib import Path
 from vllm.logger import init_logger

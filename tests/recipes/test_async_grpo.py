@@ -79,7 +79,7 @@ def assert_nothing_grows(heartbeats):
     """No role uses more at the end of a run than in its second quarter."""
     for role in ("driver", "generator_0", "trainer_0", "replay_buffer", "parameter_server"):
         beats = [beat for beat in heartbeats if beat["role"] == role]
-        assert len(beats) >= 12, f"{role}: {len(beats)} heartbeats"
+        assert len(beats) >= 9, f"{role}: {len(beats)} heartbeats"
         quarter = len(beats) // 4
         settled, late = beats[quarter : 2 * quarter], beats[2 * quarter :]
         for what, slack in (("threads", 8), ("open_files", 4), ("processes", 1), ("objects", 40)):

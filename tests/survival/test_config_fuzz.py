@@ -38,11 +38,16 @@ class ReachedRayError(BaseException):
 class NoCluster:
     """Takes the place of Ray: what is to be sent to a role must be fit to be sent."""
 
+    remote_files = None
+
     def __init__(self, cfg, *_):
-        self.rendezvous = cfg.output_dir
+        self.scratch = Path(cfg.output_dir)
 
     def start(self):
         pass
+
+    def reserve(self, needs, timeout_s):
+        cloudpickle.dumps(needs)
 
     def spawn(self, name, role_class, **kwargs):
         cloudpickle.dumps(kwargs)

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-BIN = Path(sys.executable).parent
+ROOT, BIN = Path(__file__).parents[2], Path(sys.executable).parent
 INIT = """
 import os, signal
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -65,7 +65,10 @@ class Machine:
         own = work / name
         own.mkdir()
         mounts = [f"mount -t tmpfs own {own}", "mount -t tmpfs -o size=2g shm /dev/shm"]
-        for source, target in visible.items():
+        own_code = {path: path for path in (ROOT, Path(sys.prefix))}
+        for source, target in (own_code | visible).items():
+            if not target.is_relative_to("/tmp"):
+                continue  # seen as it is
             inside = own / target.relative_to("/tmp")
             mounts += [f"mkdir -p {inside}", f"mount --bind {source} {inside}"]
         mounts += [f"mount --rbind {own} /tmp", f"hostname {name}", "ip link set lo up"]
