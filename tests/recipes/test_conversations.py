@@ -104,7 +104,7 @@ def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_use
     assert all(0 <= record["loss/kl_reference"] < 1 for record in steps)
     # The first step's weights are the generator's: turn for turn, the two read the same context.
     assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
-    # Only four equal responses score alike, which is rare: most groups would go if successes counted.
+    # Only equal responses score alike, which is rare; most groups would go if successes counted.
     assert sum(record["groups"]["filtered"]["count"] for record in receipts(output_dir)) <= 2
     code, table = audit(output_dir)
     assert code == 0, table
