@@ -94,6 +94,7 @@ class WorkerProcesses:
         if self._dead is None:
             is_late = isinstance(error, TimeoutError)
             return f"its worker processes did not answer in time: {error}" if is_late else ""
+        self._dead.join(_NOTICE_S)  # its pipe closes a moment before it can be waited for
         code = self._dead.exitcode
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return f"its worker process {self._dead.name} (pid {self._dead.pid}) died, {how}"

@@ -87,7 +87,7 @@ def assert_nothing_grows(heartbeats):
                 most = max(beat[what] for beat in settled)
                 assert max(beat[what] for beat in late) <= most + slack, (role, what)
         # On a busy machine, gRPC starts a few threads more, for some seconds.
-        threads = median(beat["threads"] for beat in beats[-quarter:])
+        threads = median(beat["threads"] for beat in late)
         assert threads <= max(beat["threads"] for beat in settled) + 2, role
         # Memory goes up and down with the lengths in a batch: what leaks raises its peaks.
         memory, limit = [beat["rss_mib"] for beat in beats], 32

@@ -24,6 +24,11 @@ while True:
 """
 """Process 1 of a machine: takes over orphans, and reaps them. Killing it kills all others."""
 PORT = 6390
+_OWN_SET_UP = (
+    *("mount -t tmpfs x /tmp", "hostname x", "ip link add br0 type bridge"),
+    "ip link add name end0 type veth peer name end1",
+)
+"""What every machine does to itself."""
 
 
 def why_not() -> str:
@@ -32,10 +37,10 @@ def why_not() -> str:
         return "network namespaces need root"
     if missing := [name for name in ("ip", "tc", "unshare", "nsenter") if not shutil.which(name)]:
         return f"{', '.join(missing)} not found"
-    tried = subprocess.run(
-        ["unshare", "-mnpu", "--kill-child", "true"], capture_output=True, text=True
-    )
-    return tried.stderr.strip()
+    unshare = ("unshare", "-mnpu", "--propagation", "private", "--kill-child")
+    command = [*unshare, "sh", "-ec", " && ".join(_OWN_SET_UP)]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    return tried.stderr.strip() or "no namespaces" if tried.returncode else ""
 
 
 def run(*command: str | Path) -> None:
