@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from classifier import random_classifier
-from whole_runs import SHORT, audit, metrics, receipts, records, succeed
+from whole_runs import SHORT, audit, metrics, records, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
@@ -104,8 +104,14 @@ def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_use
     assert all(0 <= record["loss/kl_reference"] < 1 for record in steps)
     # The first step's weights are the generator's: turn for turn, the two read the same context.
     assert abs(steps[0]["mismatch/generator_kl"]) < 1e-6
-    # Only equal responses score alike, which is rare; most groups would go if successes counted.
-    assert sum(record["groups"]["filtered"]["count"] for record in receipts(output_dir)) <= 2
+    events = records(output_dir / "logs" / "events.jsonl")
+    tokens = {
+        event["group"]: event["response_tokens"] for event in events if "response_tokens" in event
+    }
+    dropped = [group for event in events if event["event"] == "drop" for group in event["groups"]]
+    # Only four equal responses score alike; how many groups have them depends on the machine.
+    assert all(len(set(tokens[group])) == 1 for group in dropped)
+    assert len(dropped) <= 2
     code, table = audit(output_dir)
     assert code == 0, table
 
