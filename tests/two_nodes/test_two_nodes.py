@@ -38,9 +38,10 @@ def make_machines(tiny_policy):
     """Returns a function that makes two machines with a Ray cluster."""
     made = []
 
-    def make(*cpus):
+    def make(*cpus, **environment):
         two = TwoMachines({POLICY: POLICY}, cpus)
         made.append(two)
+        two.a.environment |= environment  # the same of both
         two.start_ray()
         return two
 
@@ -202,8 +203,11 @@ def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
 
 
 @pytest.mark.fault
-def test_a_run_goes_on_when_a_machine_is_killed_with_all_its_roles(make_machines):
-    two = make_machines(9, 5)  # the trainers fit on the first machine, as PACK wants them
+@pytest.mark.parametrize("groups_are", ["in the answers", "in the memory of their node"])
+def test_a_run_goes_on_when_a_machine_is_killed_with_all_its_roles(make_machines, groups_are):
+    at_most = "1" if groups_are == "in the memory of their node" else "100000"  # bytes in an answer
+    # The trainers fit on the first machine, as PACK wants them.
+    two = make_machines(9, 5, RAY_max_direct_call_object_size=at_most)
     sizes = ["num_steps=12", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"]
     run = start(two, "/tmp/run", *sizes, "save_every_n_steps=5")
     code, output = finish(run, once(r"step +3/", two.b.kill))
