@@ -27,6 +27,7 @@ from measuring import machine_line, markdown_table
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grpo_components.cluster.pushes import MAX_DELTAS
 from grpo_components.exchange.weight_deltas import (
     NO_BASE,
     Bucket,
@@ -99,6 +100,12 @@ def changed_elements(before: list[tuple[str, Tensor]], after: list[tuple[str, Te
     return changed / total
 
 
+def with_whole_pushes(delta: float) -> float:
+    """Mean share of all pushes in a long run of deltas of one share, with the whole ones."""
+    deltas = max(1, min(MAX_DELTAS, int(1 / delta)))
+    return (1 + deltas * delta) / (1 + deltas)
+
+
 def bytes_table(found: dict[tuple[str, str], list[Step]]) -> str:
     """Table of the shares: first step, and median and range of the settled ones."""
 
@@ -107,16 +114,15 @@ def bytes_table(found: dict[tuple[str, str], list[Step]]) -> str:
         spread = f"{100 * min(settled):.3g} to {100 * max(settled):.3g}"
         return [f"{100 * shares[0]:.3g}", f"{100 * statistics.median(settled):.3g} ({spread})"]
 
-    rows = [
-        [
-            f"{dtype}, learning rate {rate}",
-            *cells([step.elements for step in steps]),
-            *cells([step.nbytes for step in steps]),
-        ]
-        for (rate, dtype), steps in found.items()
-    ]
-    elements, nbytes = "elements changed, %", "bytes of the whole push, %"
-    header = ["", f"{elements}: step 2", "later steps", f"{nbytes}: step 2", "later steps"]
+    rows = []
+    for (rate, dtype), steps in found.items():
+        nbytes = [step.nbytes for step in steps]
+        mean = with_whole_pushes(statistics.median(nbytes[SETTLED:]))
+        elements = cells([step.elements for step in steps])
+        rows.append([f"{dtype}, {rate}", *elements, *cells(nbytes), f"{100 * mean:.3g}"])
+    elements, nbytes = "elements changed, %", "bytes of the delta, % of a whole push"
+    header = ["dtype, learning rate", f"{elements}: step 2", "later steps"]
+    header += [f"{nbytes}: step 2", "later steps", "mean of all pushes, % of a whole one"]
     return markdown_table(header, rows)
 
 

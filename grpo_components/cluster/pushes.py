@@ -8,7 +8,7 @@ from typing import Any
 from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.exchange.weight_deltas import NO_BASE
 
-MAX_DELTAS = 32
+MAX_DELTAS = 64
 """Most deltas between two whole pushes: a new generator gets them all, and each push names them."""
 
 
