@@ -20,6 +20,7 @@ CONFIG = Path(__file__).parents[3] / "recipes/configs/qwen7B_async_grpo.yaml"
 
 def settings(push, **changes):
     given = OmegaConf.to_container(OmegaConf.load(CONFIG), resolve=True)
+    given["async_checkpoint"] = False
     return read_settings({**given, "push": push, **changes})
 
 
