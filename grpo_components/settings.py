@@ -223,6 +223,7 @@ class Settings(BaseModel):
     cpu_threads: CpuThreads = CpuThreads()
     rollouts_in_flight: Annotated[int, Field(ge=1, le=2**14)]  # groups
     push_every_n_steps: Count
+    push: Literal["whole", "delta"] = "whole"
     pull_every_m_rollouts: Count
     max_staleness: Annotated[int, Field(ge=0, le=10**6)]
     stale_groups: Literal["drop", "wait"]

@@ -110,7 +110,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             rewards = self.reward_shaping(batch, self.ledger.steps_done)
             advantages = self.advantages(rewards)
             result = await self.roles.trainers.train_step(batch, advantages)
-            result.metrics["time/push"] = await self.weights.push_if_due(result.policy_version)
+            result.metrics.update(await self.weights.push_if_due(result.policy_version))
             await self.run.finish_step(batch, advantages, result)
         await self.run.finish()
 
@@ -156,6 +156,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             push_every_n_steps=cfg.push_every_n_steps,
             pull_every_m_rollouts=cfg.pull_every_m_rollouts,
             push_early=self.records.evaluation.due,
+            deltas=cfg.push == "delta",
         )
         self.run = self.records.run_with(self.roles, self.weights)
 

@@ -33,6 +33,8 @@ class GeneratorHandle:
         self.role, self.name = role, role.name
         self.version = 0
         """Policy version of the generator's weights."""
+        self.held_version = -1
+        """Version whose bytes it keeps, as it loaded them from this attempt's pushes; -1: none."""
         self.rollouts_since_pull = 0
         self.swapping = ledger.events.lock()
         """Lock held while the generator's weights are swapped, or must stay as they are."""
@@ -282,13 +284,19 @@ class ParameterServerHandle:
     def __init__(self, role: Role, timeout_s: float) -> None:
         self._role, self._timeout_s = role, timeout_s
 
-    async def push(self, version: int, buckets: Sequence[Any], manifests: Sequence[Any]) -> None:
+    async def push(
+        self,
+        version: int,
+        buckets: Sequence[Any],
+        manifests: Sequence[Any],
+        chain: Sequence[tuple[int, Sequence[Any]]] = (),
+    ) -> None:
         """Publish a snapshot; see `VLLMParameterServer.push`."""
-        await self._role.call("push", version, buckets, manifests, timeout_s=self._timeout_s)
+        await self._role.call("push", version, buckets, manifests, chain, timeout_s=self._timeout_s)
 
-    async def newest(self) -> tuple[int, list[Any], list[Any]]:
-        """Return the newest snapshot: version, references to buckets, references to manifests."""
-        return await self._role.call("newest", timeout_s=self._timeout_s)
+    async def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
+        """Return the newest snapshot; see `VLLMParameterServer.newest`."""
+        return await self._role.call("newest", held, timeout_s=self._timeout_s)
 
     async def acknowledge(self, generator: str, version: int) -> None:
         """Report that a generator has loaded a version."""

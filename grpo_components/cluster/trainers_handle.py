@@ -56,14 +56,21 @@ class TrainersHandle:
         """Gather the sharded weights and return their policy version."""
         return (await self._on_all("gather_weights"))[0]
 
-    def export_weights(self, version: int) -> tuple[list[Part], list[Part]]:
+    def export_weights(
+        self, version: int, base: int | None = None
+    ) -> tuple[list[Part], list[Part]]:
         """Start to pack the gathered weights, while the next step may run.
+
+        Args:
+            version: policy version of the gathered weights.
+            base: for delta pushes, what `DeltaEncoder.encode` takes; None if all pushes are whole.
 
         Returns:
             References to each rank's bucket (weights) and to each rank's manifest (what is in it).
         """
+        args = (version,) if base is None else (version, base)
         exports = [
-            role.submit("export_weights", version, num_returns=2, lane="export")
+            role.submit("export_weights", *args, num_returns=2, lane="export")
             for role in self._roles
         ]
         buckets, manifests = zip(*exports, strict=True)

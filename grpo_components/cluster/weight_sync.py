@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from grpo_components.cluster.handles import GeneratorHandle, Roles
+from grpo_components.cluster.pushes import Pushes
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.weights import snapshot_checksum
 
@@ -22,6 +23,7 @@ class WeightSync:
         pull_every_m_rollouts: rollouts of a generator from one pull to the next.
         push_early: function of a training step (from 1); returns whether an evaluation after that
             step needs its weights.
+        deltas: whether a push may have only the bytes that changed since the one before.
     """
 
     def __init__(
@@ -32,44 +34,44 @@ class WeightSync:
         push_every_n_steps: int,
         pull_every_m_rollouts: int,
         push_early: Callable[[int], bool],
+        deltas: bool = False,
     ) -> None:
         self._ledger, self._roles = ledger, roles
         self._push_every_n_steps = push_every_n_steps
         self._pull_every_m_rollouts = pull_every_m_rollouts
         self._push_early = push_early
+        self._pushes = Pushes(roles.trainers, deltas=deltas)
         self._pushed: tuple[list[Any], str] = [], ""
         """References to the manifests of the snapshot pulled last, and its checksum."""
         self._reading_manifests = asyncio.Lock()
         for generator in roles.generators:
             generator.role.recover = self._pull_after_restart(generator)
 
-    async def push_if_due(self, policy_version: int) -> float:
+    async def push_if_due(self, policy_version: int) -> dict[str, float]:
         """Push the weights every n steps, and whenever an evaluation needs them.
 
         Args:
             policy_version: the trainers' policy version after their step.
 
         Returns:
-            Seconds that training stood still.
+            Metrics: seconds that training stood still, and bytes of the last push that is packed.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
-        if policy_version - self._ledger.published_version < due:
-            return 0.0
-        return await self.push()
-
-    async def push(self) -> float:
-        """Publish the trainers' weights; they are packed while the next step runs.
-
-        Returns:
-            Seconds that training stood still.
-        """
         began = time.perf_counter()
+        is_due = policy_version - self._ledger.published_version >= due
+        if is_due:
+            await self.push()
+        seconds = time.perf_counter() - began if is_due else 0.0
+        return {"time/push": seconds, "push/bytes": self._pushes.nbytes}
+
+    async def push(self) -> None:
+        """Publish the trainers' weights; they are packed while the next step runs."""
+        await self._pushes.wait_packed()
         version = await self._roles.trainers.gather_weights()
-        buckets, manifests = self._roles.trainers.export_weights(version)
+        buckets, manifests, chain = self._pushes.begin(version)
         await self._ledger.events.take("push", version=version)
-        await self._roles.server.push(version, buckets, manifests)
+        await self._roles.server.push(version, buckets, manifests, chain)
         await self._ledger.publish(version)
-        return time.perf_counter() - began
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:
         """Pull weights every m rollouts, and when a group needs newer ones than its generator has.
@@ -106,11 +108,12 @@ class WeightSync:
         generator.rollouts_since_pull = 0
         if not await self._ledger.should_pull(generator.name, generator.version, cause):
             return
-        version, buckets, references = await self._roles.server.newest()
+        version, buckets, references = await self._roles.server.newest(generator.held_version)
         loaded = await generator.load_weights(version, buckets)
         if loaded is None:
             return
         generator.version, checksum = loaded
+        generator.held_version = version
         pushed = await self._pushed_checksum(references)
         if checksum != pushed:
             raise RuntimeError(
@@ -131,16 +134,18 @@ class WeightSync:
 
     async def restore(self) -> None:
         """Publish the trainers' weights, even older ones, and load them into every generator."""
+        self._pushes.forget()
         await self.push()
         living = list(self._roles.living_generators())
         await asyncio.gather(*(generator.begin_attempt() for generator in living))
         for generator in living:
-            generator.version = -1  # its weights are those of another attempt
+            generator.version = generator.held_version = -1  # of another attempt
         await asyncio.gather(*(self.pull(generator, "restore") for generator in living))
 
     def _pull_after_restart(self, generator: GeneratorHandle) -> Callable[[], Awaitable[None]]:
         async def pull() -> None:
-            generator.version = 0  # a new process has the base model's weights
+            # A new process has the base model's weights.
+            generator.version, generator.held_version = 0, -1
             await self.pull(generator, "restart")
 
         return pull

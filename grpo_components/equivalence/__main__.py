@@ -59,7 +59,8 @@ RUNGS = (
     ),
     Rung(
         "two runs at `max_staleness: 0` are identical",
-        "`tune run` twice: hash of every batch, and the weights after 3 steps",
+        "`tune run` with whole pushes and with `push: delta`: hash of every batch, and the weights "
+        "after 3 steps",
         0.0,
         rungs.synchronous_runs_are_identical,
     ),

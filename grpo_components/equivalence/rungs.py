@@ -111,11 +111,13 @@ class Bench:
         """Return the output folder of a recipe run at max_staleness 0; run it at first request.
 
         Args:
-            number: which of several identical runs: 0 for the first, 1 for the second, ...
+            number: which of several identical runs: 0 for the first, 1 for the second, ...; the
+                odd ones have delta pushes.
         """
         while len(self._runs) <= number:
             output_dir = self.folder() / "run"
-            run(synchronous_command(output_dir))
+            push = "delta" if len(self._runs) % 2 else "whole"
+            run(synchronous_command(output_dir, f"push={push}"))
             self._runs.append(output_dir)
         return self._runs[number]
 

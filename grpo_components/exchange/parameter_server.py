@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -17,15 +18,24 @@ class VLLMParameterServer:
         self._version = -1
         self._buckets: list[Any] = []
         self._manifests: list[Any] = []
+        self._chain: list[tuple[int, list[Any]]] = []
         self._acknowledged: dict[str, int] = {}
 
-    def push(self, version: int, buckets: list[Any], manifests: list[Any]) -> None:
+    def push(
+        self,
+        version: int,
+        buckets: list[Any],
+        manifests: list[Any],
+        chain: Iterable[tuple[int, list[Any]]] = (),
+    ) -> None:
         """Publish a snapshot.
 
         Args:
             version: policy version of the weights, above the last pushed one.
             buckets: one reference per trainer rank, to its bucket `(manifest, bytes)`.
             manifests: one reference per trainer rank, to its manifest alone.
+            chain: version and buckets of the pushes that these buckets build on, a whole push
+                first; empty if this push is whole.
 
         Raises:
             ValueError: the version is not newer than the last pushed one.
@@ -34,16 +44,29 @@ class VLLMParameterServer:
             raise ValueError(f"parameter server: version {version} pushed after {self._version}")
         self._version = version
         self._buckets, self._manifests = list(buckets), list(manifests)
+        self._chain = [(number, list(each)) for number, each in chain]
 
-    def newest(self) -> tuple[int, list[Any], list[Any]]:
+    def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
         """Return the newest version, and the references to its buckets and manifests.
+
+        Args:
+            held: version whose bytes the caller keeps, to apply deltas to; -1 for none.
+
+        Returns:
+            The version; the buckets that lead to it from the held version, or from a whole push if
+            no push builds on that; and the manifests of the newest version.
 
         Raises:
             LookupError: nothing was pushed yet.
         """
         if self._version < 0:
             raise LookupError("parameter server: no weights were pushed yet")
-        return self._version, self._buckets, self._manifests
+        versions = [number for number, _ in self._chain]
+        later = self._chain[versions.index(held) + 1 :] if held in versions else self._chain
+        if held == self._version:
+            later = []
+        buckets = [bucket for _, each in later for bucket in each] + self._buckets
+        return self._version, buckets, self._manifests
 
     def acknowledge(self, generator: str, version: int) -> None:
         """Record that a generator validated and loaded a version.

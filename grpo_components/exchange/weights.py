@@ -21,6 +21,16 @@ StateDict = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class TensorDelta:
+    """Describes the delta of one tensor in a bucket."""
+
+    base: int
+    """Checksum of the tensor that it changes."""
+    nbytes: int
+    """Bytes of the delta."""
+
+
+@dataclass(frozen=True)
 class TensorEntry:
     """Describes one tensor in a bucket: what it is, where its bytes are, and its checksum."""
 
@@ -31,6 +41,13 @@ class TensorEntry:
     nbytes: int
     checksum: int
     """xxh3 (64 bits) of name, dtype, shape and bytes."""
+    delta: TensorDelta | None = None
+    """Set if the bucket has only what changed of the tensor; `nbytes` is that of the whole one."""
+
+    @property
+    def pushed_nbytes(self) -> int:
+        """Bytes that the bucket has of the tensor."""
+        return self.nbytes if self.delta is None else self.delta.nbytes
 
 
 Manifest = tuple[TensorEntry, ...]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from grpo_components.exchange.weight_deltas import DeltaBucket, newest_manifests
 from grpo_components.exchange.weights import Manifest, snapshot_checksum
 from grpo_components.shapes import AnyText, described_as, read_as
 from grpo_components.training.step_result import StepResult
@@ -235,10 +236,10 @@ class RecordedGroups:
         return group, summarize(group), None
 
     def load_weights(
-        self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]
+        self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> tuple[int, str]:
         """Return version and checksum of new weights, without loading them."""
-        return version, snapshot_checksum(manifest for manifest, _ in buckets)
+        return version, snapshot_checksum(newest_manifests(buckets))
 
     def begin_attempt(self) -> None:
         """Do nothing: the groups do not depend on the attempt."""

@@ -84,6 +84,7 @@ def buffer_metrics(
     return {
         "time/wait_for_batch": waited_s,
         "time/push": 0.0,
+        "push/bytes": 0,
         "buffer/size": buffered,
         "buffer/dropped_stale": dropped_stale,
         "buffer/filtered": filtered,

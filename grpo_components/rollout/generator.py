@@ -6,11 +6,12 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.replay.schedule import open_schedule
 from grpo_components.rewards.pool import RewardPool
@@ -96,6 +97,7 @@ class Generator:
             threads=threads,
         )
         self.version = self._loading = BASE_VERSION
+        self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
 
     async def reserve(self, patience_s: float) -> int:
         """Wait until whole groups have room, and keep it for the next calls of `generate_group`.
@@ -191,36 +193,54 @@ class Generator:
         ]
 
     async def load_weights(
-        self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]
+        self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> tuple[int, str]:
         """Check new weights, then swap them in between two engine steps.
 
         Args:
             version: policy version of the weights.
-            buckets: the tensors of each trainer rank, as a manifest and packed bytes.
+            buckets: the tensors of each trainer rank, as a manifest and packed bytes; or what
+                `RebuiltWeights.rebuild` takes.
 
         Returns:
             The version and the checksum of all loaded tensors, to acknowledge them.
 
         Raises:
-            ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape (the
-                message names it), or the version is older than the loaded one. The engine keeps its
-                weights.
+            ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape, or
+                the base of its delta is not here (the message names it); or the version is older
+                than the loaded one. The engine keeps its weights.
         """
+        deltas = [bucket for bucket in buckets if isinstance(bucket, DeltaBucket)]
+        if not deltas:
+            return await self._load(version, cast(Any, buckets))
+        async with self._rebuilding:  # the engine reads the rebuilt bytes until it has loaded them
+            self._refuse_older(version)
+            rebuilt = await asyncio.to_thread(self._rebuilt.rebuild, version, deltas)
+            loaded = await self._load(version, rebuilt)
+            self._rebuilt.keep(rebuilt)
+            return loaded
+
+    async def _load(
+        self, version: int, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]]
+    ) -> tuple[int, str]:
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
         # Newer weights may have arrived during the await. From this check to the update of
         # `_loading`, there must be no other await.
-        if version < self._loading:
-            raise ValueError(f"weights of version {version} came after those of {self._loading}")
+        self._refuse_older(version)
         loading = self._engine.load_weights(version, tensors)
         self._loading = version
         await asyncio.wrap_future(loading)
         self.version = version
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
 
+    def _refuse_older(self, version: int) -> None:
+        if version < self._loading:
+            raise ValueError(f"weights of version {version} came after those of {self._loading}")
+
     def begin_attempt(self) -> None:
         """Forget reserved room, accept older weights: the run begins again at a checkpoint."""
         self._loading = BASE_VERSION
+        self._rebuilt.forget()
         self._budget.begin_attempt()
 
     def time_use(self) -> dict[str, Any]:

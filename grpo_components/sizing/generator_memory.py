@@ -47,6 +47,10 @@ def generator_memory(
         cache = budget - sum(parts.values()) if device.is_gpu else GIB
     parts["KV cache"] = max(cache, 0)
     loading = max(sizes.units) * itemsize // workers
+    # Of the generator, not of its workers: the bytes that the next delta is applied to.
+    host = {"push": weights} if cfg.push == "delta" else {}
+    if not device.is_gpu:
+        parts, host = parts | host, {}
     total = sum(parts.values()) + loading
     parts["reserve"] = parts.get("reserve", 0) + loading
     sequence = sizes.kv_bytes_per_token(cfg.dtype, workers) * length
@@ -57,7 +61,8 @@ def generator_memory(
     if fits < at_once:
         notes.append(f"where more than {fits:,} are so long, vLLM recomputes the others later")
     share = cfg.gpus_per_generator
-    memory = RoleMemory("generator", cfg.num_generators * workers, share, total, parts, notes=notes)
+    count = cfg.num_generators * workers
+    memory = RoleMemory("generator", count, share, total, parts, host, notes)
     if fits < 1 or (device.is_gpu and weights > _MAX_WEIGHTS * device.nbytes):
         memory.smaller = _smaller(cfg, weights, cache, sequence, device)
     return memory

@@ -12,6 +12,8 @@ from grpo_components.sizing.role_memory import GIB, RoleMemory, gib
 _SNAPSHOTS = 3
 """Snapshots in the object store at most: the newest one, one that a generator still reads, and one
 that is being stored."""
+_DELTA_SNAPSHOTS = _SNAPSHOTS + 2
+"""With delta pushes: the newest one and one that is still read have deltas, of up to their size."""
 _RAY_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 
@@ -22,10 +24,14 @@ class HostMemory:
 
     snapshot: int
     """Bytes of all weights, in the compute dtype."""
+    snapshots: int
+    """Snapshots in an object store at most, or as many bytes in deltas."""
     object_store: int
     """Bytes in the object store of a node that has generators."""
     trainers: int
     """Bytes of all trainer ranks together, beside their GPUs."""
+    generators: int
+    """Bytes of all generators together, beside their GPUs."""
     first_rank: int
     """Bytes of the checkpoint, which rank 0 reads whole."""
 
@@ -33,12 +39,23 @@ class HostMemory:
     def of(cls, cfg: Settings, sizes: ModelSizes, roles: list[RoleMemory]) -> HostMemory:
         """Return the memory of a run's roles."""
         snapshot = sizes.snapshot_bytes(cfg.dtype)
-        trainers = sum(role.count * sum(role.host.values()) for role in roles)
-        return cls(snapshot, _SNAPSHOTS * snapshot, trainers, snapshot)
+        snapshots = _DELTA_SNAPSHOTS if cfg.push == "delta" else _SNAPSHOTS
+
+        def host(name: str) -> int:
+            return sum(r.count * sum(r.host.values()) for r in roles if r.role == name)
+
+        return cls(
+            snapshot,
+            snapshots,
+            snapshots * snapshot,
+            host("trainer"),
+            host("generator"),
+            snapshot,
+        )
 
     def lines(self) -> Iterator[str]:
         """Yield lines of text about it."""
-        snapshots = f"{_SNAPSHOTS} of them, {gib(self.object_store)} GiB"
+        snapshots = f"{self.snapshots} of them, {gib(self.object_store)} GiB"
         yield (
             f"push: {gib(self.snapshot)} GiB of weights; the object store of each node has up to "
             f"{snapshots} (object_store_memory; Ray takes {_RAY_SHARE:.0%} of the node's memory)"
@@ -47,13 +64,15 @@ class HostMemory:
             f"host: {gib(self.trainers)} GiB of all trainers' buffers and copies, and "
             f"{gib(self.first_rank)} GiB in trainer_0 while it reads the checkpoint"
         )
+        if self.generators:
+            yield f"host: {gib(self.generators)} GiB of all generators, which rebuild delta pushes"
 
     def problem(self, cfg: Settings) -> str | None:
         """Return what is wrong with `object_store_memory`, if anything is."""
         given = cfg.object_store_memory
         if given is None or given >= self.object_store:
             return None
-        problem = f"object_store_memory: {given} given, and {_SNAPSHOTS} pushes"
+        problem = f"object_store_memory: {given} given, and {self.snapshots} pushes"
         return f"{problem} take {gib(self.object_store)} GiB; allowed: {self.object_store} or more"
 
 

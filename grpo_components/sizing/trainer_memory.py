@@ -196,7 +196,9 @@ def _above(found: Bytes, part: str, base: int) -> int:
 
 def _host(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
     """Return what a rank holds in CPU memory for pushes, and with copies for checkpoints."""
-    host = {"push": sizes.largest_bucket(cfg.dtype, cfg.num_trainers)}
+    bucket = sizes.largest_bucket(cfg.dtype, cfg.num_trainers)
+    # A delta is there beside the bytes that were compared, and may be as long as either.
+    host = {"push": 3 * bucket if cfg.push == "delta" else bucket}
     if cfg.async_checkpoint:
         moments = 3 * 4 * sizes.parameters  # float32 weights and two moments
         host["checkpoint"] = moments // cfg.num_trainers

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.training import OffloadActivations
 
+from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.loading import DTYPES, load_sharded_model
@@ -362,17 +363,19 @@ class Trainer:
         self._export.copy(self.policy_version)
         return self.policy_version
 
-    def export_weights(self, version: int) -> tuple[tuple[Manifest, NDArray[np.uint8]], Manifest]:
+    def export_weights(
+        self, version: int, base: int | None = None
+    ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
         """Return the weights that `gather_weights` copied; may run during the next training step.
 
         Args:
             version: policy version that `gather_weights` returned.
+            base: for delta pushes, what `DeltaEncoder.encode` takes; None if all pushes are whole.
 
         Returns:
             Two values: this rank's bucket (manifest and bytes), and the manifest alone.
         """
-        bucket = self._export.bucket(version)
-        return bucket, bucket[0]
+        return self._export.bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:
         """Keep the current state for a checkpoint; see `TrainerState.hold`."""

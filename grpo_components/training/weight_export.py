@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo_components.exchange.weight_deltas import DeltaBucket, DeltaEncoder
 from grpo_components.exchange.weights import Bucket, BucketBuffers, Manifest, StateDict
 from grpo_components.models.hf_weights import layer_groups
 
@@ -19,8 +20,8 @@ from grpo_components.models.hf_weights import layer_groups
 class WeightExport:
     """Copies every n-th layer of the gathered weights into a buffer that later pushes reuse.
 
-    A push holds one copy of the rank's share. A further buffer is made only while an earlier
-    bucket is still in use.
+    A push holds one copy of the rank's share, and a delta push one more: the bytes that the next
+    one is compared to. A further buffer is made only while an earlier bucket is still in use.
 
     Args:
         model: policy, sharded over the ranks.
@@ -48,6 +49,7 @@ class WeightExport:
         self._on_gpu = device.type == "cuda"
         self._buffers = BucketBuffers(nbytes, pinned=self._on_gpu)
         self._copied: dict[int, tuple[Bucket, torch.cuda.Event | None]] = {}
+        self._deltas = DeltaEncoder()
 
     def layers(self) -> Iterator[StateDict]:
         """Gather one layer after the other, by Hugging Face names; a collective of all ranks."""
@@ -78,16 +80,23 @@ class WeightExport:
             done.record()
         self._copied[version] = bucket, done
 
-    def bucket(self, version: int) -> tuple[Manifest, NDArray[np.uint8]]:
-        """Return the copied share with its checksums; may run in another thread.
+    def bucket(
+        self, version: int, base: int | None
+    ) -> tuple[tuple[Manifest, NDArray[np.uint8]] | DeltaBucket, Manifest]:
+        """Return the copied share with its checksums, and its manifest; for any thread.
 
         Args:
             version: policy version that `copy` was given.
+            base: for delta pushes, what `DeltaEncoder.encode` takes; None if all pushes are whole.
         """
-        bucket, done = self._copied.pop(version)
+        copied, done = self._copied.pop(version)
         if done:
             done.synchronize()
-        return bucket.close()
+        bucket = copied.close()
+        if base is None:
+            return bucket, bucket[0]
+        delta = self._deltas.encode(version, bucket, base)
+        return delta, delta.manifest
 
     def _convert(self, full: Callable[[DTensor], Tensor]) -> Iterator[StateDict]:
         """Yield each layer by Hugging Face names; `full` makes a tensor of each parameter."""

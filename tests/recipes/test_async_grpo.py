@@ -149,6 +149,7 @@ KEYS = {
     "time/train_cpu",
     "time/update",
     "time/push",
+    "push/bytes",
     "throughput/trained_tokens_per_second",
     "throughput/generated_tokens_per_second",
 }
@@ -161,7 +162,8 @@ def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
     assert len(records(rollouts / "trajectories.jsonl")) == 4
     assert not (rollouts / "checkpoints").exists()
     recorded = f"train_from={rollouts / 'trajectories.jsonl'}"
-    _, trained = succeed(tune, *small, recorded, "shuffle=false", "max_staleness=1")
+    alone = (recorded, "shuffle=false", "max_staleness=1", "push=delta")
+    _, trained = succeed(tune, *small, *alone)
     rewards = [sum(r["rollout/reward_mean"] for r in metrics(run)) for run in (rollouts, trained)]
     assert rewards[0] == rewards[1], "the same groups, whatever batch each came into"
     assert [record["policy_version"] for record in metrics(trained)] == [1, 2]

@@ -32,6 +32,9 @@ class Talkative:
 def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     """With new weights within responses; later a generator and the buffer are killed.
 
+    The original pushes deltas, which the new generator gets from the last whole push on; the replay
+    pushes whole, and compares every checksum.
+
     Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
     have their groups in the buffer already. The rollouts that start after them are on the same
     generators, and pull. Step 4 must train groups 6 and 7, before they are too old; only then is
@@ -54,7 +57,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
         "environment.world._component_=my_worlds.Talkative",
         "rollouts_logged_per_step=2",
     )
-    output, original = succeed(tune, *knobs, recipe=recipe, env=environment)
+    output, original = succeed(tune, *knobs, "push=delta", recipe=recipe, env=environment)
     back = re.findall(r"^(\w+) is back", output, re.MULTILINE)
     assert len(back) == 2 and back[0] == "replay_buffer", output
     code, table = audit(original)
@@ -67,6 +70,8 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
     assert all("reward_model" in response["reward_terms"] for response in responses)
     steps = metrics(original)[1:]
+    whole = max(record["push/bytes"] for record in steps)
+    assert 0 < min(record["push/bytes"] for record in steps[1:]) < 0.9 * whole
     assert max(record["staleness/max"] for record in steps) > 0
     assert max(record["loss/kl_reference"] for record in steps) > 0
     after = assert_same_run(original, replay, num_steps=8)

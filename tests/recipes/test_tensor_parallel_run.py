@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 def test_a_killed_generator_takes_its_workers_along_and_the_run_completes(tune):
     synchronous = ("max_staleness=0", "pull_every_m_rollouts=1", "num_steps=3")
-    process, output_dir = tune(*SHORT, *synchronous, "generator.tensor_parallel_size=2")
+    parallel = ("generator.tensor_parallel_size=2", "push=delta")
+    process, output_dir = tune(*SHORT, *synchronous, *parallel)
     wait_for_line(process, r"step +1/")
     (pid,) = (
         role["pid"]

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from grpo_components.cluster.handles import (
     GeneratorHandle,
@@ -15,7 +16,8 @@ from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
-from grpo_components.exchange.weights import snapshot_checksum
+from grpo_components.exchange.weight_deltas import DeltaEncoder, RebuiltWeights
+from grpo_components.exchange.weights import pack_bucket, snapshot_checksum, unpack_bucket
 from grpo_components.replay.event_order import EventOrder
 
 CHECKSUM = snapshot_checksum([])
@@ -50,17 +52,54 @@ class Engine:
         self.loaded.append("begin_attempt")
 
 
+class DeltaTrainer:
+    """A rank whose pushes are deltas of real bytes."""
+
+    version = 0
+
+    def __init__(self):
+        self.encoder, self.pushed = DeltaEncoder(), {}
+
+    def gather_weights(self):
+        return self.version
+
+    def export_weights(self, version, base):
+        tensor = torch.arange(10**4) + version * (torch.arange(10**4) % 50 == 0)
+        self.pushed[version] = pack_bucket([("a", tensor)])
+        delta = self.encoder.encode(version, self.pushed[version], base)
+        return delta, delta.manifest
+
+
+class DeltaEngine:
+    """A generator that rebuilds what it gets."""
+
+    def __init__(self):
+        self.weights, self.loaded, self.sizes = RebuiltWeights(), {}, []
+
+    async def load_weights(self, version, *buckets):
+        self.sizes.append([len(bucket.packed) for bucket in buckets])
+        (rebuilt,) = self.weights.rebuild(version, buckets)
+        unpack_bucket(*rebuilt)
+        self.weights.keep([rebuilt])
+        self.loaded[version] = rebuilt[1].copy()
+        return version, snapshot_checksum([rebuilt[0]])
+
+    def begin_attempt(self):
+        self.weights.forget()
+
+
 class Setting:
     """The real `WeightSync`, handles, server and ledger around fakes of trainer and engines."""
 
-    def __init__(self, local_role, n=1, m=1, events=None, num_generators=2):
+    def __init__(self, local_role, n=1, m=1, events=None, num_generators=2, deltas=False):
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
         self.ledger = Ledger(StalenessContract(9, 1), 50, prompts)
         self.ledger.events = events or EventOrder()
         self.events = []
         self.ledger.events.listen(self.events.append)
-        self.trainer, self.server = Trainer(), VLLMParameterServer()
-        self.engines = [Engine() for _ in range(num_generators)]
+        self.server = VLLMParameterServer()
+        self.trainer = DeltaTrainer() if deltas else Trainer()
+        self.engines = [DeltaEngine() if deltas else Engine() for _ in range(num_generators)]
         self.generators = [
             GeneratorHandle(local_role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
             for i, engine in enumerate(self.engines)
@@ -80,6 +119,7 @@ class Setting:
             push_every_n_steps=n,
             pull_every_m_rollouts=m,
             push_early=lambda step: step == 5,
+            deltas=deltas,
         )
 
     async def step(self, skipped=False):
@@ -209,6 +249,58 @@ def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_t
         restored = ["begin_attempt", (4, ("bucket 4",))]
         assert [engine.loaded for engine in setting.engines] == [restored, [], restored]
         assert setting.ledger.published_version == 4
+
+    asyncio.run(run())
+
+
+def test_generators_rebuild_every_version_from_what_they_hold(local_role):
+    """One pulls each version, one every third; a process that is replaced begins anew."""
+
+    async def run():
+        setting = Setting(local_role, m=1, deltas=True)
+        often, seldom = setting.generators
+        for generator in setting.generators:
+            await setting.rollout(generator)
+        for step in range(1, 8):
+            await setting.step()
+            await setting.rollout(often)
+            if step % 3 == 0:
+                await setting.rollout(seldom)
+        first, second = setting.engines
+        assert sorted(first.loaded) == list(range(1, 8)) and sorted(second.loaded) == [3, 6]
+        for engine in setting.engines:
+            for version, raw in engine.loaded.items():
+                assert raw.tobytes() == setting.trainer.pushed[version][1].tobytes()
+        whole = len(setting.trainer.pushed[1][1])
+        assert [len(sizes) for sizes in first.sizes] == [1] * 7
+        assert first.sizes[0] == [whole] and all(size < whole / 20 for [size] in first.sizes[1:])
+        assert [len(sizes) for sizes in second.sizes] == [3, 3]
+        first.weights = RebuiltWeights()  # a new process
+        await often.role.recover()
+        assert [size == whole for size in first.sizes[-1]] == [True] + [False] * 6
+
+    asyncio.run(run())
+
+
+def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_again(local_role):
+    async def run():
+        setting = Setting(local_role, m=1, deltas=True)
+        generator, engine = setting.generators[0], setting.engines[0]
+        await setting.rollout(generator)
+        for _ in range(3):
+            await setting.step()
+            await setting.rollout(generator)
+        setting.trainer, setting.server = DeltaTrainer(), VLLMParameterServer()
+        setting.roles.trainers._roles[0].target = setting.trainer
+        setting.roles.server._role.target = setting.server
+        setting.trainer.version = 2
+        await setting.weights.restore()
+        assert engine.sizes[-1] == [len(setting.trainer.pushed[2][1])]
+        await setting.rollout(generator)
+        await setting.step()
+        await setting.rollout(generator)
+        assert len(engine.sizes[-1]) == 1 and engine.sizes[-1][0] < engine.sizes[-2][0]
+        assert engine.loaded[3].tobytes() == setting.trainer.pushed[3][1].tobytes()
 
     asyncio.run(run())
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
+from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder
 from grpo_components.exchange.weights import check_names_and_shapes, pack_bucket, snapshot_checksum
 from grpo_components.objective.advantages import (
     BatchNormalizedAdvantages,
@@ -705,6 +706,80 @@ def test_older_weights_that_come_after_newer_ones_are_refused(
     generator.begin_attempt()  # the run goes back to a checkpoint
     asyncio.run(generator.load_weights(5, *buckets))
     assert generator.version == 5
+
+
+def delta_pushes(versions):
+    """Pushes of two ranks, of tensors that are full of their version; the first one is whole."""
+    encoders, base, pushes = (DeltaEncoder(), DeltaEncoder()), NO_BASE, {}
+    for version in versions:
+        names = zip(encoders, ("query", "value"), strict=True)
+        pushes[version] = [
+            encoder.encode(version, bucket_of(name, value=float(version)), base)
+            for encoder, name in names
+        ]
+        base = version
+    return pushes
+
+
+def test_deltas_are_rebuilt_and_loaded_as_whole_pushes_are(generator, engine):
+    pushes = delta_pushes([1, 2, 3])
+    for held, version in ((0, 1), (1, 3)):
+        given = [push for number in range(held + 1, version + 1) for push in pushes[number]]
+        acknowledged = asyncio.run(generator.load_weights(version, *given))
+        whole = [bucket_of(name, value=float(version)) for name in ("query", "value")]
+        assert acknowledged == (version, snapshot_checksum(manifest for manifest, _ in whole))
+        loaded, tensors = engine.loaded[-1]
+        assert loaded == version and sorted(tensors) == ["query", "value"]
+        assert all((tensor == version).all() for tensor in tensors.values())
+    with pytest.raises(ValueError, match="weights of version 2 came after those of 3"):
+        asyncio.run(generator.load_weights(2, *pushes[1], *pushes[2]))
+
+
+def test_a_wrong_delta_is_refused_before_the_engine_sees_it_and_a_whole_push_mends_it(
+    generator, engine
+):
+    pushes = delta_pushes([1, 2, 3])
+    asyncio.run(generator.load_weights(1, *pushes[1]))
+    damaged = pushes[2][1].packed.copy()
+    damaged[-1] ^= 1
+    wrong = {
+        "query: the push of version 3 builds on": pushes[3],
+        "value of version 2 did not come": [*pushes[1], pushes[2][0]],
+        "value is damaged": [*pushes[1], pushes[2][0], replace(pushes[2][1], packed=damaged)],
+    }
+    for message, buckets in wrong.items():
+        with pytest.raises(ValueError, match=f"weight tensor {message}"):
+            version = max(push.version for push in buckets)
+            asyncio.run(generator.load_weights(version, *buckets))
+        assert generator.version == 1 and len(engine.loaded) == 1
+    asyncio.run(generator.load_weights(3, *pushes[1], *pushes[2], *pushes[3]))
+    generator.begin_attempt()
+    with pytest.raises(ValueError, match="builds on bytes that are not here"):
+        asyncio.run(generator.load_weights(3, *pushes[3]))
+
+
+def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine, monkeypatch):
+    """In a replay, pulls may overlap: the second one has the base that the driver knew of."""
+    pushes, loading, seen = delta_pushes([1, 2, 3]), Future(), []
+
+    def load(version, tensors):
+        seen.append((version, tensors))
+        return loading
+
+    async def run():
+        await generator.load_weights(1, *pushes[1])
+        monkeypatch.setattr(engine, "load_weights", load)
+        second = asyncio.create_task(generator.load_weights(2, *pushes[2]))
+        third = asyncio.create_task(generator.load_weights(3, *pushes[2], *pushes[3]))
+        while not seen:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert [(v, [float(t[0]) for t in given.values()]) for v, given in seen] == [(2, [2, 2])]
+        loading.set_result(None)
+        assert [version for version, _ in await asyncio.gather(second, third)] == [2, 3]
+        assert seen[-1][0] == 3 and all((t == 3).all() for t in seen[-1][1].values())
+
+    asyncio.run(run())
 
 
 # ---- environments that fail ---------------------------------------------------------------------

@@ -1,0 +1,183 @@
+"""Turns buckets of weights into deltas from the push before, and deltas into buckets again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from grpo_components.exchange.byte_delta import apply, encode, most_bytes
+from grpo_components.exchange.weights import Manifest, TensorDelta, TensorEntry
+
+NO_BASE = -1
+"""In place of the version that a delta builds on: a push of all bytes, on which deltas may build.
+"""
+Bucket = tuple[Manifest, NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
+class DeltaBucket:
+    """One trainer rank's share of a push: all bytes, or what changed since its last push."""
+
+    version: int
+    """Policy version of the weights."""
+    manifest: Manifest
+    """Describes the rebuilt tensors; where `delta` is set, the bytes are a delta."""
+    packed: NDArray[np.uint8]
+    """[nbytes] uint8."""
+
+
+class DeltaEncoder:
+    """Compares each bucket with the one before, which it keeps."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, Manifest, NDArray[np.uint8]] | None = None
+
+    def encode(self, version: int, bucket: Bucket, base: int) -> DeltaBucket:
+        """Return what changed since the last call, or the whole bucket; keep the new bytes.
+
+        Args:
+            version: policy version of the weights.
+            bucket: manifest and bytes of the weights; must not be written to later.
+            base: version of the last call, or `NO_BASE` for the whole bucket.
+        """
+        last, self._last = self._last, (version, *bucket)
+        if base == NO_BASE:
+            return DeltaBucket(version, *bucket)
+        assert last is not None and last[0] == base, f"version {base} was not the last one"
+        manifest, packed = encode_bucket(bucket, last[1:])
+        return DeltaBucket(version, manifest, packed)
+
+
+def encode_bucket(bucket: Bucket, base: Bucket) -> Bucket:
+    """Encode what changed from one bucket to another with the same tensors.
+
+    Args:
+        bucket: manifest and bytes of the new weights.
+        base: manifest and bytes of the earlier weights.
+
+    Returns:
+        The manifest, whose checksums are of the new weights, and the deltas of all tensors.
+    """
+    entries: list[TensorEntry] = []
+    # Memory that is never written to takes no room.
+    most = sum(most_bytes(entry.nbytes, _itemsize(entry)) for entry in bucket[0])
+    packed, offset = np.empty(most, np.uint8), 0
+    for new, old in zip(bucket[0], base[0], strict=True):
+        same = (new.name, new.dtype, new.shape) == (old.name, old.dtype, old.shape)
+        assert same, f"{new.name} was {old.name}"
+        nbytes = 0
+        if new.checksum != old.checksum:
+            delta = encode(_bytes_of(new, bucket[1]), _bytes_of(old, base[1]), _itemsize(new))
+            nbytes = len(delta)
+            packed[offset : offset + nbytes] = delta
+        entries.append(replace(new, offset=offset, delta=TensorDelta(old.checksum, nbytes)))
+        offset += nbytes
+    return tuple(entries), packed[:offset]
+
+
+class RebuiltWeights:
+    """Keeps the bytes of the newest weights, and applies each push to them.
+
+    Tensors and bases are known by checksum: so weights of another attempt that have the same
+    version are never taken for a base.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Bucket] = []
+
+    def rebuild(self, version: int, pushes: Sequence[DeltaBucket]) -> list[Bucket]:
+        """Return the newest weights; they are not kept any more, because they are changed in place.
+
+        What is applied already is skipped. The checksums of the result are for the caller to
+        verify, and `keep` must follow once the weights are in use.
+
+        Args:
+            version: policy version of the weights.
+            pushes: buckets of all ranks in the order of their versions: a whole push or one that
+                builds on the kept weights, and all that follow it.
+
+        Returns:
+            A bucket for each tensor.
+
+        Raises:
+            ValueError: a delta is damaged, or its base is neither kept nor among the pushes; or a
+                tensor has no bytes of this version. Names tensor and version.
+        """
+        kept = {entry.name: (entry, raw) for (entry,), raw in self._kept}
+        self._kept = []
+        links: dict[str, list[tuple[TensorEntry, DeltaBucket]]] = {}
+        for push in pushes:
+            for entry in push.manifest:
+                links.setdefault(entry.name, []).append((entry, push))
+        return [_rebuild(version, each, kept.pop(name, None)) for name, each in links.items()]
+
+    def keep(self, buckets: list[Bucket]) -> None:
+        """Keep rebuilt weights for the next push, once nobody reads them."""
+        self._kept = buckets
+
+    def forget(self) -> None:
+        """Keep nothing: the next weights come as a whole push."""
+        self._kept = []
+
+
+def newest_manifests(buckets: Iterable[Any]) -> Iterator[Manifest]:
+    """Return the manifests of the newest version, of whole or delta pushes.
+
+    Args:
+        buckets: what `Generator.load_weights` gets: either buckets of one version, or
+            `DeltaBucket`s in the order of their versions.
+    """
+    buckets = list(buckets)
+    if buckets and isinstance(buckets[-1], DeltaBucket):
+        newest = buckets[-1].version
+        return (bucket.manifest for bucket in buckets if bucket.version == newest)
+    return (manifest for manifest, _ in buckets)
+
+
+def _rebuild(
+    version: int,
+    links: Sequence[tuple[TensorEntry, DeltaBucket]],
+    kept: tuple[TensorEntry, NDArray[np.uint8]] | None,
+) -> Bucket:
+    """Return a tensor's newest bytes as a bucket of its own."""
+    newest, push = links[-1]
+    if push.version != version:
+        raise ValueError(f"weight tensor {newest.name} of version {version} did not come")
+    checksum, raw = (kept[0].checksum, kept[1]) if kept else (None, np.empty(0, np.uint8))
+    first = 0
+    for number, (entry, _) in enumerate(links):
+        if entry.delta is None:
+            first = number
+        elif entry.checksum == checksum:
+            first = number + 1
+    for entry, push in links[first:]:
+        if entry.delta is None:
+            raw = np.array(_bytes_of(entry, push.packed))
+        elif entry.delta.base != checksum:
+            problem = f"the push of version {push.version} builds on bytes that are not here"
+            raise ValueError(f"weight tensor {entry.name}: {problem}")
+        else:
+            _apply(entry, push, raw)
+        checksum = entry.checksum
+    return (replace(newest, offset=0, delta=None),), raw
+
+
+def _apply(entry: TensorEntry, push: DeltaBucket, raw: NDArray[np.uint8]) -> None:
+    try:
+        apply(_bytes_of(entry, push.packed), raw, _itemsize(entry))
+    except ValueError as error:
+        where = f"weight tensor {entry.name} is damaged in the push of version {push.version}"
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _bytes_of(entry: TensorEntry, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return packed[entry.offset : entry.offset + entry.pushed_nbytes]
+
+
+def _itemsize(entry: TensorEntry) -> int:
+    return getattr(torch, entry.dtype).itemsize
