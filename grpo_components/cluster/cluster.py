@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ class Cluster:
         self.roles: list[Role] = []
         self._rendezvous: dict[str, Any] = {}
         """References to where the processes of a family find each other, by family."""
+        self._gpus: dict[str, Any] = {}
+        """References to the GPUs of each role that shares them with another."""
         early = None if early_threads is None else _environment(early_threads)
         self._joined = JoinedRay(address, output_dir, log_level, note) if address else None
         self._marker = self._joined.marker if self._joined else None
@@ -128,6 +130,7 @@ class Cluster:
         remembers: str | None = None,
         counts_restarts: bool = False,
         meets: bool = False,
+        beside: Sequence[str] = (),
         **kwargs: Any,
     ) -> Role:
         """Start the process of one role, without waiting for it; `ready` waits.
@@ -144,6 +147,7 @@ class Cluster:
             remembers: method whose last successful call is repeated after a restart.
             counts_restarts: whether the class takes `restart_count`, the role's number of restarts.
             meets: whether the class takes `rendezvous`, where its family finds each other.
+            beside: names of roles spawned before, on whose GPUs it runs, too; it reserves none.
             kwargs: arguments of the class.
         """
         log_file, variables = str(self._logs / f"{name}.log"), _environment(cpu_threads, env)
@@ -152,10 +156,13 @@ class Cluster:
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
             options = self._ray.options(name, role_class, variables, num_gpus)
+            if beside:
+                options["num_gpus"] = 0
             host = ray.remote(RoleHost).options(**options).remote(*identity)
             count = {"restart_count": incarnation} if counts_restarts else {}
             rendezvous = self._rendezvous_of(name, host) if meets else None
-            return host, host.start.remote(role_class, kwargs | count, rendezvous)
+            shared = [self._gpus_of(other) for other in beside]
+            return host, host.start.remote(role_class, kwargs | count, rendezvous, *shared)
 
         family = None
         if min_living is not None:
@@ -181,6 +188,13 @@ class Cluster:
         if name.endswith("_0"):
             self._rendezvous[family_of(name)] = host.open_rendezvous.remote()
         return self._rendezvous[family_of(name)]
+
+    def _gpus_of(self, name: str) -> Any:
+        """Return a reference to the GPUs that Ray gave a role."""
+        if name not in self._gpus:
+            host = next(role.process.host for role in self.roles if role.name == name)
+            self._gpus[name] = host.gpus.remote()
+        return self._gpus[name]
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until every spawned role is built; show each, and record it in logs/roles.jsonl.

@@ -14,7 +14,8 @@ from grpo_components.cluster.handles import (
     Roles,
 )
 from grpo_components.cluster.trainers_handle import TrainersHandle
-from grpo_components.config.needs import needs_of
+from grpo_components.cluster.turns import Turns
+from grpo_components.config.needs import hosts_of, needs_of
 from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -78,13 +79,13 @@ def start_roles(
     if cfg.reward_model.path:
         scorer = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
     generators = [
-        spawn(f"generator_{n}", generator, number=n, **arguments.generator)
+        spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
         for n in range(cfg.num_generators)
     ]
     limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
     batch_limits = timeouts.batch_s, timeouts.weights_s
     step_limits, files = (timeouts.train_step_s, timeouts.weights_s), cluster.remote_files
-    return Roles(
+    roles = Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, *step_limits, files),
@@ -92,3 +93,6 @@ def start_roles(
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
         reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
     )
+    if cfg.colocate:
+        Turns(roles, ledger)
+    return roles

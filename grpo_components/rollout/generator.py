@@ -92,6 +92,7 @@ class Generator:
             threads=threads,
         )
         self.version = self._loading = BASE_VERSION
+        self._sleeps = 0
 
     async def reserve(self, patience_s: float) -> int:
         """Wait until whole groups have room, and keep it for the next calls of `generate_group`.
@@ -186,10 +187,15 @@ class Generator:
             for i, (sample, slot) in enumerate(zip(asked, slots, strict=True))
         ]
 
+    async def sleep(self) -> int:
+        """Free the GPU's memory until `load_weights`; returns the number of aborted responses."""
+        self._sleeps += 1
+        return await asyncio.wrap_future(self._engine.sleep())
+
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]]
     ) -> tuple[int, str]:
-        """Check new weights, then swap them in between two engine steps.
+        """Check new weights, then swap them in between two engine steps; wakes a sleeping engine.
 
         Args:
             version: policy version of the weights.
@@ -200,14 +206,17 @@ class Generator:
 
         Raises:
             ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape (the
-                message names it), or the version is older than the loaded one. The engine keeps its
-                weights.
+                message names it), the version is older than the loaded one, or the engine fell
+                asleep meanwhile. The engine keeps its weights.
         """
+        sleeps = self._sleeps
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
         # Newer weights may have arrived during the await. From this check to the update of
         # `_loading`, there must be no other await.
         if version < self._loading:
             raise ValueError(f"weights of version {version} came after those of {self._loading}")
+        if sleeps != self._sleeps:  # a cancelled attempt began to load: it must not wake the engine
+            raise ValueError(f"weights of version {version} came before the engine fell asleep")
         loading = self._engine.load_weights(version, tensors)
         self._loading = version
         await asyncio.wrap_future(loading)

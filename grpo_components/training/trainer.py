@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
+from grpo_components.training.optimizer_offload import OptimizerOffload
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.profiling import StepProfiler
@@ -125,6 +127,8 @@ class Trainer:
         build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(self._model.parameters())
         self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
+        turn = OptimizerOffload(self._optimizer, self._device).on_device
+        self._turn = turn if ranks.takes_turns else partial(nullcontext, {})
         self._learning_rate, self._step = optimizer.learning_rate, 0
         limit = optimizer.clip_grad_norm
         self._max_grad_norm = math.inf if limit is None else limit
@@ -170,7 +174,8 @@ class Trainer:
         trajectories, logged = unpack(batch), self._diagnostics.logged_responses
         samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._objective.token_advantages, step)
-        updates, start_known = self._updates(samples, step)
+        with self._turn() as moves:
+            updates, start_known = self._updates(samples, step)
         trained = any(is_usable(update) for update in updates)
         if trained:
             self.policy_version += 1
@@ -180,6 +185,7 @@ class Trainer:
         trained_samples = [sample for sample in samples if sample.num_tokens]
         metrics: dict[str, Any] = {
             **over_updates(updates),
+            **moves,
             **self._use.metrics(
                 _parts(trained_samples),
                 sum(sample.num_tokens for sample in trained_samples),
@@ -384,7 +390,8 @@ class Trainer:
 
     def load_state(self, folder: str) -> None:
         """Restore a checkpoint written by any number of ranks; see `TrainerState.load`."""
-        self.policy_version = self._state.load(Path(folder))
+        with self._turn():
+            self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:
         """Write the traces of an unfinished profile and leave the process group."""
