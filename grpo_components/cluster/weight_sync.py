@@ -39,12 +39,14 @@ class WeightSync:
         self._push_early = push_early
         self._pushed: tuple[list[Any], str] = [], ""
         """References to the manifests of the snapshot pulled last, and its checksum."""
-        self._reading_manifests = asyncio.Lock()
+        self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
         for generator in roles.generators:
             generator.role.recover = self._pull_after_restart(generator)
 
     async def push_if_due(self, policy_version: int) -> float:
-        """Push the weights every n steps, and whenever an evaluation needs them.
+        """Push the weights every n steps, and whenever an evaluation or a generator needs them.
+
+        A generator needs them if it slept and nothing was pushed yet: the first step was skipped.
 
         Args:
             policy_version: the trainers' policy version after their step.
@@ -53,6 +55,8 @@ class WeightSync:
             Seconds that training stood still.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
+        if not self._ever_pushed and any(g.version < 0 for g in self._roles.living_generators()):
+            due = 0
         if policy_version - self._ledger.published_version < due:
             return 0.0
         return await self.push()
@@ -68,6 +72,7 @@ class WeightSync:
         buckets, manifests = self._roles.trainers.export_weights(version)
         await self._ledger.events.take("push", version=version)
         await self._roles.server.push(version, buckets, manifests)
+        self._ever_pushed = True
         await self._ledger.publish(version)
         return time.perf_counter() - began
 
