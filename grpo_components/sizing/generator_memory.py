@@ -58,6 +58,7 @@ def generator_memory(
         notes.append(f"where more than {fits:,} are so long, vLLM recomputes the others later")
     share = cfg.gpus_per_generator
     memory = RoleMemory("generator", cfg.num_generators * workers, share, total, parts, notes=notes)
+    memory.resting = parts["reserve"] - loading  # vLLM's sleep frees neither context nor graphs
     if fits < 1 or (device.is_gpu and weights > _MAX_WEIGHTS * device.nbytes):
         memory.smaller = _smaller(cfg, weights, cache, sequence, device)
     return memory

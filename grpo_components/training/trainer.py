@@ -181,7 +181,7 @@ class Trainer:
             self.policy_version += 1
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - moves.get("time/offload", 0.0)
         trained_samples = [sample for sample in samples if sample.num_tokens]
         metrics: dict[str, Any] = {
             **over_updates(updates),
