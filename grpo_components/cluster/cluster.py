@@ -156,17 +156,12 @@ class Cluster:
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
             options = self._ray.options(name, role_class, variables, num_gpus)
-            if beside:
-                options["num_gpus"] = 0
+            options |= {"num_gpus": 0} if beside else {}
             host = ray.remote(RoleHost).options(**options).remote(*identity)
             count = {"restart_count": incarnation} if counts_restarts else {}
-            rendezvous = self._rendezvous_of(name, host) if meets else None
-            shared = [self._gpus_of(other) for other in beside]
-            return host, host.start.remote(role_class, kwargs | count, rendezvous, *shared)
+            met = [self._rendezvous_of(name, host) if meets else None, *map(self._gpus_of, beside)]
+            return host, host.start.remote(role_class, kwargs | count, *met)
 
-        family = None
-        if min_living is not None:
-            family = self._families.setdefault(family_of(name), Family(min_living))
         role = Role(
             name,
             log_file,
@@ -175,13 +170,18 @@ class Cluster:
             note=self._note,
             record=self._events.record,
             started=self._record_start,
-            family=family,
+            family=self._family(name, min_living),
             restarts_alone=restarts_alone,
             remembers=remembers,
             names=self._names,
         )
         self.roles, self._starting = [*self.roles, role], [*self._starting, role]
         return role
+
+    def _family(self, name: str, min_living: int | None) -> Family | None:
+        if min_living is None:
+            return None
+        return self._families.setdefault(family_of(name), Family(min_living))
 
     def _rendezvous_of(self, name: str, host: Any) -> Any:
         """Return a reference to a family's rendezvous, which its first process opens."""

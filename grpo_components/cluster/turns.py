@@ -13,6 +13,12 @@ from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger
 
 
+def in_turns(roles: Roles, ledger: Ledger) -> Roles:
+    """Return the handles of a colocated run: its trainers and generators take turns from now on."""
+    Turns(roles, ledger)
+    return roles
+
+
 class Turns:
     """Puts all generators to sleep while the trainers train or load a checkpoint.
 

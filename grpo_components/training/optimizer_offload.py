@@ -25,10 +25,11 @@ class OptimizerOffload:
     Args:
         optimizer: optimizer; the state of a DTensor parameter may consist of DTensors.
         device: device of the state during a step.
+        active: whether to move anything at all.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, active: bool = True) -> None:
+        self._optimizer, self._device, self._active = optimizer, device, active
         self._away: list[tuple[Any, Any]] = []
         """Each tensor that was moved, as the dict or list that has it, and its place there."""
 
@@ -39,6 +40,9 @@ class OptimizerOffload:
         It gives a dict to which the end adds the metric `time/offload`, the seconds of both moves.
         """
         metrics: dict[str, float] = {}
+        if not self._active:
+            yield metrics
+            return
         began = time.perf_counter()
         self._bring_back()
         seconds = time.perf_counter() - began

@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,8 +126,7 @@ class Trainer:
         build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(self._model.parameters())
         self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
-        turn = OptimizerOffload(self._optimizer, self._device).on_device
-        self._turn = turn if ranks.takes_turns else partial(nullcontext, {})
+        self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
         limit = optimizer.clip_grad_norm
         self._max_grad_norm = math.inf if limit is None else limit
@@ -144,10 +142,8 @@ class Trainer:
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
         to_hf = hf_converter(model.model_type, base)
-        weights_dtype = DTYPES[model.dtype]
-        self._export = WeightExport(
-            self._model, to_hf, weights_dtype, self._device, rank, num_ranks
-        )
+        exported = self._model, to_hf, DTYPES[model.dtype], self._device
+        self._export = WeightExport(*exported, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
@@ -174,7 +170,7 @@ class Trainer:
         trajectories, logged = unpack(batch), self._diagnostics.logged_responses
         samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._objective.token_advantages, step)
-        with self._turn() as moves:
+        with self._offload.on_device() as moves:
             updates, start_known = self._updates(samples, step)
         trained = any(is_usable(update) for update in updates)
         if trained:
@@ -390,7 +386,7 @@ class Trainer:
 
     def load_state(self, folder: str) -> None:
         """Restore a checkpoint written by any number of ranks; see `TrainerState.load`."""
-        with self._turn():
+        with self._offload.on_device():
             self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:
