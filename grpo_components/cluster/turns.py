@@ -13,7 +13,7 @@ from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger
 
 
-def in_turns(roles: Roles, ledger: Ledger) -> Roles:
+def take_turns(roles: Roles, ledger: Ledger) -> Roles:
     """Return the handles of a colocated run: its trainers and generators take turns from now on."""
     Turns(roles, ledger)
     return roles

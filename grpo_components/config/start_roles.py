@@ -14,7 +14,7 @@ from grpo_components.cluster.handles import (
     Roles,
 )
 from grpo_components.cluster.trainers_handle import TrainersHandle
-from grpo_components.cluster.turns import in_turns
+from grpo_components.cluster.turns import take_turns
 from grpo_components.config.needs import hosts_of, needs_of
 from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
@@ -92,4 +92,4 @@ def start_roles(
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
         reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
     )
-    return in_turns(roles, ledger) if cfg.colocate else roles
+    return take_turns(roles, ledger) if cfg.colocate else roles

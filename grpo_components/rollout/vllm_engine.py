@@ -285,7 +285,7 @@ class VLLMEngine:
         if self._sleep.asleep:
             return 0
         self._finish_batches_in_flight(self._core)
-        # Nobody waits for these: an environment that hung asked for them, or a cancelled attempt.
+        # Nobody waits for these: their environment failed, or their attempt was rolled back.
         aborted, self._running = self._running, {}
         self._engine.abort_request(list(aborted))
         for future in aborted.values():

@@ -312,7 +312,7 @@ def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for(local_rol
     asyncio.run(run())
 
 
-def test_what_a_hung_environment_left_in_an_engine_is_recorded(local_role):
+def test_what_a_failed_environment_left_in_an_engine_is_recorded(local_role):
     async def run():
         setting = Setting(local_role)
         setting.engines[1].leaves_behind = 3
