@@ -88,6 +88,12 @@ class FakeEngine:
         future.set_result(None)
         return future
 
+    def sleep(self):
+        self.loaded.append("asleep")
+        future = Future()
+        future.set_result(2)
+        return future
+
     def close(self):
         pass
 
@@ -705,6 +711,24 @@ def test_older_weights_that_come_after_newer_ones_are_refused(
     generator.begin_attempt()  # the run goes back to a checkpoint
     asyncio.run(generator.load_weights(5, *buckets))
     assert generator.version == 5
+
+
+def test_a_load_that_a_rolled_back_attempt_began_does_not_wake_the_engine(
+    generator, engine, monkeypatch
+):
+    buckets = [bucket_of("query"), bucket_of("value")]
+
+    async def unpack(function, given):
+        assert await generator.sleep() == 2
+        return function(given)
+
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="fell asleep"):
+        patched.setattr(asyncio, "to_thread", unpack)
+        asyncio.run(generator.load_weights(5, *buckets))
+    assert engine.loaded == ["asleep"]
+    asyncio.run(generator.load_weights(5, *buckets))
+    asyncio.run(generator.load_weights(5, *buckets))  # the same weights, after a skipped step
+    assert [version for version, _ in engine.loaded[1:]] == [5, 5]
 
 
 # ---- environments that fail ---------------------------------------------------------------------
