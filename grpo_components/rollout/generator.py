@@ -22,6 +22,7 @@ from grpo_components.rollout.generator_options import (
     RewardOptions,
     SamplingOptions,
 )
+from grpo_components.rollout.malloc_arenas import limit_malloc_arenas
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.rollouts import Rollouts, Sample
 from grpo_components.rollout.sequence_budget import SequenceBudget
@@ -33,6 +34,8 @@ _REPLAY_THREADS = 1000
 """Number of threads in a replay: its calls come in any order, and none may block another."""
 _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
+_MALLOC_ARENAS = 2
+"""Arenas of malloc: with one for each of a hundred threads, memory creeps up."""
 _NO_REPLAY = ReplayOptions()
 
 
@@ -68,6 +71,7 @@ class Generator:
     ) -> None:
         # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
+        limit_malloc_arenas(_MALLOC_ARENAS)
         self._rewards = RewardPool(
             rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
         )
