@@ -217,6 +217,7 @@ class Settings(BaseModel):
     num_generators: Processes
     num_trainers: Processes
     num_references: Annotated[int, Field(ge=0, le=1024)]
+    colocate: bool = False
     gpus_per_generator: GpuShare = 1.0
     gpus_per_trainer: GpuShare = 1.0
     gpus_per_reference: GpuShare = 1.0

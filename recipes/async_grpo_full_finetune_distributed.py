@@ -72,7 +72,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         - Generators (vLLM in torchrl collectors) and trainer ranks (FSDP2) on separate hardware.
         - A staleness contract: no token older than `max_staleness` policy versions is trained.
         - Trainers push their weights every n steps; generators pull them every m rollouts.
-        - `max_staleness: 0` with n = m = 1 is the synchronous algorithm.
+        - `max_staleness: 0` with n = m = 1 is the synchronous algorithm. With `colocate: true`,
+          generators and trainers then take turns on the same hardware.
     """
 
     async def rollout_loop(self, generator: GeneratorHandle, loops: asyncio.TaskGroup) -> None:

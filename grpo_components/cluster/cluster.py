@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ class Cluster:
         self.roles: list[Role] = []
         self._rendezvous: dict[str, Any] = {}
         """References to where the processes of a family find each other, by family."""
+        self._gpus: dict[str, Any] = {}
+        """References to the GPUs of each role that shares them with another."""
         early = None if early_threads is None else _environment(early_threads)
         self._joined = JoinedRay(address, output_dir, log_level, note) if address else None
         self._marker = self._joined.marker if self._joined else None
@@ -126,6 +128,7 @@ class Cluster:
         remembers: str | None = None,
         counts_restarts: bool = False,
         meets: bool = False,
+        beside: Sequence[str] = (),
         **kwargs: Any,
     ) -> Role:
         """Start the process of one role, without waiting for it; `ready` waits.
@@ -142,6 +145,7 @@ class Cluster:
             remembers: method whose last successful call is repeated after a restart.
             counts_restarts: whether the class takes `restart_count`, the role's number of restarts.
             meets: whether the class takes `rendezvous`, where its family finds each other.
+            beside: names of roles spawned before, on whose GPUs it runs, too; it reserves none.
             kwargs: arguments of the class.
         """
         log_file, variables = str(self._logs / f"{name}.log"), _environment(cpu_threads, env)
@@ -150,14 +154,12 @@ class Cluster:
 
         def start_host(incarnation: int) -> tuple[Any, Any]:
             options = self._ray.options(name, role_class, variables, num_gpus)
+            options |= {"num_gpus": 0} if beside else {}
             host = ray.remote(RoleHost).options(**options).remote(*identity)
             count = {"restart_count": incarnation} if counts_restarts else {}
-            rendezvous = self._rendezvous_of(name, host) if meets else None
-            return host, host.start.remote(role_class, kwargs | count, rendezvous)
+            met = [self._rendezvous_of(name, host) if meets else None, *map(self._gpus_of, beside)]
+            return host, host.start.remote(role_class, kwargs | count, *met)
 
-        family = None
-        if min_living is not None:
-            family = self._families.setdefault(family_of(name), Family(min_living))
         role = Role(
             name,
             log_file,
@@ -166,7 +168,7 @@ class Cluster:
             note=self._note,
             record=self._events.record,
             started=self._record_start,
-            family=family,
+            family=self._family(name, min_living),
             restarts_alone=restarts_alone,
             remembers=remembers,
             names=self._names,
@@ -174,11 +176,23 @@ class Cluster:
         self.roles, self._starting = [*self.roles, role], [*self._starting, role]
         return role
 
+    def _family(self, name: str, min_living: int | None) -> Family | None:
+        if min_living is None:
+            return None
+        return self._families.setdefault(family_of(name), Family(min_living))
+
     def _rendezvous_of(self, name: str, host: Any) -> Any:
         """Return a reference to a family's rendezvous, which its first process opens."""
         if name.endswith("_0"):
             self._rendezvous[family_of(name)] = host.open_rendezvous.remote()
         return self._rendezvous[family_of(name)]
+
+    def _gpus_of(self, name: str) -> Any:
+        """Return a reference to the GPUs that Ray gave a role."""
+        if name not in self._gpus:
+            host = next(role.process.host for role in self.roles if role.name == name)
+            self._gpus[name] = host.gpus.remote()
+        return self._gpus[name]
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until every spawned role is built; show each, and record it in logs/roles.jsonl.

@@ -32,9 +32,11 @@ class GeneratorHandle:
     def __init__(self, role: Role, ledger: Ledger, timeout_s: float, weights_s: float) -> None:
         self.role, self.name = role, role.name
         self.version = 0
-        """Policy version of the generator's weights."""
+        """Policy version of the generator's weights; -1 if it has none, or another attempt's."""
         self.held_version = -1
         """Version whose bytes it keeps, as it loaded them from this attempt's pushes; -1: none."""
+        self.load_s = 0.0
+        """Seconds that the last load of weights took, or 0 since the generator slept."""
         self.rollouts_since_pull = 0
         self.swapping = ledger.events.lock()
         """Lock held while the generator's weights are swapped, or must stay as they are."""
@@ -103,8 +105,24 @@ class GeneratorHandle:
             Version and checksum of the loaded weights; None if the generator was restarted
             meanwhile, because a restart already loads the newest weights.
         """
+        began = time.perf_counter()
         loading = self.role.submit("load_weights", version, *buckets, once=True)
-        return await self.role.result(loading, "load_weights", self._weights_s)
+        loaded = await self.role.result(loading, "load_weights", self._weights_s)
+        self.load_s = time.perf_counter() - began
+        return loaded
+
+    async def sleep(self) -> int:
+        """Let the generator free its GPU's memory; the next load of weights, any version, wakes it.
+
+        Returns:
+            Number of responses that it aborted.
+
+        Raises:
+            RoleLostError: the generator is lost.
+        """
+        aborted = await self.role.call("sleep", timeout_s=self._weights_s)
+        self.version, self.load_s = -1, 0.0
+        return aborted
 
     async def begin_attempt(self) -> None:
         """Forget reserved room and allow older weights: a new attempt starts at a checkpoint."""

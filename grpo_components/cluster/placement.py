@@ -37,6 +37,10 @@ class Need:
     """PACK: on as few nodes as possible, as they talk to each other. SPREAD: on many nodes."""
     paths: Mapping[str, str]
     """Files and folders that each process reads, by config key."""
+    together: int = 1
+    """Number of consecutive processes that share a node."""
+    guests: str = ""
+    """Family whose n-th process runs beside the n-th of these sets, and takes no room itself."""
 
     def text(self) -> str:
         """Return the need in words."""
@@ -74,7 +78,8 @@ class Placement:
         self._needs = needs
         _check_room(needs, _nodes())
         for family, need in needs.items():
-            bundles = [dict(need.resources) for _ in range(need.count)]
+            bundle = {name: need.together * amount for name, amount in need.resources.items()}
+            bundles = [dict(bundle) for _ in range(need.count // need.together)]
             self._groups[family] = placement_group(bundles, strategy=need.strategy)
         ready = [group.ready() for group in self._groups.values()]
         wanted = ", ".join(f"{family} {need.text()}" for family, need in needs.items())
@@ -122,16 +127,20 @@ class Placement:
             name: name of the role; numbers of a family count from 0.
         """
         family = family_of(name)
-        if family not in self._groups:  # it talks to the driver only, and takes no room
+        number = int(name.rpartition("_")[2]) if name != family else 0
+        host = next((f for f, need in self._needs.items() if need.guests == family), family)
+        if host not in self._groups:  # it talks to the driver only, and takes no room
             here = NodeAffinitySchedulingStrategy(this_node(), soft=False)
             return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": here}
-        number = int(name.rpartition("_")[2]) if name != family else 0
-        resources = self._needs[family].resources
+        resources: Mapping[str, float] = {}
+        if host == family:
+            resources = self._needs[family].resources
+            number //= self._needs[family].together
         return {
             "num_cpus": resources.get("CPU", 0),
             "num_gpus": resources.get("GPU", 0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._groups[family], placement_group_bundle_index=number
+                self._groups[host], placement_group_bundle_index=number
             ),
         }
 
@@ -156,7 +165,15 @@ def _check_room(needs: Mapping[str, Need], nodes: Sequence[Mapping[str, float]])
                 problem = f"one process needs {amount:g} {name}, the cluster's largest node has"
                 key = f"gpus_per_{family}" if name == "GPU" else f"cpu_threads.{family}"
                 fail(key, f"{problem} {largest:g}", f"at most {largest:g}, or larger nodes")
-    wanted = [need.resources for need in needs.values() for _ in range(need.count)]
+            if need.together * amount > largest:
+                problem = f"{need.together} given, and the cluster's largest node has {largest:g}"
+                key = "generator.tensor_parallel_size"
+                fail(key, f"{problem} {name}", f"at most {largest / amount:g}, or larger nodes")
+    wanted = [
+        {name: need.together * amount for name, amount in need.resources.items()}
+        for need in needs.values()
+        for _ in range(need.count // need.together)
+    ]
     if not fits(wanted, nodes):
         counts = ", ".join(f"{family} {need.text()}" for family, need in needs.items())
         problem = f"its {len(nodes)} nodes with {_totals(nodes, wanted)} have no room for {counts}"

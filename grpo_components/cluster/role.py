@@ -64,10 +64,11 @@ class Role:
         remembers: str | None = None,
         names: dict[str, str],
     ) -> None:
-        self.name, self.lost = name, False
-        self.restarts_alone = restarts_alone
+        self.name, self.lost, self.restarts_alone = name, False, restarts_alone
         self.recover: Callable[[], Awaitable[None]] | None = None
         """Function that brings a restarted role up to date, before other calls reach it."""
+        self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+        """Function that waits before a restart, for at least the given seconds."""
         self._log_file, self._start_host = log_file, start_host
         self._budget, self._note, self._record, self._started = budget, note, record, started
         self._family, self._remembers, self._names = family, remembers, names
@@ -79,8 +80,7 @@ class Role:
         self._start_timeout_s = 0.0
         self.process = self._start_process(0)
         self._restarting: asyncio.Task[None] | None = None
-        self._waiting = 0
-        self._nobody_waits = asyncio.Event()
+        self._waiting, self._nobody_waits = 0, asyncio.Event()
         self._nobody_waits.set()
 
     @property
@@ -372,7 +372,7 @@ class Role:
                 await self._end_process()
                 # Recorded only now: the event log must first have every result received before.
                 self._record("restart", role=self.name, what=failure.what, given_up=False)
-                await asyncio.sleep(pause_s)
+                await self.pause(pause_s)
                 self.start_again()
                 try:
                     await self._wait_built()

@@ -103,8 +103,16 @@ class RoleHost:
         self._rendezvous = open_rendezvous(ray.util.get_node_ip_address())
         return self._rendezvous
 
+    def gpus(self) -> str:
+        """Return the GPUs that Ray gave this process, as CUDA_VISIBLE_DEVICES has them."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     async def start(
-        self, role_class: str, kwargs: dict[str, Any], rendezvous: Rendezvous | None = None
+        self,
+        role_class: str,
+        kwargs: dict[str, Any],
+        rendezvous: Rendezvous | None = None,
+        *shared_gpus: str,
     ) -> dict[str, Any]:
         """Build the role in this process.
 
@@ -112,11 +120,14 @@ class RoleHost:
             role_class: dotted path of the role's class.
             kwargs: arguments of the class.
             rendezvous: for a class that takes one, what rank 0's `open_rendezvous` returned.
+            shared_gpus: for a role on the GPUs of others, what their `gpus` returned.
 
         Returns:
             `pid`, `node` and `node_id` of this process, its folder for temporary files as `tmp`,
             and as `shares_files` whether it sees the run's folder.
         """
+        if shared_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
         if rendezvous is not None:
             others = replace(rendezvous, listener=None)  # a descriptor is rank 0's own
             kwargs |= {"rendezvous": self._rendezvous or others}

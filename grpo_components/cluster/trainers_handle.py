@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,12 @@ class TrainersHandle:
     ) -> None:
         self._roles, self._ledger, self._remote_files = roles, ledger, remote_files
         self._train_step_s, self._weights_s = train_step_s, weights_s
+        self.turn: Callable[[], AbstractAsyncContextManager[dict[str, float]]]
+        self.turn = partial(nullcontext, {})
+        """Returns a context manager, entered while the ranks need all of their GPUs: see `Turns`.
+
+        It gives metrics of the wait for it.
+        """
 
     async def train_step(self, batch: Batch, advantages: NDArray[Any]) -> StepResult:
         """Train on one batch; every rank takes its share.
@@ -50,7 +58,12 @@ class TrainersHandle:
             advantages: [B, G] advantages of the responses.
         """
         steps_done = self._ledger.steps_done
-        return (await self._on_all("train_step", batch.packed, advantages.ravel(), steps_done))[0]
+        call = "train_step", batch.packed, advantages.ravel(), steps_done
+        async with self.turn() as waits:
+            result = (await self._on_all(*call))[0]
+        for name, seconds in waits.items():
+            result.metrics[name] = seconds
+        return result
 
     async def gather_weights(self) -> int:
         """Gather the sharded weights and return their policy version."""
@@ -102,7 +115,8 @@ class TrainersHandle:
     async def load_state(self, checkpoint: Path) -> None:
         """Load the state of a checkpoint on every rank."""
         if not self._remote_files:
-            await self._on_all("load_state", str(checkpoint))
+            async with self.turn():
+                await self._on_all("load_state", str(checkpoint))
             return
         paths = {role.process.node_id: checkpoint for role in self._roles}
         for node_id in paths:
@@ -112,7 +126,8 @@ class TrainersHandle:
             role.call("load_state", str(paths[role.process.node_id]), timeout_s=limit_s)
             for role in self._roles
         )
-        await asyncio.gather(*calls)
+        async with self.turn():
+            await asyncio.gather(*calls)
 
     async def _on_all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
         """Call a method of all ranks at the same time: they wait for each other in collectives."""

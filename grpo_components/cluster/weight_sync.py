@@ -43,12 +43,14 @@ class WeightSync:
         self._pushes = Pushes(roles.trainers, deltas=deltas)
         self._pushed: tuple[list[Any], str] = [], ""
         """References to the manifests of the snapshot pulled last, and its checksum."""
-        self._reading_manifests = asyncio.Lock()
+        self._ever_pushed, self._reading_manifests = False, asyncio.Lock()
         for generator in roles.generators:
             generator.role.recover = self._pull_after_restart(generator)
 
     async def push_if_due(self, policy_version: int) -> dict[str, float]:
-        """Push the weights every n steps, and whenever an evaluation needs them.
+        """Push the weights every n steps, and whenever an evaluation or a generator needs them.
+
+        A generator needs them if it slept and nothing was pushed yet: the first step was skipped.
 
         Args:
             policy_version: the trainers' policy version after their step.
@@ -57,6 +59,8 @@ class WeightSync:
             Metrics: seconds that training stood still, and bytes of the last push that is packed.
         """
         due = 1 if self._push_early(self._ledger.steps_done + 1) else self._push_every_n_steps
+        if not self._ever_pushed and any(g.version < 0 for g in self._roles.living_generators()):
+            due = 0
         began = time.perf_counter()
         is_due = policy_version - self._ledger.published_version >= due
         if is_due:
@@ -71,6 +75,7 @@ class WeightSync:
         buckets, manifests, chain = self._pushes.begin(version)
         await self._ledger.events.take("push", version=version)
         await self._roles.server.push(version, buckets, manifests, chain)
+        self._ever_pushed = True
         await self._ledger.publish(version)
 
     async def pull_if_due(self, generator: GeneratorHandle, entry: LedgerEntry) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
+from grpo_components.config.colocate_checks import check_colocated
 from grpo_components.config.training_checks import check_training
 from grpo_components.errors import fail, shown
 from grpo_components.evaluation.metrics import check_keep_best
@@ -42,6 +43,7 @@ def check_together(settings: Settings) -> None:
     _check_products(settings)
     _check_memory(settings)
     _check_asynchrony(settings)
+    check_colocated(settings)
     _check_objective(settings)
     _check_generation(settings)
     _check_lengths(settings)

@@ -125,6 +125,8 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
         if path == GENERATOR and (workers := cfg.generator.tensor_parallel_size) > 1:
             place = "GPUs" if cfg.device == "cuda" else "processes on the CPU"
             device = f"each on {workers} {place}"
+        if cfg.colocate and role == "generator":
+            device += ", in turns with the trainers"
         if count:
             name = path.rpartition(".")[2]
             yield f"{_counted(count, role)} ({name}), {device}{details}"

@@ -32,21 +32,25 @@ def check_gpus(settings: Settings, *, here: bool) -> None:
         problem = f"{shares['trainer']:g} given, and NCCL lets no two trainers share a GPU"
         fail("gpus_per_trainer", problem, "above 0.5 (or num_trainers: 1)")
     memory = settings.generator.gpu_memory_utilization
-    if memory > shares["generator"]:
-        problem = f"{memory:g} given, more than a generator's share of a GPU"
-        fail("generator.gpu_memory_utilization", problem, "at most gpus_per_generator")
+    holder = "trainer" if settings.colocate else "generator"
+    if memory > shares[holder]:
+        problem = f"{memory:g} given, more than a {holder}'s share of a GPU"
+        fail("generator.gpu_memory_utilization", problem, f"at most gpus_per_{holder}")
+    if settings.colocate:  # a generator has no GPU but its trainers'
+        del counts["generator"]
     needed = [shares[role] for role, count in counts.items() for _ in range(count)]
-    needed += [1.0] * (workers - 1) * counts["generator"]
+    needed += [1.0] * (workers - 1) * counts.get("generator", 0)
     free = [1.0] * len(needed)  # share left of each GPU; as in Ray, none is split over two GPUs
     for share in sorted(needed, reverse=True):
         free[next(i for i, left in enumerate(free) if left >= share - 1e-9)] -= share
     num_needed = sum(left < 1 for left in free)
     if here and num_needed > torch.cuda.device_count():
         problem = " and ".join(f"num_{role}s: {count}" for role, count in counts.items())
-        if workers > 1:
+        if workers > 1 and not settings.colocate:
             problem += f" with generator.tensor_parallel_size: {workers}"
         problem += f" need {num_needed} GPUs, and there are {torch.cuda.device_count()}"
-        fail("num_generators", problem, "fewer roles, or gpus_per_<role> below 1")
+        key = "num_trainers" if settings.colocate else "num_generators"
+        fail(key, problem, "fewer roles, or gpus_per_<role> below 1")
 
 
 def generator_gpus(settings: Settings) -> float:

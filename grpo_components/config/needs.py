@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +22,32 @@ def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> di
         num_references: number of references that will be started.
     """
     policy = {"base_model_path": cfg.base_model_path}
+    generator = policy | _read_by_generators(cfg)
     scorer = {"reward_model.path": cfg.reward_model.path or ""}
     needs = {
         "trainer": _need(cfg.num_trainers, arguments.trainer, "PACK", policy),
         "reference": _need(num_references, arguments.reference, "PACK", policy),
         "reward_model": _need(int(any(scorer.values())), arguments.reward_model, "PACK", scorer),
-        "generator": _need(
-            cfg.num_generators, arguments.generator, "SPREAD", policy | _read_by_generators(cfg)
-        ),
+        "generator": _need(cfg.num_generators, arguments.generator, "SPREAD", generator),
     }
+    if hosts := hosts_of(cfg, 0):
+        del needs["generator"]
+        shared = {"paths": generator, "together": len(hosts), "guests": "generator"}
+        needs["trainer"] = replace(needs["trainer"], **shared)
     return {family: need for family, need in needs.items() if need.count}
+
+
+def hosts_of(cfg: Settings, generator: int) -> list[str]:
+    """Return the names of the trainers whose GPUs a generator shares; empty if it has its own.
+
+    Args:
+        cfg: settings checked by preflight.
+        generator: number of the generator.
+    """
+    if not (cfg.colocate and cfg.device == "cuda"):
+        return []
+    workers = cfg.generator.tensor_parallel_size
+    return [f"trainer_{generator * workers + worker}" for worker in range(workers)]
 
 
 def _read_by_generators(cfg: Settings) -> dict[str, str]:

@@ -145,6 +145,7 @@ def _rank_options(cfg: Settings) -> RankOptions:
         num_ranks=cfg.num_trainers,
         sharding=sharding,
         collective_timeout_s=cfg.timeouts.collective_s,
+        takes_turns=cfg.colocate,
     )
 
 
@@ -253,6 +254,7 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
         enforce_eager=bool(options.enforce_eager),  # preflight replaced null
         recompute_kv_after_pull=cfg.recompute_kv_after_pull,
         tensor_parallel_size=options.tensor_parallel_size,
+        takes_turns=cfg.colocate,
     )
 
 

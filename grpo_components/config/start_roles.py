@@ -14,7 +14,8 @@ from grpo_components.cluster.handles import (
     Roles,
 )
 from grpo_components.cluster.trainers_handle import TrainersHandle
-from grpo_components.config.needs import needs_of
+from grpo_components.cluster.turns import take_turns
+from grpo_components.config.needs import hosts_of, needs_of
 from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
@@ -78,17 +79,17 @@ def start_roles(
     if cfg.reward_model.path:
         scorer = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
     generators = [
-        spawn(f"generator_{n}", generator, number=n, **arguments.generator)
+        spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
         for n in range(cfg.num_generators)
     ]
-    limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
-    batch_limits = timeouts.batch_s, timeouts.weights_s
-    step_limits, files = (timeouts.train_step_s, timeouts.weights_s), cluster.remote_files
-    return Roles(
+    waits, weights_s, files = cfg.stale_groups == "wait", timeouts.weights_s, cluster.remote_files
+    limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
+    roles = Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
-        trainers=TrainersHandle(trainers, ledger, *step_limits, files),
-        server=ParameterServerHandle(server, timeouts.weights_s),
+        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
+        server=ParameterServerHandle(server, weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
         reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
     )
+    return take_turns(roles, ledger) if cfg.colocate else roles

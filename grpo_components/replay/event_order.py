@@ -22,6 +22,7 @@ ORDERED: Mapping[str, tuple[str, ...]] = {
     "buffer": ("group",),
     "drop": ("groups",),
     "sample": ("step",),
+    "sleep": ("step",),
     "push": ("version",),
     "publish": ("version",),
     "step": ("step",),

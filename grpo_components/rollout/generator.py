@@ -98,6 +98,7 @@ class Generator:
         )
         self.version = self._loading = BASE_VERSION
         self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
+        self._sleeps = 0
 
     async def reserve(self, patience_s: float) -> int:
         """Wait until whole groups have room, and keep it for the next calls of `generate_group`.
@@ -192,10 +193,15 @@ class Generator:
             for i, (sample, slot) in enumerate(zip(asked, slots, strict=True))
         ]
 
+    async def sleep(self) -> int:
+        """Free the GPU's memory until `load_weights`; returns the number of aborted responses."""
+        self._sleeps += 1
+        return await asyncio.wrap_future(self._engine.sleep())
+
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> tuple[int, str]:
-        """Check new weights, then swap them in between two engine steps.
+        """Check new weights, then swap them in between two engine steps; wakes a sleeping engine.
 
         Args:
             version: policy version of the weights.
@@ -207,26 +213,29 @@ class Generator:
 
         Raises:
             ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape, or
-                the base of its delta is not here (the message names it); or the version is older
-                than the loaded one. The engine keeps its weights.
+                the base of its delta is not here (the message names it); the version is older than
+                the loaded one; or the engine fell asleep meanwhile. The engine keeps its weights.
         """
+        sleeps = self._sleeps
         deltas = [bucket for bucket in buckets if isinstance(bucket, DeltaBucket)]
         if not deltas:
-            return await self._load(version, cast(Any, buckets))
+            return await self._load(version, cast(Any, buckets), sleeps)
         async with self._rebuilding:  # the engine reads the rebuilt bytes until it has loaded them
             self._refuse_older(version)
             rebuilt = await asyncio.to_thread(self._rebuilt.rebuild, version, deltas)
-            loaded = await self._load(version, rebuilt)
+            loaded = await self._load(version, rebuilt, sleeps)
             self._rebuilt.keep(rebuilt)
             return loaded
 
     async def _load(
-        self, version: int, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]]
+        self, version: int, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]], sleeps: int
     ) -> tuple[int, str]:
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
         # Newer weights may have arrived during the await. From this check to the update of
         # `_loading`, there must be no other await.
         self._refuse_older(version)
+        if sleeps != self._sleeps:  # a cancelled attempt began to load: it must not wake the engine
+            raise ValueError(f"weights of version {version} came before the engine fell asleep")
         loading = self._engine.load_weights(version, tensors)
         self._loading = version
         await asyncio.wrap_future(loading)

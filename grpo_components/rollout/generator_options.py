@@ -42,6 +42,8 @@ class EngineOptions:
     """
     tensor_parallel_size: int = 1
     """Processes that share each layer of the model, each with a GPU of its own on CUDA; 1: this."""
+    takes_turns: bool = False
+    """Whether the engine sleeps while a trainer uses its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

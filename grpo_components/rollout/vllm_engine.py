@@ -23,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.replay.schedule import STOP, Schedule
+from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
@@ -88,6 +89,7 @@ class VLLMEngine:
         self._engine.set_weight_version(str(BASE_VERSION))
         self.use = EngineUse(options.max_num_seqs)
         """What the thread spends its time on."""
+        self._sleep = EngineSleep(self._engine, options.device)
         self._recompute_kv = options.recompute_kv_after_pull
         self._expected_shapes = checkpoint_shapes(Path(options.model_path))
         self._schedule = Schedule() if schedule is None else schedule
@@ -135,8 +137,17 @@ class VLLMEngine:
         )
         return self._command(name, "request", (list(prompt_ids), sampling))
 
+    def sleep(self) -> Future[int]:
+        """Abort what runs, and free GPU memory until `load_weights`. Any thread may call this.
+
+        Returns:
+            The number of aborted requests; each of them, and of those that come before the engine
+            wakes, gets an EngineAsleepError.
+        """
+        return self._command("sleep", "sleep", None)
+
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
-        """Swap the weights between two steps. Any thread may call this.
+        """Swap the weights between two steps; wakes a sleeping engine. Any thread may call this.
 
         Args:
             version: policy version of the new weights.
@@ -185,6 +196,8 @@ class VLLMEngine:
                     if kind == "weights":
                         self._swap_weights(*payload)
                         waiting.set_result(None)
+                    elif kind == "sleep":
+                        waiting.set_result(self._fall_asleep())
                     else:
                         prompt_ids, sampling = payload
                         self._add_request(prompt_ids, sampling, waiting)
@@ -217,6 +230,9 @@ class VLLMEngine:
     def _add_request(
         self, prompt_ids: list[int], sampling: SamplingParams, future: Future[Completion]
     ) -> None:
+        if self._sleep.asleep:
+            future.set_exception(EngineAsleepError("the engine sleeps until it gets weights"))
+            return
         request_id = str(self._next_request)
         self._next_request += 1
         try:
@@ -254,15 +270,28 @@ class VLLMEngine:
         self.use.begin("loading weights", len(self._running))
         core = self._core
         self._finish_batches_in_flight(core)
-        if self._workers is None:
-            self._engine.collective_rpc(cast(Any, load_into_worker), args=(tensors,))
-        else:
-            load_into_workers(core.model_executor, tensors)
+        with self._sleep.woken():
+            if self._workers is None:
+                self._engine.collective_rpc(cast(Any, load_into_worker), args=(tensors,))
+            else:
+                load_into_workers(core.model_executor, tensors)
         self._engine.set_weight_version(str(version))
         if not self._recompute_kv:
             empty_prefix_cache(core.scheduler)
         elif not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its KV cache after new weights")
+
+    def _fall_asleep(self) -> int:
+        if self._sleep.asleep:
+            return 0
+        self._finish_batches_in_flight(self._core)
+        # Nobody waits for these: their environment failed, or their attempt was rolled back.
+        aborted, self._running = self._running, {}
+        self._engine.abort_request(list(aborted))
+        for future in aborted.values():
+            future.set_exception(EngineAsleepError("the engine fell asleep"))
+        self._sleep.begin()
+        return len(aborted)
 
     def _finish_batches_in_flight(self, core: EngineCore) -> None:
         """Take the outputs of the batches that asynchronous scheduling has already started.
@@ -302,6 +331,8 @@ def _build(options: EngineOptions, seed: int) -> LLMEngine:
             "enforce_eager": options.enforce_eager,
             "gpu_memory_utilization": options.gpu_memory_utilization,
         }
+    if options.takes_turns:
+        more |= sleep_arguments(options.device)
     if options.kv_cache_gib is not None:
         more["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30) // num_workers
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # else it would replace `kv_cache_gib`

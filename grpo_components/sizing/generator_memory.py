@@ -63,6 +63,7 @@ def generator_memory(
     share = cfg.gpus_per_generator
     count = cfg.num_generators * workers
     memory = RoleMemory("generator", count, share, total, parts, host, notes)
+    memory.resting = parts["reserve"] - loading  # vLLM's sleep frees neither context nor graphs
     if fits < 1 or (device.is_gpu and weights > _MAX_WEIGHTS * device.nbytes):
         memory.smaller = _smaller(cfg, weights, cache, sequence, device)
     return memory

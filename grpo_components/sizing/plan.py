@@ -16,6 +16,7 @@ from grpo_components.sizing.model_sizes import ModelSizes
 from grpo_components.sizing.rates import Rates
 from grpo_components.sizing.role_memory import GIB, Device, RoleMemory, gib
 from grpo_components.sizing.trainer_memory import reference_memory, trainer_memory
+from grpo_components.sizing.turns import in_turns, start_problem
 
 _COLUMNS = (
     *("weights", "gradients", "optimizer", "activations"),
@@ -68,7 +69,15 @@ def plan_run(
     lines += _table(roles)
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
     if is_gpu:
-        gpus = _place(roles)
+        placed = roles
+        if cfg.colocate:
+            generator, trainer, *others = roles
+            together = in_turns(trainer, generator, device, _less_for_vllm(cfg))
+            placed = [together, *others]
+            lines += [f"{together.role}: {note}" for note in together.notes]
+            if problem := start_problem(cfg, trainer, device):
+                problems.append(problem)
+        gpus = _place(placed)
         lines += _gpu_lines(gpus, device)
         problems += _gpu_problems(cfg, gpus, device, num_gpus)
         lines += host.lines()

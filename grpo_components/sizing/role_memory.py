@@ -25,6 +25,8 @@ class RoleMemory:
     """Bytes in CPU memory beside a GPU, by what they are for."""
     notes: list[str] = field(default_factory=list)
     """One-line explanations."""
+    resting: int = 0
+    """Bytes left on its GPU in the turn of the other role of a colocated run."""
     smaller: str = ""
     """What to change if it does not fit: `key: why; allowed: ...`, without the key's value."""
 

@@ -37,6 +37,10 @@ _PUSHED_LAYERS = 3
 """Copies of a unit during a push: the shard's cast, the gathered tensor, the renamed one."""
 
 
+_PINNED = 2
+"""Page-locked memory that a tensor takes at most, over its bytes: PyTorch rounds up to 2**n."""
+
+
 _BYTES_PER_TOKEN = 256
 """Of losses, metrics and their inputs, for each token of a micro-batch: 32 numbers of 64 bits."""
 
@@ -82,7 +86,8 @@ def trainer_memory(
     parts = {name: found[name] for name in others}
     static = sum(parts[name] for name in others[:3])
     peak = _peak(found)
-    pushed = static + _PUSHED_LAYERS * max(sizes.units) * DTYPES[cfg.dtype].itemsize
+    push = _PUSHED_LAYERS * max(sizes.units) * DTYPES[cfg.dtype].itemsize
+    pushed = static + push
     total, host = _with_rest(max(peak, pushed), batch), _host(cfg, sizes)
     chunk = _above(found, "logits", static + parts["activations"])
     layer = _above(found, "layer", static + parts["activations"])
@@ -102,11 +107,14 @@ def trainer_memory(
     else:
         parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
         total += parts["reserve"]
+        if cfg.colocate and not cfg.fsdp_cpu_offload:
+            host["optimizer"] = _PINNED * parts["optimizer"]
     longest = f"longest micro-batch {batch.tokens:,} of {cfg.tokens_per_micro_batch:,} tokens"
     notes = [f"{longest}; work: {gib(chunk)} GiB at a chunk of logits, {gib(layer)} in a layer"]
     memory = RoleMemory(
         "trainer", cfg.num_trainers, cfg.gpus_per_trainer, total, parts, host, notes
     )
+    memory.resting = parts["weights"] + push + GPU_PROCESS_BYTES
     memory.smaller = _smaller(cfg, memory, chunk, prompt_tokens, device)
     return memory
 

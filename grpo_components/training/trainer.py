@@ -30,6 +30,7 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
+from grpo_components.training.optimizer_offload import OptimizerOffload
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.profiling import StepProfiler
@@ -126,6 +127,7 @@ class Trainer:
         build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(self._model.parameters())
         self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
+        self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
         limit = optimizer.clip_grad_norm
         self._max_grad_norm = math.inf if limit is None else limit
@@ -141,10 +143,8 @@ class Trainer:
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
         to_hf = hf_converter(model.model_type, base)
-        weights_dtype = DTYPES[model.dtype]
-        self._export = WeightExport(
-            self._model, to_hf, weights_dtype, self._device, rank, num_ranks
-        )
+        exported = self._model, to_hf, DTYPES[model.dtype], self._device
+        self._export = WeightExport(*exported, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
@@ -171,16 +171,18 @@ class Trainer:
         trajectories, logged = unpack(batch), self._diagnostics.logged_responses
         samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._objective.token_advantages, step)
-        updates, start_known = self._updates(samples, step)
+        with self._offload.on_device() as moves:
+            updates, start_known = self._updates(samples, step)
         trained = any(is_usable(update) for update in updates)
         if trained:
             self.policy_version += 1
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - moves.get("time/offload", 0.0)
         trained_samples = [sample for sample in samples if sample.num_tokens]
         metrics: dict[str, Any] = {
             **over_updates(updates),
+            **moves,
             **self._use.metrics(
                 _parts(trained_samples),
                 sum(sample.num_tokens for sample in trained_samples),
@@ -387,7 +389,8 @@ class Trainer:
 
     def load_state(self, folder: str) -> None:
         """Restore a checkpoint written by any number of ranks; see `TrainerState.load`."""
-        self.policy_version = self._state.load(Path(folder))
+        with self._offload.on_device():
+            self.policy_version = self._state.load(Path(folder))
 
     def close(self) -> None:
         """Write the traces of an unfinished profile and leave the process group."""

@@ -31,6 +31,8 @@ class RankOptions:
     """Layout of the ranks, and where shards and activations are kept."""
     collective_timeout_s: float
     """Longest wait of a collective operation, in seconds; one that waits longer raises."""
+    takes_turns: bool = False
+    """Between two steps, keep the optimizer's state in CPU memory: generators use the GPUs then."""
 
 
 @dataclass(frozen=True, kw_only=True)

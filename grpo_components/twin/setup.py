@@ -79,7 +79,13 @@ def setup_of(config: Mapping[str, Any], cores: float, has_references: bool) -> S
         config: the run's config.yaml.
         cores: cores that its roles shared.
         has_references: whether it started its references.
+
+    Raises:
+        ValueError: its trainers and generators took turns, which the twin does not simulate.
     """
+    if config.get("colocate"):
+        problem = "true in the recorded run, and turns on shared GPUs are not simulated"
+        fail("colocate", problem, "a run with colocate: false")
     sections = {name: config.get(section) or {} for name, section in _NESTED.items()}
     values = {
         field.name: sections.get(field.name, config)[field.name]

@@ -19,7 +19,12 @@ import torch
 LIMIT_S = 300
 STEPS = 5
 REQUESTS, TOKENS = 256, 128
-CONFIGS = {"qwen0.5B_async_grpo_1gpu": 1, "qwen3B_async_grpo": 8, "qwen3B_sync_grpo": 8}
+CONFIGS = {
+    "qwen0.5B_async_grpo_1gpu": 1,
+    "qwen3B_colocated_grpo_1gpu": 1,
+    "qwen3B_async_grpo": 8,
+    "qwen3B_sync_grpo": 8,
+}
 MAX_KL = 0.05
 RUN = ["tune", "run", "async_grpo_full_finetune_distributed", "--config"]
 
@@ -115,6 +120,35 @@ def weights_under_load(options):
     rising = all((each.token_versions[1:] >= each.token_versions[:-1]).all() for each in done)
     both = {int(v) for each in done for v in each.token_versions} == {0, 1}
     return bool(rising and both), "versions 0 and 1 in one batch, never falling"
+
+
+def sleep_and_wake(options):
+    """After it slept, an engine samples what it did before; what it had of the GPU is free."""
+    from grpo_components.rollout.vllm_engine import VLLMEngine
+
+    def free_gib():
+        return torch.cuda.mem_get_info()[0] / 2**30 if options.device == "cuda" else 0.0
+
+    engine, logprobs = VLLMEngine(engine_options(options, takes_turns=True), seed=0), []
+    try:
+        for version in range(3):
+            futures = [
+                engine.submit(p, max_tokens=1, temperature=0.0, seed=0, stop_token_ids=[])
+                for p in prompts(8)
+            ]
+            done = [future.result(LIMIT_S) for future in futures]
+            logprobs.append(torch.tensor([each.logprobs[0] for each in done]))
+            awake, began = free_gib(), time.perf_counter()
+            engine.sleep().result(LIMIT_S)
+            freed, slept = free_gib() - awake, time.perf_counter()
+            engine.load_weights(version + 1, hf_weights(options)).result(LIMIT_S)
+            woken = time.perf_counter() - slept
+    finally:
+        engine.close()
+    gap = max((each - logprobs[0]).abs().max().item() for each in logprobs)
+    seconds = f"{slept - began:.2f} s to sleep, {woken:.2f} s to wake with weights"
+    freed_enough = options.device == "cpu" or freed > 4.0  # the cache alone
+    return gap < 0.1 and freed_enough, f"{freed:.1f} GiB freed, {seconds}, largest gap {gap:.2g}"
 
 
 def trained_logprobs(options, sequences, share_prompts=True):
@@ -238,6 +272,7 @@ CHECKS = {
     "versions": versions,
     "engine under load": engine_under_load,
     "new weights under load": weights_under_load,
+    "sleep and wake-up": sleep_and_wake,
     "logprobs, engine and trainer": logprob_gap,
     "shared prompts": shared_prompts,
     "NCCL in bf16": collectives,

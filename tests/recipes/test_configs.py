@@ -29,6 +29,7 @@ FOLDER = Path(__file__).parents[2] / "recipes/configs"
 PATHS = tracked("recipes/configs/*.yaml")
 NUM_GPUS = {
     "qwen0.5B_async_grpo_1gpu": 1,
+    "qwen3B_colocated_grpo_1gpu": 1,
     "qwen3B_async_grpo": 8,
     "qwen3B_sync_grpo": 8,
     "qwen7B_async_grpo": 8,

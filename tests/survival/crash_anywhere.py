@@ -3,8 +3,8 @@
     python tests/survival/crash_anywhere.py --runs 5 --faults 10 --seed 0
 
 Every run has to complete, with receipts that the audit passes and a reward that is not worse than
-an undisturbed run's within noise. Synchronous runs (every other one) must moreover train the very
-batches of an undisturbed one, bit for bit.
+an undisturbed run's within noise. Synchronous runs (every other one, and colocated ones) must
+moreover train the very batches of an undisturbed one that is not colocated, bit for bit.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from pathlib import Path
 from chaos import TUNE, Fault, forked_recipe
 
 METHODS = {
-    "generator_0": ("generate_group", "load_weights", "evaluate"),
-    "generator_1": ("generate_group", "load_weights", "evaluate"),
+    "generator_0": ("generate_group", "load_weights", "evaluate", "sleep"),
+    "generator_1": ("generate_group", "load_weights", "evaluate", "sleep"),
     "reference_0": ("add_logprobs",),
     "replay_buffer": ("add", "take", "write_state"),
     "parameter_server": ("push", "newest", "acknowledge"),
@@ -38,14 +38,19 @@ RUN = (
     "timeouts.heartbeat_s=10",
 )
 SYNCHRONOUS = ("max_staleness=0", "pull_every_m_rollouts=1")
+KINDS = {
+    "asynchronous": (),
+    "synchronous": SYNCHRONOUS,
+    "colocated": (*SYNCHRONOUS, "colocate=true"),
+}
 
 
-def random_faults(chance, count):
+def random_faults(chance, count, kind):
     """Faults that are due at some call of a role, or up to half a second later."""
     faults = []
     for _ in range(count):
         role = chance.choice(sorted(METHODS))
-        method = chance.choice(METHODS[role])
+        method = chance.choice([m for m in METHODS[role] if m != "sleep" or kind == "colocated"])
         rare = method in ("evaluate", "hold_state", "write_state")
         number = chance.randint(1, 3 if rare else NUM_STEPS)
         delay_s, stop = chance.choice((0.0, chance.uniform(0, 0.5))), chance.random() < 0.2
@@ -53,14 +58,14 @@ def random_faults(chance, count):
     return faults
 
 
-def run(folder, faults, synchronous):
+def run(folder, faults, kind):
     """One run with its audit; returns its output, its batches and its mean rewards by step."""
     folder.mkdir()
     recipe, environment = forked_recipe(folder, faults)
     output_dir = folder / "run"
     command = [TUNE, "run", recipe, "--config", "tiny_async_grpo", f"output_dir={output_dir}"]
     done = subprocess.run(
-        [*map(str, command), *RUN, *(SYNCHRONOUS if synchronous else ())],
+        [*map(str, command), *RUN, *KINDS[kind]],
         cwd=folder,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
@@ -107,18 +112,20 @@ def main():
     parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--faults", type=int, default=10, help="in each run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS, help="all runs; default: the first two")
     options = parser.parse_args()
     chance, recovered = random.Random(options.seed), defaultdict(list)
     struck, undisturbed = 0, {}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(options.runs):
-            synchronous = number % 2 == 1
-            kind = "synchronous" if synchronous else "asynchronous"
-            if kind not in undisturbed:
-                undisturbed[kind] = run(Path(scratch) / kind, [], synchronous)[1:]
-            faults = random_faults(chance, options.faults)
-            output, batches, rewards = run(Path(scratch) / f"{number}", faults, synchronous)
-            expected_batches, expected_rewards = undisturbed[kind]
+            kind = options.kind or list(KINDS)[number % 2]
+            synchronous = kind != "asynchronous"
+            compared = "synchronous" if synchronous else kind
+            if compared not in undisturbed:
+                undisturbed[compared] = run(Path(scratch) / compared, [], compared)[1:]
+            faults = random_faults(chance, options.faults, kind)
+            output, batches, rewards = run(Path(scratch) / f"{number}", faults, kind)
+            expected_batches, expected_rewards = undisturbed[compared]
             if synchronous and batches != expected_batches:
                 raise SystemExit(f"{faults}\n{output}\nother batches than an undisturbed run's")
             (reward, error), (expected, its_error) = late(rewards), late(expected_rewards)

@@ -90,3 +90,6 @@ class Counter:
 
     def environment(self):
         return {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GREETING")}
+
+    def gpus(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -38,6 +38,10 @@ def test_no_process_is_split_over_two_nodes():
             "cpu_threads.trainer: one process needs 9 CPU",
         ),
         (
+            {"trainer": Need(4, {"GPU": 1}, "PACK", {}, together=4, guests="generator")},
+            "generator.tensor_parallel_size: 4 given, and the cluster's largest node has 2 GPU",
+        ),
+        (
             {
                 "trainer": Need(3, {"GPU": 1}, "PACK", {}),
                 "generator": Need(2, {"GPU": 1}, "SPREAD", {}),
@@ -51,6 +55,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_the_key_to_change(needs, sa
     with pytest.raises(ValueError, match=says):
         _check_room(needs, nodes)
     _check_room({"trainer": Need(4, {"GPU": 1}, "PACK", {})}, nodes)
+    _check_room({"trainer": Need(4, {"GPU": 1}, "PACK", {}, together=2)}, nodes)
 
 
 def test_a_family_is_the_name_without_its_number():

@@ -12,6 +12,7 @@ from grpo_components.settings import Settings
 FOLDER = Path(__file__).parents[3] / "recipes/configs"
 GPU_CONFIGS = sorted(path.stem for path in FOLDER.glob("qwen*.yaml"))
 ONE_GPU = "qwen0.5B_async_grpo_1gpu"
+TURNS = (ONE_GPU, "qwen3B_sync_grpo", "qwen3B_colocated_grpo_1gpu")
 MODEL = "model._component_=torchtune.models.qwen2_5.qwen2_5"
 ALONE = [f"gpus_per_{role}=1" for role in ("generator", "trainer", "reference")]
 SMALL = ["--config", ONE_GPU, "--gpu-memory", "24"]
@@ -27,14 +28,15 @@ def plan(capsys, *arguments):
 def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys):
     header = (FOLDER / f"{name}.yaml").read_text().partition("\noutput_dir:")[0]
     sizing = header.partition("Sizing: ")[2]
-    gpus = int((re.search(r"(\d+) GPUs of 80 GB", sizing) or [0, 1])[1])
-    memory = "80" if gpus > 1 else "24"
+    found = re.search(r"(one|\d+) GPUs? of (\d+) GB", sizing)
+    assert found is not None
+    gpus, memory = int(found[1].replace("one", "1")), found[2]
     arguments = ["--config", name, "--gpus", str(gpus), "--gpu-memory", memory]
     code, shown, errors = plan(capsys, *arguments)
     assert (code, errors) == (0, "")
     assert "everything fits" in shown
     assert re.search(rf"of {memory}\.0 GiB", shown)
-    if name not in (ONE_GPU, "qwen3B_sync_grpo"):  # what samples and what trains are as fast
+    if name not in TURNS:  # what samples and what trains are as fast
         waits = re.findall(r"(\d+)%", shown.partition("would wait:")[2])
         assert max(map(int, waits)) <= 25
 

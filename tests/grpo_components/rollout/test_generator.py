@@ -89,6 +89,12 @@ class FakeEngine:
         future.set_result(None)
         return future
 
+    def sleep(self):
+        self.loaded.append("asleep")
+        future = Future()
+        future.set_result(2)
+        return future
+
     def close(self):
         pass
 
@@ -780,6 +786,24 @@ def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine, mo
         assert seen[-1][0] == 3 and all((t == 3).all() for t in seen[-1][1].values())
 
     asyncio.run(run())
+
+
+def test_a_load_that_a_rolled_back_attempt_began_does_not_wake_the_engine(
+    generator, engine, monkeypatch
+):
+    buckets = [bucket_of("query"), bucket_of("value")]
+
+    async def unpack(function, given):
+        assert await generator.sleep() == 2
+        return function(given)
+
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="fell asleep"):
+        patched.setattr(asyncio, "to_thread", unpack)
+        asyncio.run(generator.load_weights(5, *buckets))
+    assert engine.loaded == ["asleep"]
+    asyncio.run(generator.load_weights(5, *buckets))
+    asyncio.run(generator.load_weights(5, *buckets))  # the same weights, after a skipped step
+    assert [version for version, _ in engine.loaded[1:]] == [5, 5]
 
 
 # ---- environments that fail ---------------------------------------------------------------------

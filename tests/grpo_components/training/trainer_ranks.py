@@ -157,6 +157,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "num_ranks": num_ranks,
         "sharding": Sharding(),
         "collective_timeout_s": 60,
+        "takes_turns": False,
         "build_model": build_model,
         "build_checkpointer": partial(
             FullModelHFCheckpointer,
