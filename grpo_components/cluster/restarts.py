@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from grpo_components.errors import RoleFailedError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_ROOM_CHECK_S = 5.0
+"""Seconds from one look at the nodes to the next, while a process starts."""
+T = TypeVar("T")
 
 
 class RestartBudget:
@@ -28,7 +32,7 @@ class RestartBudget:
         self._max_restarts, self._window_s, self._clock = max_restarts, window_s, clock
         self._restarts: deque[tuple[float, str]] = deque()
         self.why_no_room: Callable[[], str] = str
-        """Function that says why the living nodes have no room for the roles; empty if they have."""
+        """Function that says why living nodes have no room for the roles; empty if they have."""
 
     def spend(self, failure: RoleFailedError, *, repeated: bool) -> float:
         """Count one restart of the failed role, or refuse it.
@@ -53,7 +57,7 @@ class RestartBudget:
         of_role = sum(restarted == role for _, restarted in self._restarts)
         if failure.kind in ("waited", "refused"):
             raise failure
-        self.check_room(failure)
+        self._check_room(failure)
         if failure.kind == "raised" and repeated:
             raise failure.with_history("failed the same way again after a restart")
         if len(self._restarts) >= self._max_restarts:
@@ -66,8 +70,28 @@ class RestartBudget:
         self._restarts.append((now, role))
         return min(_FIRST_PAUSE_S * 2**of_role, _LONGEST_PAUSE_S)
 
-    def check_room(self, failure: RoleFailedError) -> None:
-        """Raise the failure, with the reason, if a new process of its role would have no room."""
+    async def wait_with_room(self, starting: Awaitable[T], role: str, log: str) -> T:
+        """Wait for the start of a process for as long as the living nodes have room for it.
+
+        Ray waits without end for a node that it finds dead only after the start has begun.
+
+        Args:
+            starting: what to wait for.
+            role: name of the role.
+            log: path of its log file.
+
+        Raises:
+            RoleFailedError: there is no room any more.
+        """
+        task = asyncio.ensure_future(starting)
+        try:
+            while not (await asyncio.wait([task], timeout=_ROOM_CHECK_S))[0]:
+                self._check_room(RoleFailedError(role, "cannot start", log, "waited"))
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _check_room(self, failure: RoleFailedError) -> None:
         if problem := self.why_no_room():
             raise failure.with_history(problem)
 

@@ -22,8 +22,6 @@ _STACK_DUMP_S = 0.5
 """Grace period for a hung process to dump its stacks, in seconds."""
 _ANSWER_S = 5.0
 """Longest wait for a process to show that it lives, in seconds."""
-_ROOM_CHECK_S = 5.0
-"""Seconds from one look at the nodes to the next, while a process starts."""
 _PENDING_CALLS_S = 60.0
 """Longest wait for the pending calls of a killed process to fail, in seconds."""
 
@@ -82,11 +80,6 @@ class Role:
         self._restarting: asyncio.Task[None] | None = None
         self._waiting, self._nobody_waits = 0, asyncio.Event()
         self._nobody_waits.set()
-
-    @property
-    def pid(self) -> int:
-        """Pid of the current process on its node; 0 until it is known."""
-        return self.process.pid
 
     def submit(
         self,
@@ -314,17 +307,8 @@ class Role:
 
     async def _wait_built(self) -> None:
         process = self.process
-        starting = asyncio.ensure_future(
-            self.answer(process.starting, "start", self._start_timeout_s)
-        )
-        try:
-            # Ray waits without end for a node that it finds dead only after the restart has begun.
-            while not (await asyncio.wait([starting], timeout=_ROOM_CHECK_S))[0]:
-                failure = RoleFailedError(self.name, "cannot start", self._log_file, "waited")
-                self._budget.check_room(failure)
-            identity = starting.result()
-        finally:
-            starting.cancel()
+        built = self.answer(process.starting, "start", self._start_timeout_s)
+        identity = await self._budget.wait_with_room(built, self.name, self._log_file)
         process.pid, process.node_id = identity["pid"], identity["node_id"]
         self._started(self.name, identity)
 

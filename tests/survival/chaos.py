@@ -63,8 +63,8 @@ def install():
 
     def strike(role, fault):
         if fault.awaited:
-            awaited[role] = role.pid
-        os.kill(role.pid, signal.SIGSTOP if fault.stop else signal.SIGKILL)
+            awaited[role] = role.process.pid
+        os.kill(role.process.pid, signal.SIGSTOP if fault.stop else signal.SIGKILL)
         sys.stdout.write(f"chaos: {role.name} {json.dumps(asdict(fault))}\n")
 
     def disturbed_submit(role, method, *args, **kwargs):
@@ -74,7 +74,7 @@ def install():
             if method != fault.method or not fnmatch(role.name, fault.role):
                 continue
             begun = calls["trainer_0", "train_step"] >= fault.after_step
-            if calls[role.name, method] >= fault.number and begun and role.pid:
+            if calls[role.name, method] >= fault.number and begun and role.process.pid:
                 waiting.remove(fault)
                 asyncio.get_running_loop().call_later(fault.delay_s, strike, role, fault)
                 break

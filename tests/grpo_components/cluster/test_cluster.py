@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_components.cluster import role as role_module
+from grpo_components.cluster import restarts
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.leftovers import remove_temp_dir
 from grpo_components.cluster.restarts import RestartBudget
@@ -34,8 +34,8 @@ class Budget:
     def spend(self, failure, *, repeated):
         return min(self.budget.spend(failure, repeated=repeated), 0.05)
 
-    def check_room(self, failure):
-        self.budget.check_room(failure)
+    async def wait_with_room(self, starting, role, log):
+        return await self.budget.wait_with_room(starting, role, log)
 
     def used(self):
         return self.budget.used()
@@ -135,7 +135,9 @@ def test_a_role_answers_keeps_its_state_and_is_recorded(cluster, output_dir, sta
     starting, ready = start_notes
     assert starting == "starting counter ..." and ready.startswith("counter is ready after ")
     (record,) = starts_of(role, output_dir)
-    assert (record["pid"], record["attempt"]) == (role.pid, 0) and psutil.pid_exists(role.pid)
+    assert (record["pid"], record["attempt"]) == (role.process.pid, 0) and psutil.pid_exists(
+        role.process.pid
+    )
     assert (output_dir / "logs" / "counter.log").exists()
 
 
@@ -208,7 +210,7 @@ def test_a_role_that_cannot_be_built_is_named(cluster):
 
 
 def test_a_start_ends_when_the_nodes_that_live_have_no_room_any_more(cluster, budget, monkeypatch):
-    monkeypatch.setattr(role_module, "_ROOM_CHECK_S", 0.1)
+    monkeypatch.setattr(restarts, "_ROOM_CHECK_S", 0.1)
     answers = iter(["", "", "the 1 nodes that live have no room for it (5 CPU)"])
     budget.budget.why_no_room = answers.__next__
     role = cluster.spawn("late", "counter_role.Counter", start_after_s=60)
@@ -225,7 +227,7 @@ def test_the_death_of_an_idle_role_is_noticed_at_once(cluster):
     async def run():
         watching = asyncio.create_task(role.watch(0.2, 600, nothing))  # silence takes longer
         await role.call("add", 1, timeout_s=30)
-        os.kill(role.pid, signal.SIGKILL)
+        os.kill(role.process.pid, signal.SIGKILL)
         await asyncio.wait_for(watching, 60)
 
     with pytest.raises(RoleFailedError) as failed:
@@ -254,7 +256,7 @@ def test_a_pending_call_is_repeated_after_the_role_has_recovered(
         waiting = asyncio.create_task(role.call("hang_once", str(tmp_path / "mark"), timeout_s=200))
         once = role.submit("add", 10_000, once=True)  # waits for it in the same lane
         assert await role.call("wait_until_it_hangs", lane="beside", timeout_s=60)
-        os.kill(role.pid, how)
+        os.kill(role.process.pid, how)
         # A death is noticed at once; only silence takes patience.
         patience_s = 1 if how is signal.SIGSTOP else 600
         watches.append(asyncio.create_task(role.watch(0.2, patience_s, nothing)))
@@ -279,7 +281,7 @@ def test_results_outlive_their_process_and_the_remembered_call_is_repeated(clust
         assert await role.result(plain, "split", 30) == 7
         await role.call("add", 1, timeout_s=30)
         await role.call("add", 5, timeout_s=30)
-        os.kill(role.pid, signal.SIGKILL)
+        os.kill(role.process.pid, signal.SIGKILL)
         assert await role.call("add", 20, timeout_s=60) == 7 + 5 + 20
         assert await sink.call("total", listed, timeout_s=30) == 7
         assert await sink.answer(listed, "a list", 30) == [7]  # any role can get it
@@ -310,7 +312,7 @@ def test_a_restart_discards_a_result_whose_turn_has_not_come(cluster, budget, no
     role = spawn(cluster, "replayed", counts_restarts=True)
 
     async def run():
-        turn, first = asyncio.Event(), role.pid
+        turn, first = asyncio.Event(), role.process.pid
         options = {"timeout_s": 60, "turn": turn.wait}
         waiting = asyncio.create_task(role.call("incarnation_and_pid", **options))
         await role.call("add", 1, timeout_s=30)  # runs after it in the same lane
@@ -319,7 +321,7 @@ def test_a_restart_discards_a_result_whose_turn_has_not_come(cluster, budget, no
         assert not waiting.done()
         turn.set()
         incarnation, pid = await waiting
-        assert incarnation == 1 and pid == role.pid != first
+        assert incarnation == 1 and pid == role.process.pid != first
 
         async def fails():
             raise TimeoutError("the replay stands still")
@@ -410,7 +412,7 @@ def test_roles_that_depend_on_each_other_restart_together_with_the_loops(
         attempts.append([await rank.call("add", 1, timeout_s=30) for rank in ranks])
         assert await alone.call("add", 1, timeout_s=30) == 40 + len(attempts)
         if len(attempts) == 1:
-            os.kill(ranks[1].pid, signal.SIGKILL)
+            os.kill(ranks[1].process.pid, signal.SIGKILL)
             await ranks[0].call("fail", timeout_s=30)
 
     async def begin_again():
@@ -442,13 +444,13 @@ def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
         buffer.recover = recover
         await buffer.call("add", 5, timeout_s=30)
         if not began_again:
-            os.kill(rank.pid, signal.SIGKILL)
+            os.kill(rank.process.pid, signal.SIGKILL)
             await rank.call("add", 1, timeout_s=90)
 
     async def begin_again():  # the ranks are back
-        began_again.append(buffer.pid)
+        began_again.append(buffer.process.pid)
         if when == "before":
-            os.kill(buffer.pid, signal.SIGKILL)
+            os.kill(buffer.process.pid, signal.SIGKILL)
         elif when == "while it starts":
             mark.touch()
         await buffer.begin_again()
@@ -462,7 +464,7 @@ def test_a_role_that_dies_while_others_restart_comes_back_with_a_line(
         died, back = told
         assert died.startswith(f"{buffer.name} died") and "restart 2 of at most 3" in died
         assert back.startswith(f"{buffer.name} is back after ") and refilled == [0]
-    assert buffer.pid != began_again[0]
+    assert buffer.process.pid != began_again[0]
 
 
 def test_two_ranks_that_die_at_once_are_both_named(cluster, budget, notes):
@@ -475,7 +477,7 @@ def test_two_ranks_that_die_at_once_are_both_named(cluster, budget, notes):
         await ranks[0].call("add", 1, timeout_s=30)
         if not began_again:
             for rank in ranks:
-                os.kill(rank.pid, signal.SIGKILL)
+                os.kill(rank.process.pid, signal.SIGKILL)
             await ranks[0].call("add", 1, timeout_s=90)
 
     async def begin_again():
@@ -521,7 +523,7 @@ def test_a_failed_restart_is_repeated_in_the_same_attempt(
         await rank.call("add", 1, timeout_s=30)
         if not began_again:
             mark.touch()
-            os.kill(rank.pid, signal.SIGKILL)
+            os.kill(rank.process.pid, signal.SIGKILL)
             await rank.call("add", 1, timeout_s=90)
 
     async def begin_again():

@@ -45,7 +45,7 @@ def test_a_generator_has_the_gpus_of_its_trainers_and_reserves_none(cluster):
         assert sorted(gpus) == ["0", "1", "2", "3"], "all of them, one each"
         shared = [f"{gpus[0]},{gpus[1]}", f"{gpus[2]},{gpus[3]}"]
         assert [await role.call("gpus", timeout_s=9) for role in generators] == shared
-        os.kill(generators[1].pid, signal.SIGKILL)
+        os.kill(generators[1].process.pid, signal.SIGKILL)
         assert await generators[1].call("gpus", timeout_s=60) == shared[1], "also after a restart"
 
     asyncio.run(run())
