@@ -38,7 +38,7 @@ class Turns:
         self._asleep: set[str] = set()
         """Names of the generators whose process sleeps, or ended while it slept."""
         self._ended = asyncio.Event()
-        """Set unless it is the trainers' turn."""
+        """Cleared during the trainers' turn."""
         self._ended.set()
         roles.trainers.turn = self.of_trainers
         for generator in roles.generators:

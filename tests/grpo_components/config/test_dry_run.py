@@ -72,6 +72,12 @@ def test_without_a_kl_no_reference_is_started(planned):
     assert not any("reference" in line for line in planned()["roles"])
 
 
+def test_generators_that_take_turns_are_said_to(planned):
+    found = planned(colocate=True, max_staleness=0, pull_every_m_rollouts=1)
+    assert "in turns with the trainers" in found["roles"][0]
+    assert not any("turns" in line for line in planned()["roles"])
+
+
 @pytest.mark.parametrize(
     ("device", "place"), [("cpu", "each on 4 processes on the CPU"), ("cuda", "each on 4 GPUs")]
 )
