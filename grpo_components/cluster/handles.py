@@ -12,6 +12,7 @@ from typing import Any
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import CHECKPOINT_LANE, TrainersHandle
+from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 
@@ -309,6 +310,8 @@ class Roles:
     server: ParameterServerHandle
     references: ReferencesHandle | None
     reward_model: RewardModelHandle | None
+    transfer: WeightTransfer | None = None
+    """Brings weights to the generators; None: each fetches them from the object store."""
 
     def living_generators(self) -> Iterator[GeneratorHandle]:
         """Return the generators that are not lost."""

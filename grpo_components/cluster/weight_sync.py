@@ -107,7 +107,10 @@ class WeightSync:
         if not await self._ledger.should_pull(generator.name, generator.version, cause):
             return
         version, buckets, references = await self._roles.server.newest()
-        loaded = await generator.load_weights(version, buckets)
+        if self._roles.transfer is None:
+            loaded = await generator.load_weights(version, buckets)
+        else:
+            loaded = await self._roles.transfer.load(generator.role, version, buckets, references)
         if loaded is None:
             return
         generator.version, checksum = loaded

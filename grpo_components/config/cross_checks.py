@@ -11,6 +11,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from grpo_components.config.training_checks import check_training
+from grpo_components.config.transfer_checks import check_transfer
 from grpo_components.errors import fail, shown
 from grpo_components.evaluation.metrics import check_keep_best
 from grpo_components.exchange.staleness import StalenessContract
@@ -46,6 +47,7 @@ def check_together(settings: Settings) -> None:
     _check_generation(settings)
     _check_lengths(settings)
     check_training(settings)
+    check_transfer(settings)
     check_keep_best(settings)
     _check_rewards(settings)
     _check_logging(settings)

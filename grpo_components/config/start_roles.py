@@ -14,6 +14,7 @@ from grpo_components.cluster.handles import (
     Roles,
 )
 from grpo_components.cluster.trainers_handle import TrainersHandle
+from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.needs import needs_of
 from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
@@ -84,6 +85,7 @@ def start_roles(
     limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
     batch_limits = timeouts.batch_s, timeouts.weights_s
     step_limits, files = (timeouts.train_step_s, timeouts.weights_s), cluster.remote_files
+    transfers = cfg.weights != "object_store"
     return Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
@@ -91,4 +93,5 @@ def start_roles(
         server=ParameterServerHandle(server, timeouts.weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
         reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
+        transfer=WeightTransfer(trainers[0], timeouts.weights_s) if transfers else None,
     )

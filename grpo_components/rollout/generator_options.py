@@ -42,6 +42,8 @@ class EngineOptions:
     """
     tensor_parallel_size: int = 1
     """Processes that share each layer of the model, each with a GPU of its own on CUDA; 1: this."""
+    weight_transfer: str | None = None
+    """vLLM's engine through which weights arrive: nccl, ipc or gloo; None: they are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ class RankOptions:
     """Layout of the ranks, and where shards and activations are kept."""
     collective_timeout_s: float
     """Longest wait of a collective operation, in seconds; one that waits longer raises."""
+    open_sender: Callable[..., Any] | None = None
+    """Opens the sender of weights on rank 0, given its address as `host`; None: nobody sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
