@@ -57,14 +57,16 @@ class WeightTransfer:
         number, incarnation = next(self._numbers), receiver.process.incarnation
         announced = (version, number, self._sender.name, self._timeout_s, *manifests)
         receiving = receiver.submit("receive_weights", *announced, once=True)
+        limit_s = self._limit_s
         if receiving.call.incarnation == incarnation:  # else a restart cancels it
-            await self._transfer(number, receiver, receiving, buckets)
-        return await receiver.result(receiving, "load_weights", self._limit_s)
+            whole = await self._transfer(number, receiver, receiving, buckets)
+            limit_s = self._limit_s if whole else _GRACE_S
+        return await receiver.result(receiving, "load_weights", limit_s)
 
     async def _transfer(
         self, number: int, receiver: Role, receiving: Part, buckets: Sequence[Any]
-    ) -> None:
-        """Send the snapshot; return when the receiver has it, or has failed."""
+    ) -> bool:
+        """Send the snapshot; return whether the receiver got it, or else has to be restarted."""
         link, sender = f"{receiver.name}.{receiving.call.incarnation}", self._sender
         to = (number, receiver.name)
         sending = sender.submit(
@@ -84,6 +86,7 @@ class WeightTransfer:
             if reason:
                 sender.submit("abandon_send", *to, reason, lane="abandon")
                 receiver.submit("abandon_weights", number, reason)
+        return not reason
 
     async def _relay(
         self, to: tuple[int, str], receiver: Role, received: asyncio.Task[Any]

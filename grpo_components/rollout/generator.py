@@ -35,6 +35,8 @@ _REPLAY_THREADS = 1000
 """Number of threads in a replay: its calls come in any order, and none may block another."""
 _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
+_END_S = 10.0
+"""Seconds that the engine may take to notice the end of a sender of weights."""
 _NO_REPLAY = ReplayOptions()
 
 
@@ -275,7 +277,14 @@ class Generator:
         self.version = version
 
     def begin_attempt(self) -> None:
-        """Forget reserved room, accept older weights: the run begins again at a checkpoint."""
+        """Forget reserved room, accept older weights: the run begins again at a checkpoint.
+
+        Raises:
+            RuntimeError: the engine does not notice that the sender of weights has ended.
+        """
+        for coming in self._incoming.values():
+            if coming.done() and not coming.exception():
+                coming.result().wait_ended(_END_S)
         self._loading = BASE_VERSION
         self._budget.begin_attempt()
 

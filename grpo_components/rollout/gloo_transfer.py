@@ -93,12 +93,14 @@ class GlooGroup:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a tensor from rank 0, or receive it into a contiguous one of the same size."""
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        self._group.broadcast(flat, 0).wait()
+        group = self._group
+        if group is None:
+            raise ConnectionError("the transfer group was left")
+        group.broadcast(tensor.detach().contiguous().view(-1).view(torch.uint8), 0).wait()
 
     def destroy(self) -> None:
         """Leave the group; the others' operations fail."""
-        del self._group
+        self._group = None
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):

@@ -42,6 +42,7 @@ class IncomingWeights:
         self._requests: SimpleQueue[tuple[str, Any, Future[None]]] = SimpleQueue()
         self._lock = threading.Lock()
         self._ended: BaseException | None = None
+        self._has_ended = threading.Event()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -70,6 +71,19 @@ class IncomingWeights:
             reason: why.
         """
         self.ask("abandon", reason)
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait until the engine is done with a transfer that was abandoned.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+
+        Raises:
+            RuntimeError: the engine still waits for the sender; only its restart helps.
+        """
+        if not self._has_ended.wait(timeout_s):
+            problem = f"still waits for weights of {self._sender} after {timeout_s:g} s"
+            raise RuntimeError(f"the vLLM engine {problem}")
 
     def receive(self, call: Callable[..., Any]) -> None:
         """Make the sender's calls in the workers until all weights are in use.
@@ -118,6 +132,7 @@ class IncomingWeights:
     def _end(self, error: BaseException) -> None:
         with self._lock:
             self._ended = error
+        self._has_ended.set()
         while not self._requests.empty():
             _, _, answer = self._requests.get()
             answer.set_exception(error)

@@ -76,12 +76,13 @@ class _Link:
     incarnation: int
     source: SnapshotSource
     engine: TrainerWeightTransferEngine[Any] | None = None
-    sending: threading.Lock = field(default_factory=threading.Lock)
+    closing: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
         """Leave the group, which also ends a send that waits for a receiver."""
-        if self.engine is not None:
-            self.engine.shutdown()
+        with self.closing:
+            if self.engine is not None:
+                self.engine.shutdown()
 
 
 class WeightSender:
@@ -126,15 +127,14 @@ class WeightSender:
         """
         client, link = self._client(number, receiver), self._link(receiver, incarnation)
         try:
-            with link.sending:
-                link.source.fill(buckets)
-                if link.engine is None:
-                    info = self._init_info(link.source.largest)
-                    link.engine = WeightTransferTrainerFactory.trainer_init(
-                        info, client=client, source=link.source
-                    )
-                link.engine.client = client
-                link.engine.send_weights()
+            link.source.fill(buckets)
+            if link.engine is None:
+                info = self._init_info(link.source.largest)
+                link.engine = WeightTransferTrainerFactory.trainer_init(
+                    info, client=client, source=link.source
+                )
+            link.engine.client = client
+            link.engine.send_weights()
         except BaseException:
             self._drop(receiver, link)
             raise

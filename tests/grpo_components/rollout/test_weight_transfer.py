@@ -111,3 +111,176 @@ def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_eng
     assert_same(done(submit(engine)), sent)
     assert_same(done(submit(make_engine(new))), sent)
     assert {int(v) for each in sent for v in each.token_versions} == {3}
+
+
+def test_tokens_have_exact_versions_under_load_with_the_scheduling_of_a_gpu(
+    make_engine, checkpoints, relay, force_cuda_defaults
+):
+    force_cuda_defaults()
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    other = make_engine(checkpoints / "tied_A", weight_transfer="gloo")
+    sampled = {}
+    for each, swap in (
+        (engine, lambda: way.push(engine, 1, snapshot(checkpoints / "tied_B"))),
+        (other, lambda: other.load_weights(1, weights(checkpoints / "tied_B")).result(LIMIT_S)),
+    ):
+        running = submit(each, max_tokens=400)
+        each.submit(  # ends when the others are well on their way
+            [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
+        ).result(LIMIT_S)
+        swap()
+        sampled[each] = done(running)
+    for ours, theirs in zip(sampled[engine], sampled[other], strict=True):
+        for each in (ours, theirs):
+            assert set(np.diff(each.token_versions)) == {0, 1}
+        both = int(min((each.token_versions == 0).sum() for each in (ours, theirs)))
+        np.testing.assert_array_equal(ours.logprobs[:both], theirs.logprobs[:both])
+
+
+def changed(bucket, name, **fields):
+    """The bucket with another entry for one tensor, and the same bytes."""
+    manifest, raw = bucket
+    return tuple(replace(e, **fields) if e.name == name else e for e in manifest), raw
+
+
+NORM = "model.norm.weight"
+
+
+def test_what_is_found_on_arrival_stops_the_engine_with_the_tensors_name_and_no_token_is_sampled(
+    make_engine, checkpoints, relay
+):
+    """The model is half loaded. A new engine joins another group, and takes the same snapshot."""
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    good = snapshot(checkpoints / "tied_B", ranks=1)
+    running = submit(engine, max_tokens=400)
+    (manifest, raw), (entry,) = good[0], [e for e in good[0][0] if e.name == NORM]
+    damaged = raw.copy()
+    damaged[entry.offset + 5] ^= 1
+    with pytest.raises(ValueError, match=rf"{NORM} is damaged: checksum mismatch"):
+        way.push(engine, 1, [(manifest, damaged)], announced=[manifest])
+    with pytest.raises(RuntimeError, match=rf"engine stopped.*{NORM} is damaged"):
+        running[0].result(LIMIT_S)
+    engine.close()
+    again = make_engine(checkpoints / "tied_A", weight_transfer="gloo")
+    way.push(again, 1, good, incarnation=1)
+    assert way.kinds.count("init") == 2
+    assert_same(done(submit(again)), done(submit(make_engine(checkpoints / "tied_B"))))
+
+
+def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_as_it_is(
+    make_engine, checkpoints, relay
+):
+    from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
+
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    before = done(submit(engine))
+    good = snapshot(checkpoints / "tied_B", ranks=1)
+    manifest = good[0][0]
+    unnormed = tuple(entry for entry in manifest if entry.name != NORM)
+    extra = replace(manifest[0], name="extra")
+    for wrong, facts in [
+        (unnormed, rf"missing tensor {NORM}"),
+        ((*manifest, extra), "unknown tensor extra"),
+        (changed(good[0], NORM, shape=(5,))[0], rf"{NORM}.*\[5\].*\[64\]"),
+        ((*manifest, manifest[0]), "appears twice"),
+    ]:
+        with pytest.raises(ValueError, match=facts):
+            way.push(engine, 1, good, announced=[wrong])
+    incoming = IncomingWeights([manifest], "trainer_0", LIMIT_S)
+    received = engine.receive_weights(1, incoming)
+    incoming.abandon("trainer_0 died")
+    with pytest.raises(TransferCancelledError, match="trainer_0 died"):
+        received.result(LIMIT_S)
+    assert_same(done(submit(engine)), before)
+    late = IncomingWeights([manifest], "trainer_0", 0.2)
+    received = engine.receive_weights(1, late)
+    with pytest.raises(TimeoutError, match=r"engine waited 0\.2 s for trainer_0 to send weights"):
+        received.result(LIMIT_S)
+    with pytest.raises(TimeoutError):
+        late.ask("start").result(LIMIT_S)
+
+
+# ---- without an engine --------------------------------------------------------------------------
+
+
+class Model:
+    """Has two parameters, and loads what it is given."""
+
+    def __init__(self, loads=("a", "b")):
+        self.loads, self.taken = set(loads), {}
+
+    def named_parameters(self):
+        return [("a", None), ("b", None)]
+
+    def load_weights(self, weights):
+        self.taken |= dict(weights)
+        return self.taken.keys() & self.loads
+
+
+A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "facts"),
+    [
+        ({"a": A, "b": B + 1}, "b is damaged: checksum mismatch"),
+        ({"a": A.view(3, 2), "b": B}, r"a arrived as float32 \[3, 2\], float32 \[2, 3\]"),
+        ({"a": A, "b": B.half()}, r"b arrived as float16 \[4\], bfloat16 \[4\]"),
+        ({"a": A}, "b did not arrive"),
+        ({"a": A, "b": B, "c": B}, "c is unknown or appears twice"),
+    ],
+)
+def test_only_the_announced_tensors_are_loaded_and_all_of_them(build_engine, arrived, facts):
+    from grpo_components.rollout.weight_receiver import CheckedModel
+
+    entries = {entry.name: entry for entry in pack_bucket([("a", A), ("b", B)])[0]}
+    model = Model()
+    checked = CheckedModel(model, entries)
+    with pytest.raises(ValueError, match=facts):
+        checked.load_weights(arrived.items())
+        checked.check_complete()
+    assert model.taken.keys() <= {"a"}, "what is wrong is not passed on"
+    checked = CheckedModel(Model(), entries)
+    assert checked.load_weights([("a", A)]) | checked.load_weights([("b", B)]) == {"a", "b"}
+    checked.check_complete()
+    checked = CheckedModel(Model(loads="a"), entries)
+    checked.load_weights([("a", A), ("b", B)])
+    with pytest.raises(RuntimeError, match=r"vLLM did not load the parameters b$"):
+        checked.check_complete()
+
+
+def test_a_sender_that_gets_no_answer_names_the_receiver_and_a_given_up_one_the_reason():
+    from grpo_components.rollout.relayed_client import RelayedClient
+
+    slow = RelayedClient("generator_3", 0.1)
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for generator_3 to answer 'start'"):
+        slow.start_weight_update()
+    client, failed = RelayedClient("generator_3", LIMIT_S), []
+
+    def send():
+        try:
+            client.update_weights({"names": []})
+        except ConnectionError as error:
+            failed.append(str(error))
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert client.next_request(answered=False) == ("update", {"names": []})
+    client.abandon("generator_3 died")
+    sending.join(LIMIT_S)
+    assert failed == ["generator_3 died"]
+    with pytest.raises(ConnectionError, match="generator_3 died"):
+        client.finish_weight_update()
+    assert client.next_request(answered=False) is None
+
+
+def test_an_engine_that_cannot_notice_the_end_of_its_sender_has_to_be_restarted(build_engine):
+    from grpo_components.rollout.weight_receiver import IncomingWeights
+
+    stuck = IncomingWeights([], "trainer_0", LIMIT_S)
+    with pytest.raises(RuntimeError, match=r"still waits for weights of trainer_0 after 0\.1 s"):
+        stuck.wait_ended(0.1)
+    stuck.abandon("trainer_0 died")
+    with pytest.raises(RuntimeError, match="trainer_0 died"):
+        stuck.receive(lambda *args, **kwargs: None)
+    stuck.wait_ended(0.1)
