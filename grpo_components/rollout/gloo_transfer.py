@@ -87,7 +87,7 @@ class GlooGroup:
             timeout=timeout,
             master_listen_fd=listener,
         )
-        self._group = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
+        self._group: Any = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
             store, rank, info.world_size, timeout
         )
 
@@ -115,7 +115,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Receive the announced tensors in their order, and load them."""
-        group = cast(GlooGroup, self.model_update_group)
+        group, model = cast(GlooGroup, self.model_update_group), cast(Any, self.model)
         part: list[tuple[str, Tensor]] = []
         infos = update_info.names, update_info.dtype_names, update_info.shapes
         for name, dtype, shape in zip(*infos, strict=True):
@@ -123,9 +123,9 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
             group.broadcast(tensor)
             part.append((name, tensor))
             if sum(tensor.nbytes for _, tensor in part) >= _PART_BYTES:
-                self.model.load_weights(part)
+                model.load_weights(part)
                 part = []
-        self.model.load_weights(part)
+        model.load_weights(part)
 
 
 class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):

@@ -200,6 +200,24 @@ def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_
         late.ask("start").result(LIMIT_S)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_tensor_parallel_worker_takes_its_part_and_checks_the_whole(
+    make_engine, checkpoints, relay
+):
+    engine = make_engine(checkpoints / "tied_A", weight_transfer="gloo", workers=2)
+    way, good = relay(workers=2), snapshot(checkpoints / "tied_B")
+    way.push(engine, 7, good)
+    one_worker = done(submit(make_engine(checkpoints / "tied_B")))
+    for two, one in zip(done(submit(engine)), one_worker, strict=True):
+        np.testing.assert_array_equal(two.token_ids, one.token_ids)
+        np.testing.assert_allclose(two.logprobs, one.logprobs, atol=1e-4)
+        assert set(two.token_versions.tolist()) == {7}
+    manifests = [changed(bucket, NORM, checksum=1)[0] for bucket in good]
+    with pytest.raises(RuntimeError, match=rf"{NORM} is damaged: checksum mismatch"):
+        way.push(engine, 8, good, announced=manifests)
+
+
 # ---- without an engine --------------------------------------------------------------------------
 
 
