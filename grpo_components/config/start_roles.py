@@ -13,6 +13,7 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     Roles,
 )
+from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.needs import needs_of
@@ -85,7 +86,6 @@ def start_roles(
     limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
     batch_limits = timeouts.batch_s, timeouts.weights_s
     step_limits, files = (timeouts.train_step_s, timeouts.weights_s), cluster.remote_files
-    transfers = cfg.weights != "object_store"
     return Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
@@ -93,5 +93,11 @@ def start_roles(
         server=ParameterServerHandle(server, timeouts.weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
         reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
-        transfer=WeightTransfer(trainers[0], timeouts.weights_s) if transfers else None,
+        transfer=_transfer(cfg, trainers[0]),
     )
+
+
+def _transfer(cfg: Settings, sender: Role) -> WeightTransfer | None:
+    if cfg.weights == "object_store":
+        return None
+    return WeightTransfer(sender, cfg.timeouts.weights_s)

@@ -139,11 +139,8 @@ class Trainer:
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
-        to_hf = hf_converter(model.model_type, base)
-        weights_dtype = DTYPES[model.dtype]
-        self._export = WeightExport(
-            self._model, to_hf, weights_dtype, self._device, rank, num_ranks
-        )
+        to_hf, dtype = hf_converter(model.model_type, base), DTYPES[model.dtype]
+        self._export = WeightExport(self._model, to_hf, dtype, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
