@@ -83,14 +83,15 @@ def start_roles(
         spawn(f"generator_{n}", generator, number=n, **arguments.generator)
         for n in range(cfg.num_generators)
     ]
-    limits, waits = (timeouts.rollout_s, timeouts.weights_s), cfg.stale_groups == "wait"
-    batch_limits = timeouts.batch_s, timeouts.weights_s
-    step_limits, files = (timeouts.train_step_s, timeouts.weights_s), cluster.remote_files
+    weights_s, waits, files = timeouts.weights_s, cfg.stale_groups == "wait", cluster.remote_files
+    limits = timeouts.rollout_s, weights_s
     return Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
-        buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
-        trainers=TrainersHandle(trainers, ledger, *step_limits, files),
-        server=ParameterServerHandle(server, timeouts.weights_s),
+        buffer=ReplayBufferHandle(
+            buffer, ledger, timeouts.batch_s, weights_s, wait_for_stale=waits
+        ),
+        trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
+        server=ParameterServerHandle(server, weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
         reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
         transfer=_transfer(cfg, trainers[0]),
