@@ -84,12 +84,10 @@ def start_roles(
         for n in range(cfg.num_generators)
     ]
     weights_s, waits, files = timeouts.weights_s, cfg.stale_groups == "wait", cluster.remote_files
-    limits = timeouts.rollout_s, weights_s
+    limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
     return Roles(
         generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
-        buffer=ReplayBufferHandle(
-            buffer, ledger, timeouts.batch_s, weights_s, wait_for_stale=waits
-        ),
+        buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
         server=ParameterServerHandle(server, weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
