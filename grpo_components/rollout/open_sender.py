@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+BUFFER_BYTES = 256 * 2**20
+"""Bytes of one buffer on the GPU, which is filled before it is sent."""
+
 
 def open_sender(backend: str, device: str, *, workers: int, timeout_s: float, host: str) -> Any:
     """Return a `WeightSender`; the config names this function, and the driver never calls it.

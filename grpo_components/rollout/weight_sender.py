@@ -25,10 +25,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from grpo_components.exchange.weights import Manifest, TensorEntry
 from grpo_components.rendezvous import open_rendezvous
 from grpo_components.rollout.gloo_transfer import GLOO, GlooTrainerInitInfo
+from grpo_components.rollout.open_sender import BUFFER_BYTES
 from grpo_components.rollout.relayed_client import RelayedClient, Request
-
-_BUFFER_BYTES = 256 * 2**20
-"""Bytes of one buffer on the GPU; NCCL takes two, each larger by one tensor at most."""
 
 
 class SnapshotSource(WeightSource):
@@ -188,7 +186,7 @@ class WeightSender:
 
     def _init_info(self, largest: int) -> TrainerInitInfo:
         if self._backend == "ipc":  # a tensor must fit into the buffer
-            size = max(_BUFFER_BYTES, largest)
+            size = max(BUFFER_BYTES, largest)
             return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=size)
         rendezvous = open_rendezvous(self._host)
         assert rendezvous.listener is not None
@@ -202,7 +200,7 @@ class WeightSender:
             listener, timeout_s = rendezvous.listener, self._timeout_s
             return GlooTrainerInitInfo(**group, listener=listener, timeout_s=timeout_s)
         os.close(rendezvous.listener)  # vLLM opens the port itself
-        return NCCLTrainerInitInfo(**group, packed_buffer_size_bytes=_BUFFER_BYTES)
+        return NCCLTrainerInitInfo(**group, packed_buffer_size_bytes=BUFFER_BYTES)
 
 
 def _view(entry: TensorEntry, bucket: NDArray[np.uint8]) -> Tensor:
