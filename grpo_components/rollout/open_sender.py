@@ -21,4 +21,11 @@ def open_sender(backend: str, device: str, *, workers: int, timeout_s: float, ho
     # Imported here: vLLM takes seconds, and the driver imports this module.
     from grpo_components.rollout.weight_sender import WeightSender
 
-    return WeightSender(backend, device, workers=workers, host=host, timeout_s=timeout_s)
+    return WeightSender(
+        backend,
+        device,
+        workers=workers,
+        host=host,
+        timeout_s=timeout_s,
+        buffer_bytes=BUFFER_BYTES,
+    )

@@ -25,7 +25,6 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from grpo_components.exchange.weights import Manifest, TensorEntry
 from grpo_components.rendezvous import open_rendezvous
 from grpo_components.rollout.gloo_transfer import GLOO, GlooTrainerInitInfo
-from grpo_components.rollout.open_sender import BUFFER_BYTES
 from grpo_components.rollout.relayed_client import RelayedClient, Request
 
 
@@ -92,13 +91,21 @@ class WeightSender:
         workers: processes of each receiver's engine.
         host: IP address of this node that receivers can reach.
         timeout_s: longest wait for a receiver, in seconds.
+        buffer_bytes: size of a buffer on the GPU; NCCL takes two, each up to one tensor larger.
     """
 
     def __init__(
-        self, backend: str, device: str, *, workers: int, host: str, timeout_s: float
+        self,
+        backend: str,
+        device: str,
+        *,
+        workers: int,
+        host: str,
+        timeout_s: float,
+        buffer_bytes: int,
     ) -> None:
         self._backend, self._device, self._workers = backend, torch.device(device), workers
-        self._host, self._timeout_s = host, timeout_s
+        self._host, self._timeout_s, self._buffer_bytes = host, timeout_s, buffer_bytes
         self._links: dict[str, _Link] = {}
         self._clients: dict[int, RelayedClient] = {}
         """Client of each transfer that is not over, by the transfer's number."""
@@ -186,7 +193,7 @@ class WeightSender:
 
     def _init_info(self, largest: int) -> TrainerInitInfo:
         if self._backend == "ipc":  # a tensor must fit into the buffer
-            size = max(BUFFER_BYTES, largest)
+            size = max(self._buffer_bytes, largest)
             return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=size)
         rendezvous = open_rendezvous(self._host)
         assert rendezvous.listener is not None
@@ -200,7 +207,7 @@ class WeightSender:
             listener, timeout_s = rendezvous.listener, self._timeout_s
             return GlooTrainerInitInfo(**group, listener=listener, timeout_s=timeout_s)
         os.close(rendezvous.listener)  # vLLM opens the port itself
-        return NCCLTrainerInitInfo(**group, packed_buffer_size_bytes=BUFFER_BYTES)
+        return NCCLTrainerInitInfo(**group, packed_buffer_size_bytes=self._buffer_bytes)
 
 
 def _view(entry: TensorEntry, bucket: NDArray[np.uint8]) -> Tensor:
