@@ -2,7 +2,9 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,9 +48,9 @@ def assert_same(left, right):
 class Relay:
     """Stands for the driver: makes the sender's calls in the receiver, both in this process."""
 
-    def __init__(self, workers=1, timeout_s=20.0):
+    def __init__(self, backend="gloo", workers=1, timeout_s=20.0):
         self.sender = open_sender(
-            "gloo", "cpu", workers=workers, timeout_s=timeout_s, host="127.0.0.1"
+            backend, "cpu", workers=workers, timeout_s=timeout_s, host="127.0.0.1"
         )
         self.timeout_s, self.number, self.kinds = timeout_s, 0, []
         self.pool = ThreadPoolExecutor(4)
@@ -111,6 +113,97 @@ def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_eng
     assert_same(done(submit(engine)), sent)
     assert_same(done(submit(make_engine(new))), sent)
     assert {int(v) for each in sent for v in each.token_versions} == {3}
+
+
+class Torch:
+    """The module torch for vLLM's GPU code, with the CPU in the place of the GPU."""
+
+    cuda = SimpleNamespace(
+        stream=lambda stream: nullcontext(),
+        Stream=object,
+        current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
+        get_device_properties=lambda index: SimpleNamespace(uuid="GPU-0"),
+        ipc_collect=lambda: None,
+        is_available=lambda: False,
+    )
+    accelerator = SimpleNamespace(current_device_index=lambda: 0)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*args, device=None, **options):
+        return torch.empty(*args, **options)
+
+
+@pytest.fixture
+def gpu_code_on_the_cpu(build_engine, monkeypatch):
+    """vLLM's engines of NCCL and IPC run as they are, over gloo, and with buffers that are shared.
+
+    What is replaced are streams, NCCL's communicator, and the handles of GPU memory.
+    """
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
+
+    from grpo_components.rollout import open_sender as opening
+    from grpo_components.rollout.gloo_transfer import GlooGroup
+
+    monkeypatch.setattr(opening, "BUFFER_BYTES", 2**14)  # more than two buffers full
+    sent = SimpleNamespace(buffers={}, broadcasts=0)
+
+    class Communicator:
+        def __init__(self, info, rank):
+            where = {name: getattr(info, name) for name in ("master_address", "master_port")}
+            info = SimpleNamespace(**where, world_size=info.world_size, timeout_s=20.0)
+            self.group = GlooGroup(info, rank)
+
+        def broadcast(self, tensor, src):
+            assert src == 0 and tensor.dtype == torch.uint8 and tensor.is_contiguous()
+            sent.broadcasts += 1
+            self.group.broadcast(tensor)
+
+        def destroy(self):
+            self.group.destroy()
+
+    def export(tensor):
+        sent.buffers[len(sent.buffers)] = tensor
+        return None, (*range(7), len(sent.buffers) - 1)
+
+    def join(info, parallel):
+        return Communicator(info, info.rank_offset + parallel.rank)
+
+    streams = [SimpleNamespace(synchronize=lambda: None)] * 2
+    for module in (ipc_engine, nccl_engine, packed_tensor):
+        monkeypatch.setattr(module, "torch", Torch())
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, number: streams)
+    monkeypatch.setattr(packed_tensor, "reduce_tensor", export)
+    reductions = "torch.multiprocessing.reductions.rebuild_cuda_tensor"
+    monkeypatch.setattr(reductions, lambda *args: sent.buffers[args[7]])
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: Communicator(info, 0))
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
+    return sent
+
+
+@pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_vllms_engines_for_gpus_bring_the_same_weights_and_find_the_same_damage(
+    make_engine, checkpoints, relay, gpu_code_on_the_cpu, backend
+):
+    engine, way = (
+        make_engine(checkpoints / "tied_A", weight_transfer=backend),
+        relay(backend=backend),
+    )
+    new = snapshot(checkpoints / "tied_B")
+    for version in (1, 2):
+        way.push(engine, version, new)
+    if backend == "nccl":
+        assert way.kinds == ["init", "start", "update", "finish", "start", "update", "finish"]
+        assert gpu_code_on_the_cpu.broadcasts > 8, "several buffers for each transfer"
+    else:
+        assert way.kinds.count("update") > 4 and len(gpu_code_on_the_cpu.buffers) == 2
+    assert_same(done(submit(engine)), done(submit(make_engine(checkpoints / "tied_B"))))
+    announced = [changed(bucket, NORM, checksum=1)[0] for bucket in new]
+    with pytest.raises(ValueError, match=rf"{NORM} is damaged: checksum mismatch"):
+        way.push(engine, 3, new, announced=announced)
 
 
 def test_tokens_have_exact_versions_under_load_with_the_scheduling_of_a_gpu(
