@@ -21,7 +21,7 @@ STEPS = 5
 REQUESTS, TOKENS = 256, 128
 CONFIGS = {"qwen0.5B_async_grpo_1gpu": 1, "qwen3B_async_grpo": 8, "qwen3B_sync_grpo": 8}
 SMALLEST = "qwen0.5B_async_grpo_1gpu"
-GPU_EACH = ("gpus_per_generator=1", "gpus_per_trainer=1")
+GPU_EACH = ("gpus_per_generator=1", "gpus_per_trainer=1", "loss.kl_coeff=0")
 MAX_KL = 0.05
 RUN = ["tune", "run", "async_grpo_full_finetune_distributed", "--config"]
 
