@@ -37,6 +37,9 @@ def _check_ipc(settings: Settings) -> None:
     if settings.num_trainers > 1:  # vLLM's sender gathers over all ranks, in the midst of a step
         problem = f"ipc given with num_trainers: {settings.num_trainers}"
         fail("weights", problem, "object_store | nccl, or num_trainers: 1")
+    if settings.ray.address is not None:
+        problem = f"ipc given with ray.address: {settings.ray.address}, where Ray chooses the GPUs"
+        fail("weights", problem, "object_store | nccl, or ray.address: null")
     workers = settings.generator.tensor_parallel_size
     if workers > 1:
         problem = f"ipc given with generator.tensor_parallel_size: {workers}, a GPU for each worker"

@@ -22,6 +22,7 @@ ONE_GPU = {"device": "cuda", "gpus_per_trainer": 0.5, "gpus_per_generator": 0.5}
         ({"weights": "ipc", "device": "cuda"}, r"gpus_per_trainer: 1 and gpus_per_generator: 1"),
         ({"weights": "ipc", **ONE_GPU, "num_generators": 2}, "num_generators: 2, which do not fit"),
         ({"weights": "ipc", **ONE_GPU, "num_trainers": 2}, r"num_trainers: 2; .*num_trainers: 1$"),
+        ({"weights": "ipc", **ONE_GPU, "ray__address": "auto"}, "ray.address: auto.*address: null"),
         (
             {"weights": "ipc", **ONE_GPU, "generator__tensor_parallel_size": 2},
             r"tensor_parallel_size: 2.*object_store \| nccl$",
