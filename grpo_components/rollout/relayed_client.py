@@ -29,7 +29,7 @@ class RelayedClient:
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._answer: Future[None] = Future()
         self._lock = threading.Lock()
-        self._abandoned = ""
+        self.abandoned = ""
         """Why nobody relays calls any more; empty as long as somebody does."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -77,15 +77,15 @@ class RelayedClient:
             reason: why nobody answers it.
         """
         with self._lock:
-            self._abandoned = reason
+            self.abandoned = reason
             if not self._answer.done():
                 self._answer.set_exception(ConnectionError(reason))
         self.end()
 
     def _ask(self, kind: str, info: Any = None) -> None:
         with self._lock:
-            if self._abandoned:
-                raise ConnectionError(self._abandoned)
+            if self.abandoned:
+                raise ConnectionError(self.abandoned)
             self._answer = answer = Future()
         self._requests.put((kind, info))
         try:

@@ -72,6 +72,8 @@ class _Link:
 
     incarnation: int
     source: SnapshotSource
+    number: int = -1
+    """Number of the last transfer."""
     engine: TrainerWeightTransferEngine[Any] | None = None
     closing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -108,7 +110,7 @@ class WeightSender:
         self._host, self._timeout_s, self._buffer_bytes = host, timeout_s, buffer_bytes
         self._links: dict[str, _Link] = {}
         self._clients: dict[int, RelayedClient] = {}
-        """Client of each transfer that is not over, by the transfer's number."""
+        """Client of each transfer that is not over, or was given up, by the transfer's number."""
         self._lock = threading.Lock()
 
     def send_weights(
@@ -131,6 +133,9 @@ class WeightSender:
             ConnectionError: the receiver failed, or the driver gave the transfer up.
         """
         client, link = self._client(number, receiver), self._link(receiver, incarnation)
+        if client.abandoned:
+            raise ConnectionError(client.abandoned)
+        link.number = number
         try:
             link.source.fill(buckets)
             if link.engine is None:
@@ -149,10 +154,11 @@ class WeightSender:
 
     def next_request(self, number: int, receiver: str, answered: bool) -> Request | None:
         """Wait for the next call to relay to the receiver; see `RelayedClient.next_request`."""
-        request = self._client(number, receiver).next_request(answered=answered)
-        if request is None:
+        client = self._client(number, receiver)
+        request = client.next_request(answered=answered)
+        if request is None and not client.abandoned:
             with self._lock:
-                self._clients.pop(number, None)
+                del self._clients[number]
         return request
 
     def abandon_send(self, number: int, receiver: str, reason: str) -> None:
@@ -163,11 +169,10 @@ class WeightSender:
             receiver: name of the generator.
             reason: what happened to the receiver.
         """
+        self._client(number, receiver).abandon(reason)
         with self._lock:
-            client, link = self._clients.pop(number, None), self._links.get(receiver)
-        if client is not None:
-            client.abandon(reason)
-        if link is not None:
+            link = self._links.get(receiver)
+        if link is not None and link.number <= number:  # else a later transfer has it
             self._drop(receiver, link)
 
     def _client(self, number: int, receiver: str) -> RelayedClient:

@@ -385,6 +385,15 @@ def test_a_sender_that_gets_no_answer_names_the_receiver_and_a_given_up_one_the_
     assert client.next_request(answered=False) is None
 
 
+def test_a_send_that_was_given_up_before_it_began_reaches_nobody(build_engine, relay):
+    way, bucket = relay(), pack_bucket([("a", A)])
+    way.sender.abandon_send(1, "generator_0", "generator_0 died")
+    with pytest.raises(ConnectionError, match="generator_0 died"):
+        way.send(0, [bucket]).result(LIMIT_S)
+    assert way.sender.next_request(1, "generator_0", False) is None
+    assert way.sender.next_request(1, "generator_0", False) is None, "nobody waits for a call"
+
+
 def test_an_engine_that_cannot_notice_the_end_of_its_sender_has_to_be_restarted(build_engine):
     from grpo_components.rollout.weight_receiver import IncomingWeights
 
