@@ -53,7 +53,7 @@ class RelayedClient:
         self._requests.put(None)
 
     def next_request(self, *, answered: bool) -> Request | None:
-        """Wait for the trainer engine's next call; None if there is no more.
+        """Wait for the trainer engine's next call; None if there is no more, or nobody answers.
 
         Args:
             answered: whether the receiver has done what the previous call asked for.
@@ -63,6 +63,8 @@ class RelayedClient:
         """
         if answered:
             self._answer.set_result(None)
+        if self.abandoned:
+            return None
         limit_s = self._timeout_s + _SLACK_S
         try:
             return self._requests.get(timeout=limit_s)
