@@ -107,13 +107,11 @@ class Cluster:
             TimeoutError: others did not leave room in time.
         """
         self._ray.reserve(needs, timeout_s)
-        self._budget.check_room = self._check_room
+        self._budget.why_no_room = self._why_no_room
 
-    def _check_room(self, failure: RoleFailedError) -> None:
-        """Refuse to restart a role for which no node that lives has room."""
+    def _why_no_room(self) -> str:
         living = [role.name for role in self.roles if not role.lost]
-        if problem := self._ray.why_no_room(living):
-            raise failure.with_history(problem)
+        return self._ray.why_no_room(living)
 
     def spawn(
         self,

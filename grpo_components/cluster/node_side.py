@@ -60,8 +60,7 @@ def describe(
         `host`; `versions` by name; `shares` (whether it sees the run's folder); `other` (whether
         it has another folder of that path); `contents` of `paths`: see `fingerprint`.
     """
-    if not on_driver:
-        _remove_dead_scratch()
+    _remove_dead_scratch()
     folder = Path(output_dir)
     shares = on_driver or _has(folder, marker)
     return {
@@ -136,11 +135,25 @@ def open_run_folder(output_dir: str, marker: str, run_name: str) -> bool:
 
 def open_scratch(folder: Path) -> None:
     """Make a run's folder for temporary files, and lock it for the life of this process."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    while not _hold(folder):
+        pass  # another run's sweep removed it between our making it and our locking it
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None  # Python keeps the folder that it found first
+
+
+def _hold(folder: Path) -> bool:
+    """Make a folder and lock it; return whether it is still there with the lock."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder / _LOCK)):
+            return True
+    os.close(descriptor)
+    return False
 
 
 def _remove_dead_scratch() -> None:

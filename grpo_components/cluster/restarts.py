@@ -27,8 +27,8 @@ class RestartBudget:
     ) -> None:
         self._max_restarts, self._window_s, self._clock = max_restarts, window_s, clock
         self._restarts: deque[tuple[float, str]] = deque()
-        self.check_room: Callable[[RoleFailedError], None] | None = None
-        """Function that raises if there is no room for a new process of the failed role."""
+        self.why_no_room: Callable[[], str] = str
+        """Function that says why the living nodes have no room for the roles; empty if they have."""
 
     def spend(self, failure: RoleFailedError, *, repeated: bool) -> float:
         """Count one restart of the failed role, or refuse it.
@@ -53,8 +53,7 @@ class RestartBudget:
         of_role = sum(restarted == role for _, restarted in self._restarts)
         if failure.kind in ("waited", "refused"):
             raise failure
-        if self.check_room is not None:
-            self.check_room(failure)
+        self.check_room(failure)
         if failure.kind == "raised" and repeated:
             raise failure.with_history("failed the same way again after a restart")
         if len(self._restarts) >= self._max_restarts:
@@ -66,6 +65,11 @@ class RestartBudget:
             )
         self._restarts.append((now, role))
         return min(_FIRST_PAUSE_S * 2**of_role, _LONGEST_PAUSE_S)
+
+    def check_room(self, failure: RoleFailedError) -> None:
+        """Raise the failure, with the reason, if a new process of its role would have no room."""
+        if problem := self.why_no_room():
+            raise failure.with_history(problem)
 
     def used(self) -> str:
         """Return how much of the budget is used, as text for a message."""

@@ -22,6 +22,8 @@ _STACK_DUMP_S = 0.5
 """Grace period for a hung process to dump its stacks, in seconds."""
 _ANSWER_S = 5.0
 """Longest wait for a process to show that it lives, in seconds."""
+_ROOM_CHECK_S = 5.0
+"""Seconds from one look at the nodes to the next, while a process starts."""
 _PENDING_CALLS_S = 60.0
 """Longest wait for the pending calls of a killed process to fail, in seconds."""
 
@@ -312,7 +314,17 @@ class Role:
 
     async def _wait_built(self) -> None:
         process = self.process
-        identity = await self.answer(process.starting, "start", self._start_timeout_s)
+        starting = asyncio.ensure_future(
+            self.answer(process.starting, "start", self._start_timeout_s)
+        )
+        try:
+            # Ray waits without end for a node that it finds dead only after the restart has begun.
+            while not (await asyncio.wait([starting], timeout=_ROOM_CHECK_S))[0]:
+                failure = RoleFailedError(self.name, "cannot start", self._log_file, "waited")
+                self._budget.check_room(failure)
+            identity = starting.result()
+        finally:
+            starting.cancel()
         process.pid, process.node_id = identity["pid"], identity["node_id"]
         self._started(self.name, identity)
 

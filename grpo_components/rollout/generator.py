@@ -23,6 +23,7 @@ from grpo_components.rollout.generator_options import (
     RewardOptions,
     SamplingOptions,
 )
+from grpo_components.rollout.malloc_arenas import limit_malloc_arenas
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.rollouts import Rollouts, Sample
 from grpo_components.rollout.sequence_budget import SequenceBudget
@@ -37,6 +38,8 @@ _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
 _END_S = 10.0
 """Seconds that the engine may take to notice the end of a sender of weights."""
+_MALLOC_ARENAS = 2
+"""Arenas of malloc: with one for each of a hundred threads, memory creeps up."""
 _NO_REPLAY = ReplayOptions()
 
 
@@ -72,6 +75,7 @@ class Generator:
     ) -> None:
         # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
+        limit_malloc_arenas(_MALLOC_ARENAS)
         self._rewards = RewardPool(
             rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
         )

@@ -226,7 +226,6 @@ def test_a_requeued_job_of_two_nodes_goes_on_from_its_checkpoint(slurm):
     # As Slurm does before the time limit: only the script is signalled.
     first.run("scancel", "--batch", "--signal=TERM", number)
     read_until("back to the queue")
-    first.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     read_until(r"resumed from /tmp/shared/run/checkpoints/step_\d \(attempt 1\)")
     read_until("step 6: saved")
     assert waiting.wait(120) == 0, "".join(printed)

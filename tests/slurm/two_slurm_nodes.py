@@ -11,11 +11,12 @@ from machines import why_not as why_no_machines
 
 SHARED = Path("/tmp/shared")
 """Folder that both machines see."""
+# A requeued job waits until its first credential has expired: 120 s unless AuthInfo says less.
 CONFIG = """
 ClusterName=two
 SlurmctldHost=node-a(10.77.0.1)
 SlurmUser=root
-AuthInfo=socket=/tmp/shared/munge.socket
+AuthInfo=socket=/tmp/shared/munge.socket,cred_expire=10
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

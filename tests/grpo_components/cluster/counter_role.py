@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,16 @@ import numpy as np
 class Counter:
     """A role with a blocking, a failing, a hanging, and an asynchronous method."""
 
-    def __init__(self, start=0, fails_if_there=None, dies_if_there=None, restart_count=None):
+    def __init__(
+        self,
+        start=0,
+        fails_if_there=None,
+        dies_if_there=None,
+        restart_count=None,
+        start_after_s=0,
+    ):
         self.incarnation = restart_count
+        time.sleep(start_after_s)
         if start < 0:
             raise ValueError("start is below 0")
         if fails_if_there and Path(fails_if_there).exists():

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_components.cluster import role as role_module
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.leftovers import remove_temp_dir
 from grpo_components.cluster.restarts import RestartBudget
@@ -32,6 +33,9 @@ class Budget:
 
     def spend(self, failure, *, repeated):
         return min(self.budget.spend(failure, repeated=repeated), 0.05)
+
+    def check_room(self, failure):
+        self.budget.check_room(failure)
 
     def used(self):
         return self.budget.used()
@@ -201,6 +205,18 @@ def test_a_role_that_cannot_be_built_is_named(cluster):
         asyncio.run(cluster.ready(120))
     (failure,) = group.value.exceptions
     assert failure.role == "broken" and "ValueError: start is below 0" in failure.what
+
+
+def test_a_start_ends_when_the_nodes_that_live_have_no_room_any_more(cluster, budget, monkeypatch):
+    monkeypatch.setattr(role_module, "_ROOM_CHECK_S", 0.1)
+    answers = iter(["", "", "the 1 nodes that live have no room for it (5 CPU)"])
+    budget.budget.why_no_room = answers.__next__
+    role = cluster.spawn("late", "counter_role.Counter", start_after_s=60)
+    with pytest.raises(ExceptionGroup) as group:
+        asyncio.run(cluster.ready(120))
+    (failure,) = group.value.exceptions
+    assert failure.what == "cannot start; the 1 nodes that live have no room for it (5 CPU)"
+    role.process.kill()
 
 
 def test_the_death_of_an_idle_role_is_noticed_at_once(cluster):

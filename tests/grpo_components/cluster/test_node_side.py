@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import psutil
 import pytest
@@ -152,3 +154,21 @@ def test_a_scratch_folder_is_swept_once_nobody_holds_it(tmp_path, monkeypatch):
     held.close()
     node_side._remove_dead_scratch()
     assert not folder.exists()
+
+
+def test_a_scratch_folder_that_is_swept_while_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    folder, swept, flock = tmp_path / "grpo-job-1", [], fcntl.flock
+
+    def swept_once_before(descriptor, operation):
+        if not swept:
+            swept.append(folder)
+            shutil.rmtree(folder)
+        flock(descriptor, operation)
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(fcntl, "flock", swept_once_before)
+    node_side.open_scratch(folder)
+    assert swept and tempfile.gettempdir() == str(folder)
+    with (folder / "lock").open() as lock, pytest.raises(BlockingIOError):
+        flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
