@@ -37,8 +37,7 @@ class SenderSide:
 
         self._weights = load_file(f"{folder}/model.safetensors")
         sender = open_sender("gloo", "cpu", workers=1, timeout_s=TIMEOUT_S, host="127.0.0.1")
-        self.send_weights, self.next_request = sender.send_weights, sender.next_request
-        self.abandon_send = sender.abandon_send
+        self.send_weights, self.next_request, self.abandon_send = sender.calls
 
     def export_weights(self, version: int) -> tuple[Any, Any]:
         """Return other weights for each version, as a bucket and its manifest."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,11 @@ class WeightSender:
         self._clients: dict[int, RelayedClient] = {}
         """Client of each transfer that is not over, or was given up, by the transfer's number."""
         self._lock = threading.Lock()
+
+    @property
+    def calls(self) -> tuple[Callable[..., Any], ...]:
+        """What a role offers the driver: `send_weights`, `next_request` and `abandon_send`."""
+        return self.send_weights, self.next_request, self.abandon_send
 
     def send_weights(
         self,

@@ -144,13 +144,9 @@ class Trainer:
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
-        if ranks.open_sender is not None and rank == 0:
-            self._add_sender(ranks.open_sender(host=rendezvous.host))
-
-    def _add_sender(self, sender: Any) -> None:
-        """Take over the methods of a `WeightSender`, which run beside the training."""
-        self.send_weights, self.next_request = sender.send_weights, sender.next_request
-        self.abandon_send = sender.abandon_send
+        if ranks.open_sender is not None and rank == 0:  # its methods run beside the training
+            calls = ranks.open_sender(host=rendezvous.host).calls
+            self.send_weights, self.next_request, self.abandon_send = calls
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
