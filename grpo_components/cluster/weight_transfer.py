@@ -96,18 +96,25 @@ class WeightTransfer:
         lane = f"relay {receiver.name}.{incarnation}"
         while True:
             part = sender.submit("next_request", *to, answered, lane=lane)
-            waiting = _task(sender.answer(part, "next_request", self._limit_s))
-            await asyncio.wait((waiting, received), return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                received.result()  # raises, if that is why it is done
-            request = await waiting
+            request = await _unless_failed(
+                received, sender.answer(part, "next_request", self._limit_s)
+            )
             if request is None:
                 return
             part = receiver.submit("answer_request", to[0], *request)
             if part.call.incarnation != incarnation:
                 raise RoleFailedError(receiver.name, "is being restarted", "", "died")
-            await receiver.answer(part, "answer_request", self._limit_s)
+            await _unless_failed(received, receiver.answer(part, "answer_request", self._limit_s))
             answered = True
+
+
+async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> Any:
+    """Return the result of work, or raise what the receiver failed with before."""
+    working = _task(work)
+    await asyncio.wait((working, received), return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+        received.result()
+    return await working
 
 
 def _task(work: Awaitable[Any]) -> asyncio.Task[Any]:

@@ -242,8 +242,10 @@ class Generator:
             weights = IncomingWeights(manifests, sender, timeout_s)
             receive = partial(self._engine.receive_weights, version, weights)
             await self._swap(version, receive, partial(coming.set_result, weights))
-        except BaseException as error:
-            if not coming.done():
+        except (ValueError, RuntimeError) as error:
+            if coming.done():  # the engine may have ended before
+                coming.result().end(error)
+            else:
                 coming.set_exception(error)
             raise
         return version, snapshot_checksum(manifests)

@@ -72,6 +72,19 @@ class IncomingWeights:
         """
         self.ask("abandon", reason)
 
+    def end(self, error: BaseException) -> None:
+        """Fail the calls that wait, and every later one; does nothing at the second time.
+
+        Args:
+            error: what they get.
+        """
+        with self._lock:
+            self._ended = self._ended or error
+        self._has_ended.set()
+        while not self._requests.empty():
+            _, _, answer = self._requests.get()
+            answer.set_exception(error)
+
     def wait_ended(self, timeout_s: float) -> None:
         """Wait until the engine is done with a transfer that was abandoned.
 
@@ -101,9 +114,9 @@ class IncomingWeights:
         try:
             self._receive(partial(call, timeout=self._timeout_s))
         except BaseException as error:
-            self._end(error)
+            self.end(error)
             raise
-        self._end(RuntimeError("the weights have arrived already"))
+        self.end(RuntimeError("the weights have arrived already"))
 
     def _receive(self, call: Callable[..., Any]) -> None:
         kind, started = "", False
@@ -128,14 +141,6 @@ class IncomingWeights:
         except Empty:
             problem = f"waited {self._timeout_s:g} s for {self._sender} to send weights"
             raise TimeoutError(f"the vLLM engine {problem}") from None
-
-    def _end(self, error: BaseException) -> None:
-        with self._lock:
-            self._ended = error
-        self._has_ended.set()
-        while not self._requests.empty():
-            _, _, answer = self._requests.get()
-            answer.set_exception(error)
 
 
 class CheckedModel:

@@ -167,6 +167,19 @@ def test_the_end_of_the_sender_and_a_wait_in_vain_are_the_senders_failure(deaths
     assert receiver.reasons and receiver.reasons[0].startswith("trainer_0 ")
 
 
+def test_a_receiver_that_fails_without_an_answer_is_noticed_at_once():
+    class Silent(Receiver):
+        async def answer_request(self, number, kind, info):
+            self.error = ValueError("the vLLM engine stopped")
+            self.ended.set()
+            await asyncio.Event().wait()
+
+    sender = Sender()
+    failure, *_ = load(sender, Silent())
+    assert (failure.role, failure.kind) == ("generator_1", "raised")
+    assert sender.reasons == ["generator_1 failed: the vLLM engine stopped"]
+
+
 def test_nothing_is_sent_to_a_receiver_that_is_being_restarted():
     result, trainer, _ = load(Sender(), None)
     assert result is None and trainer.called == []

@@ -743,7 +743,12 @@ def test_weights_that_arrive_through_an_engine_are_acknowledged_as_those_of_the_
     ]:
         failures = asyncio.run(transfer(6, 1 + len(wrong), *wrong))
         assert all(re.search(facts, str(failure)) for failure in failures)
-    failures = asyncio.run(transfer(4, 6, *manifests))
+    engine.receive_weights = lambda *_: dead
+    dead = Future()
+    dead.set_exception(RuntimeError("the vLLM engine stopped"))
+    failures = asyncio.run(transfer(5, 10, *manifests))
+    assert all("engine stopped" in str(failure) for failure in failures)
+    failures = asyncio.run(transfer(4, 11, *manifests))
     assert all(re.search(r"\b4\b.*\b5\b", str(failure)) for failure in failures)
     assert generator.version == 5 and len(engine.loaded) == 1
 
