@@ -35,7 +35,7 @@ def test_receivers_and_the_sender_die_while_weights_are_on_their_way(tune, tmp_p
     faults = [
         Fault("generator_1", "answer_request", 3),
         Fault("generator_0", "receive_weights", 4),
-        Fault("trainer_0", "send_weights", 9),
+        Fault("trainer_0", "next_request", 24),
     ]
     recipe, environment = forked_recipe(tmp_path, faults)
     knobs = (*SMALL, "num_steps=9", "save_every_n_steps=3", "weights=gloo", "max_restarts=20")
