@@ -25,7 +25,10 @@ ROLES = {
 }
 ONLY_IMPORTERS = {
     "ray": ("grpo_components.cluster",),
-    "vllm": ("grpo_components.rollout.vllm_engine", "grpo_components.rollout.vllm_weights"),
+    "vllm": (
+        *("grpo_components.rollout.vllm_engine", "grpo_components.rollout.vllm_weights"),
+        *("grpo_components.rollout.weight_sender", "grpo_components.rollout.gloo_transfer"),
+    ),
 }
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.
 RECORD_AND_MATHS = (

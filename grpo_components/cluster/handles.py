@@ -12,6 +12,7 @@ from typing import Any
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import CHECKPOINT_LANE, TrainersHandle
+from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 
@@ -105,11 +106,8 @@ class GeneratorHandle:
             Version and checksum of the loaded weights; None if the generator was restarted
             meanwhile, because a restart already loads the newest weights.
         """
-        began = time.perf_counter()
         loading = self.role.submit("load_weights", version, *buckets, once=True)
-        loaded = await self.role.result(loading, "load_weights", self._weights_s)
-        self.load_s = time.perf_counter() - began
-        return loaded
+        return await self.role.result(loading, "load_weights", self._weights_s)
 
     async def sleep(self) -> int:
         """Let the generator free its GPU's memory; the next load of weights, any version, wakes it.
@@ -335,6 +333,8 @@ class Roles:
     server: ParameterServerHandle
     references: ReferencesHandle | None
     reward_model: RewardModelHandle | None
+    transfer: WeightTransfer | None = None
+    """Brings weights to the generators; None: each fetches them from the object store."""
 
     def living_generators(self) -> Iterator[GeneratorHandle]:
         """Return the generators that are not lost."""

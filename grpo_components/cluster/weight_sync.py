@@ -114,7 +114,12 @@ class WeightSync:
         if not await self._ledger.should_pull(generator.name, generator.version, cause):
             return
         version, buckets, references = await self._roles.server.newest(generator.held_version)
-        loaded = await generator.load_weights(version, buckets)
+        began = time.perf_counter()
+        if self._roles.transfer is None:
+            loaded = await generator.load_weights(version, buckets)
+        else:
+            loaded = await self._roles.transfer.load(generator.role, version, buckets, references)
+        generator.load_s = time.perf_counter() - began
         if loaded is None:
             return
         generator.version, checksum = loaded

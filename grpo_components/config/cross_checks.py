@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.colocate_checks import check_colocated
 from grpo_components.config.training_checks import check_training
+from grpo_components.config.transfer_checks import check_transfer
 from grpo_components.errors import fail, shown
 from grpo_components.evaluation.metrics import check_keep_best
 from grpo_components.exchange.staleness import StalenessContract
@@ -48,6 +49,7 @@ def check_together(settings: Settings) -> None:
     _check_generation(settings)
     _check_lengths(settings)
     check_training(settings)
+    check_transfer(settings)
     check_keep_best(settings)
     _check_rewards(settings)
     _check_logging(settings)

@@ -23,7 +23,7 @@ FREE = (
     *("log_every_n_steps", "log_peak_memory_stats", "profiler", "keep_last_n", "keep_best"),
     "async_checkpoint",
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
-    *("log_token_logprobs", "max_generator_kl", "dry_run", "push"),
+    *("log_token_logprobs", "max_generator_kl", "dry_run", "push", "weights"),
 )
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""

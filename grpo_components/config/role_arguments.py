@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from grpo_components.rollout.generator_options import (
     RewardOptions,
     SamplingOptions,
 )
+from grpo_components.rollout.open_sender import open_sender
 from grpo_components.settings import TRUNCATION, Settings
 from grpo_components.training.skipped_steps import skipped_folder
 from grpo_components.training.trainer_options import (
@@ -146,7 +147,15 @@ def _rank_options(cfg: Settings) -> RankOptions:
         sharding=sharding,
         collective_timeout_s=cfg.timeouts.collective_s,
         takes_turns=cfg.colocate,
+        open_sender=_sender(cfg),
     )
+
+
+def _sender(cfg: Settings) -> Callable[..., Any] | None:
+    if cfg.weights == "object_store":
+        return None
+    workers, timeout_s = cfg.generator.tensor_parallel_size, cfg.timeouts.weights_s
+    return partial(open_sender, cfg.weights, cfg.device, workers=workers, timeout_s=timeout_s)
 
 
 def _optimizer_options(cfg: Settings) -> OptimizerOptions:
@@ -255,6 +264,7 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
         recompute_kv_after_pull=cfg.recompute_kv_after_pull,
         tensor_parallel_size=options.tensor_parallel_size,
         takes_turns=cfg.colocate,
+        weight_transfer=None if cfg.weights == "object_store" else cfg.weights,
     )
 
 

@@ -13,8 +13,10 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     Roles,
 )
+from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.turns import take_turns
+from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.config.needs import hosts_of, needs_of
 from grpo_components.config.role_arguments import role_arguments
 from grpo_components.exchange.ledger import Ledger
@@ -91,5 +93,12 @@ def start_roles(
         server=ParameterServerHandle(server, weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
         reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
+        transfer=_transfer(cfg, trainers[0]),
     )
     return take_turns(roles, ledger) if cfg.colocate else roles
+
+
+def _transfer(cfg: Settings, sender: Role) -> WeightTransfer | None:
+    if cfg.weights == "object_store":
+        return None
+    return WeightTransfer(sender, cfg.timeouts.weights_s)

@@ -18,6 +18,7 @@ _KINDS = {
     "working": (),
     "weights, checkpoints": (
         *("loading weights", "gather_weights", "export_weights", "load_weights"),
+        *("send_weights", "next_request"),
         *("hold_state", "write_state", "load_state", "read_state"),
     ),
     "starting": (STARTING,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
@@ -29,14 +30,16 @@ from grpo_components.rollout.rollouts import Rollouts, Sample
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.rollout.token_texts import token_texts
 from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
+from grpo_components.rollout.weight_receiver import IncomingWeights
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, Trajectory, pack, summarize
 
 _REPLAY_THREADS = 1000
 """Number of threads in a replay: its calls come in any order, and none may block another."""
 _SWITCH_S = 0.0005
 """Seconds that a thread may keep the GIL while another wants it."""
-_MALLOC_ARENAS = 2
-"""Arenas of malloc: with one for each of a hundred threads, memory creeps up."""
+_END_S = 10.0
+"""Seconds that the engine may take to notice the end of a sender of weights."""
+_MALLOC_ARENAS = 2  # with one for each of a hundred threads, memory creeps up
 _NO_REPLAY = ReplayOptions()
 
 
@@ -99,6 +102,8 @@ class Generator:
         self.version = self._loading = BASE_VERSION
         self._rebuilt, self._rebuilding = RebuiltWeights(), asyncio.Lock()
         self._sleeps = 0
+        self._incoming: dict[int, Future[IncomingWeights]] = {}
+        """The last transfer, by its number."""
 
     async def reserve(self, patience_s: float) -> int:
         """Wait until whole groups have room, and keep it for the next calls of `generate_group`.
@@ -221,7 +226,7 @@ class Generator:
         if not deltas:
             return await self._load(version, cast(Any, buckets), sleeps)
         async with self._rebuilding:  # the engine reads the rebuilt bytes until it has loaded them
-            self._refuse_older(version)
+            self._refuse_late(version, sleeps)
             rebuilt = await asyncio.to_thread(self._rebuilt.rebuild, version, deltas)
             loaded = await self._load(version, rebuilt, sleeps)
             self._rebuilt.keep(rebuilt)
@@ -231,23 +236,89 @@ class Generator:
         self, version: int, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]], sleeps: int
     ) -> tuple[int, str]:
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
-        # Newer weights may have arrived during the await. From this check to the update of
-        # `_loading`, there must be no other await.
-        self._refuse_older(version)
-        if sleeps != self._sleeps:  # a cancelled attempt began to load: it must not wake the engine
-            raise ValueError(f"weights of version {version} came before the engine fell asleep")
-        loading = self._engine.load_weights(version, tensors)
-        self._loading = version
-        await asyncio.wrap_future(loading)
-        self.version = version
+        await self._swap(version, sleeps, partial(self._engine.load_weights, version, tensors))
         return version, snapshot_checksum(manifest for manifest, _ in buckets)
 
-    def _refuse_older(self, version: int) -> None:
+    async def receive_weights(
+        self, version: int, number: int, sender: str, timeout_s: float, *manifests: Manifest
+    ) -> tuple[int, str]:
+        """Receive new weights through vLLM's transfer engine, between two engine steps.
+
+        Args:
+            version: policy version of the weights.
+            number: number of the transfer; `answer_request` makes the sender's calls.
+            sender: name of the trainer that sends them.
+            timeout_s: longest wait for the sender, in seconds.
+            manifests: manifest of each trainer rank's tensors.
+
+        Returns:
+            The version and the checksum of all loaded tensors, to acknowledge them.
+
+        Raises:
+            ValueError: as for `load_weights`; but what is found only when it arrives ends the
+                engine, whose model is then half loaded.
+        """
+        coming = self._transfer(number)
+        self._incoming = {number: coming}
+        try:
+            weights = IncomingWeights(manifests, sender, timeout_s)
+            receive = partial(self._engine.receive_weights, version, weights)
+            await self._swap(version, self._sleeps, receive, partial(coming.set_result, weights))
+        except (ValueError, RuntimeError) as error:
+            if coming.done():  # the engine may have ended before
+                coming.result().end(error)
+            else:
+                coming.set_exception(error)
+            raise
+        return version, snapshot_checksum(manifests)
+
+    async def answer_request(self, number: int, kind: str, info: Any) -> None:
+        """Make a call of the sender in the engine; see `IncomingWeights.ask`."""
+        weights = await asyncio.wrap_future(self._transfer(number))
+        await asyncio.wrap_future(weights.ask(kind, info))
+
+    async def abandon_weights(self, number: int, reason: str) -> None:
+        """End a transfer whose sender failed; see `IncomingWeights.abandon`."""
+        coming = self._incoming.get(number)
+        if coming is not None:
+            (await asyncio.wrap_future(coming)).abandon(reason)
+
+    def _transfer(self, number: int) -> Future[IncomingWeights]:
+        """Return the transfer, whichever of its calls comes first."""
+        return self._incoming.setdefault(number, Future())
+
+    async def _swap(
+        self,
+        version: int,
+        sleeps: int,
+        load: Callable[[], Future[None]],
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Let the engine load weights, unless newer ones have overtaken them."""
+        # Newer weights may have arrived during an await. From this check to the update of
+        # `_loading`, there must be no other await.
+        self._refuse_late(version, sleeps)
+        loading = load()
+        self._loading = version
+        begun()
+        await asyncio.wrap_future(loading)
+        self.version = version
+
+    def _refuse_late(self, version: int, sleeps: int) -> None:
         if version < self._loading:
             raise ValueError(f"weights of version {version} came after those of {self._loading}")
+        if sleeps != self._sleeps:  # a cancelled attempt began to load: it must not wake the engine
+            raise ValueError(f"weights of version {version} came before the engine fell asleep")
 
     def begin_attempt(self) -> None:
-        """Forget reserved room, accept older weights: the run begins again at a checkpoint."""
+        """Forget reserved room, accept older weights: the run begins again at a checkpoint.
+
+        Raises:
+            RuntimeError: the engine does not notice that the sender of weights has ended.
+        """
+        for coming in self._incoming.values():
+            if coming.done() and not coming.exception():
+                coming.result().wait_ended(_END_S)
         self._loading = BASE_VERSION
         self._rebuilt.forget()
         self._budget.begin_attempt()

@@ -44,6 +44,8 @@ class EngineOptions:
     """Processes that share each layer of the model, each with a GPU of its own on CUDA; 1: this."""
     takes_turns: bool = False
     """Whether the engine sleeps while a trainer uses its GPU."""
+    weight_transfer: str | None = None
+    """vLLM's engine through which weights arrive: nccl, ipc or gloo; None: they are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core import EngineCore
@@ -23,11 +24,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.replay.schedule import STOP, Schedule
+from grpo_components.rollout import gloo_transfer  # noqa: F401 -- so that vLLM knows `gloo`
 from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
 from grpo_components.rollout.vllm_weights import load_into_worker, load_into_workers
+from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
 from grpo_components.rollout.worker_processes import (
     WORKER_OPTIONS,
     WorkerProcesses,
@@ -161,6 +164,19 @@ class VLLMEngine:
         )
         return self._command(f"weights {version}", "weights", (version, tensors))
 
+    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[None]:
+        """Swap the weights between two steps, while they arrive. Any thread may call this.
+
+        Args:
+            version: policy version of the new weights.
+            weights: weights that a trainer announced.
+
+        Raises:
+            ValueError: a name or shape is not one of the model; the engine keeps its weights.
+        """
+        check_names_and_shapes(weights.shapes, self._expected_shapes)
+        return self._command(f"weights {version}", "weights", (version, weights))
+
     def close(self) -> None:
         """Stop the thread and free the engine; running requests get an EngineStoppedError."""
         with contextlib.suppress(EngineStoppedError):  # it has ended already
@@ -194,8 +210,11 @@ class VLLMEngine:
                         waiting.set_result(None)
                         return
                     if kind == "weights":
-                        self._swap_weights(*payload)
-                        waiting.set_result(None)
+                        try:
+                            self._swap_weights(*payload)
+                            waiting.set_result(None)
+                        except TransferCancelledError as error:
+                            waiting.set_exception(error)
                     elif kind == "sleep":
                         waiting.set_result(self._fall_asleep())
                     else:
@@ -266,12 +285,16 @@ class VLLMEngine:
             Completion(token_ids, logprobs, versions, completion.finish_reason)
         )
 
-    def _swap_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _swap_weights(
+        self, version: int, tensors: Mapping[str, torch.Tensor] | IncomingWeights
+    ) -> None:
         self.use.begin("loading weights", len(self._running))
         core = self._core
         self._finish_batches_in_flight(core)
         with self._sleep.woken():
-            if self._workers is None:
+            if isinstance(tensors, IncomingWeights):
+                tensors.receive(cast(Any, core.model_executor).collective_rpc)
+            elif self._workers is None:
                 self._engine.collective_rpc(cast(Any, load_into_worker), args=(tensors,))
             else:
                 load_into_workers(core.model_executor, tensors)
@@ -335,6 +358,8 @@ def _build(options: EngineOptions, seed: int) -> LLMEngine:
         more |= sleep_arguments(options.device)
     if options.kv_cache_gib is not None:
         more["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30) // num_workers
+    if options.weight_transfer is not None:
+        more["weight_transfer_config"] = WeightTransferConfig(backend=options.weight_transfer)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # else it would replace `kv_cache_gib`
     environment = contextlib.nullcontext()
     if num_workers > 1:

@@ -116,6 +116,12 @@ def _finish(worker: Any) -> None:
         _repack_tied_head(model)
 
 
+def repack_tied_head(worker: Any) -> None:
+    """Bring a tied head's CPU copy up to date in a worker that vLLM itself gave new weights."""
+    with _loading(worker) as model:
+        _repack_tied_head(model)
+
+
 @contextlib.contextmanager
 def _loading(worker: Any) -> Iterator[Any]:
     """Context manager: set what vLLM's weight loaders look up, and give the worker's model."""

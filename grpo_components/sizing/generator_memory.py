@@ -6,6 +6,7 @@ from grpo_components.models.loading import DTYPES
 from grpo_components.settings import Settings
 from grpo_components.sizing.model_sizes import ModelSizes
 from grpo_components.sizing.role_memory import GIB, GPU_PROCESS_BYTES, Device, RoleMemory, gib
+from grpo_components.sizing.transfer_memory import transfer_bytes
 
 _LARGE_GPU_GIB, _TOKENS_LARGE, _TOKENS_SMALL = 70, 16384, 8192
 """vLLM 0.32's default of max_num_batched_tokens on a GPU: from this size on, and below it."""
@@ -46,7 +47,7 @@ def generator_memory(
     if not cache:
         cache = budget - sum(parts.values()) if device.is_gpu else GIB
     parts["KV cache"] = max(cache, 0)
-    loading = max(sizes.units) * itemsize // workers
+    loading = max(sizes.units) * itemsize // workers + transfer_bytes(cfg, sizes)[1]
     # Of the generator, not of its workers: the bytes that the next delta is applied to.
     host = {"push": weights} if cfg.push == "delta" else {}
     if not device.is_gpu:

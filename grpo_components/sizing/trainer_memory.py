@@ -29,6 +29,7 @@ from grpo_components.sizing.role_memory import (
     RoleMemory,
     gib,
 )
+from grpo_components.sizing.transfer_memory import transfer_bytes
 
 _OFFLOADED_LAYERS = 6
 """Layers whose activations torchtune's offloading has on the GPU: five that leave, one that comes.
@@ -106,6 +107,7 @@ def trainer_memory(
         total += sum(parts[name] for name in ("push", "checkpoint") if name in parts)
     else:
         parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
+        parts["reserve"] += transfer_bytes(cfg, sizes)[0]
         total += parts["reserve"]
         if cfg.colocate and not cfg.fsdp_cpu_offload:
             host["optimizer"] = _PINNED * parts["optimizer"]

@@ -142,12 +142,14 @@ class Trainer:
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
-        to_hf = hf_converter(model.model_type, base)
-        exported = self._model, to_hf, DTYPES[model.dtype], self._device
-        self._export = WeightExport(*exported, rank, num_ranks)
+        to_hf, dtype = hf_converter(model.model_type, base), DTYPES[model.dtype]
+        self._export = WeightExport(self._model, to_hf, dtype, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
+        if ranks.open_sender is not None and rank == 0:  # its methods run beside the training
+            calls = ranks.open_sender(host=rendezvous.host).calls
+            self.send_weights, self.next_request, self.abandon_send = calls
 
     def train_step(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int

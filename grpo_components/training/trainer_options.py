@@ -33,6 +33,8 @@ class RankOptions:
     """Longest wait of a collective operation, in seconds; one that waits longer raises."""
     takes_turns: bool = False
     """Between two steps, keep the optimizer's state in CPU memory: generators use the GPUs then."""
+    open_sender: Callable[..., Any] | None = None
+    """Opens the sender of weights on rank 0, given its address as `host`; None: nobody sends."""
 
 
 @dataclass(frozen=True, kw_only=True)

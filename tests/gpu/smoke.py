@@ -25,6 +25,8 @@ CONFIGS = {
     "qwen3B_async_grpo": 8,
     "qwen3B_sync_grpo": 8,
 }
+SMALLEST = "qwen0.5B_async_grpo_1gpu"
+GPU_EACH = ("gpus_per_generator=1", "gpus_per_trainer=1", "loss.kl_coeff=0")
 MAX_KL = 0.05
 RUN = ["tune", "run", "async_grpo_full_finetune_distributed", "--config"]
 
@@ -242,11 +244,11 @@ def collectives(options):
     return True, f"{ranks} ranks sum 32 MiB in bf16, {time.perf_counter() - began:.0f} s with start"
 
 
-def run_of(name):
-    """A check that trains a config for a few steps."""
+def run_of(name, *overrides, gpus=None):
+    """A check that trains a config for a few steps; a run compares checksums at each pull."""
 
     def check(options):
-        needed = CONFIGS.get(name, 0)
+        needed = CONFIGS.get(name, 0) if gpus is None else gpus
         if options.device == "cuda" and torch.cuda.device_count() < needed:
             return None, f"needs {needed} GPUs"
         folder = Path(tempfile.mkdtemp(prefix="gpu-test-")) / "run"
@@ -255,12 +257,13 @@ def run_of(name):
         small += ["eval_dataset.num_rows=16"]
         small += ["metric_logger._component_=torchtune.training.metric_logging.DiskLogger"]
         small += ["~metric_logger.project"] if needed else []
+        small += overrides
         done = subprocess.run([*RUN, name, *base, *small], capture_output=True, text=True)
         if done.returncode:
             return False, done.stderr.strip().splitlines()[-1][:200]
         lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
         last = json.loads(lines[-1])
-        return len(lines) == STEPS, (
+        return last["step"] == STEPS, (
             f"{last['time/step']:.1f} s a step, mismatch {last['mismatch/generator_kl']:.2g}, "
             f"{last['throughput/trained_tokens_per_second']:,.0f} tokens/s trained"
         )
@@ -276,6 +279,8 @@ CHECKS = {
     "logprobs, engine and trainer": logprob_gap,
     "shared prompts": shared_prompts,
     "NCCL in bf16": collectives,
+    "weights: nccl": run_of(SMALLEST, "weights=nccl", *GPU_EACH, gpus=2),
+    "weights: ipc": run_of(SMALLEST, "weights=ipc"),
     **{f"{STEPS} steps of {name}": run_of(name) for name in CONFIGS},
 }
 
@@ -307,7 +312,9 @@ def main(arguments=None):
         return 2
     checks = dict(CHECKS)
     if options.on_cpu:
-        checks = {name: check for name, check in CHECKS.items() if not name.startswith(f"{STEPS} ")}
+        of_gpus = ("weights: ", f"{STEPS} steps ")
+        checks = {name: check for name, check in CHECKS.items() if not name.startswith(of_gpus)}
+        checks["weights: gloo"] = run_of("tiny_async_grpo", "weights=gloo")
         checks[f"{STEPS} steps of tiny_async_grpo"] = run_of("tiny_async_grpo")
     if options.check:
         from grpo_components.rollout.engine_environment import engine_environment

@@ -146,6 +146,10 @@ def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two
     assert started["trainer_0"] != started["trainer_1"]
     assert started["generator_0"] != started["generator_1"]
     assert_same_run(two.a.path("/tmp/alone"), two.a.path("/tmp/both"), num_steps=2)
+    # Weights over gloo: the sender is on one machine, a generator on either.
+    code, output = finish(start(two, "/tmp/sent", *mine, "weights=gloo", recipe="my_grpo.py"))
+    assert code == 0, output
+    assert_same_run(two.a.path("/tmp/alone"), two.a.path("/tmp/sent"), num_steps=2)
     rewards = records(two.a.path("/tmp/both") / "logs" / "metrics.jsonl")[-1]
     assert any("short" in key for key in rewards)
     assert_clean(two.a, two.b)

@@ -25,7 +25,14 @@ def build_engine():
     for name in ("freeze", "unfreeze"):  # what is imported stays frozen, engines are collected
         patched.setattr(gc, name, lambda: None)
 
-    def build(path, recompute_kv_after_pull=False, schedule=None, max_num_seqs=64, workers=1):
+    def build(
+        path,
+        recompute_kv_after_pull=False,
+        schedule=None,
+        max_num_seqs=64,
+        workers=1,
+        weight_transfer=None,
+    ):
         options = EngineOptions(
             model_path=str(path),
             device="cpu",
@@ -37,6 +44,7 @@ def build_engine():
             enforce_eager=True,
             recompute_kv_after_pull=recompute_kv_after_pull,
             tensor_parallel_size=workers,
+            weight_transfer=weight_transfer,
         )
         return VLLMEngine(options, seed=0, schedule=schedule)
 

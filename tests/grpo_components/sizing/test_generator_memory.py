@@ -10,6 +10,7 @@ from grpo_components.config.reading import read_settings
 from grpo_components.sizing.generator_memory import generator_memory
 from grpo_components.sizing.model_sizes import ModelSizes
 from grpo_components.sizing.role_memory import GIB, Device
+from grpo_components.sizing.transfer_memory import transfer_bytes
 
 GPU = Device(is_gpu=True, gib=80.0)
 SIZES = ModelSizes.of(qwen2_5.qwen2_5_7b_base)
@@ -50,3 +51,15 @@ def test_the_longest_bucket_holds_its_share_of_whole_layers():
         largest = SIZES.largest_bucket("bf16", ranks)
         assert SIZES.snapshot_bytes("bf16") / ranks <= largest
     assert SIZES.largest_bucket("bf16", 1) == SIZES.snapshot_bytes("bf16")
+
+
+def test_weights_that_come_over_nccl_need_two_buffers_beside_the_loaded_layer():
+    """Each has up to one tensor more than it holds: 3584 x 152064 numbers of the embedding."""
+    given = OmegaConf.to_container(OmegaConf.load(CONFIG), resolve=True)
+    assert transfer_bytes(read_settings(given), SIZES) == (0, 0)
+    nccl = read_settings(given | {"weights": "nccl"})
+    embedding = 2 * 3584 * 152064
+    assert transfer_bytes(nccl, SIZES) == (3 * (2**28 + embedding), 2 * (2**28 + embedding))
+    assert transfer_bytes(read_settings(given | {"weights": "ipc"}), SIZES)[1] == embedding
+    more = generator_memory(nccl, SIZES, 512, GPU).total - memory().total
+    assert more == 2 * (2**28 + embedding)

@@ -1,0 +1,125 @@
+"""Brings weights from the first trainer rank into a generator through vLLM's transfer engines.
+
+The trainer reads a published snapshot from the object store and sends it; the generator receives it
+between two engine steps. Neither knows the other: the calls that vLLM's sender makes to its
+receiver go through the driver, which sees both fail. The bytes do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from itertools import count
+from typing import Any
+
+from grpo_components.cluster.calls import Part
+from grpo_components.cluster.role import Role
+from grpo_components.errors import RoleFailedError
+
+_GRACE_S = 30.0
+"""Seconds added to the roles' own time-outs, so that a role's error, the clearer one, is first."""
+
+
+class WeightTransfer:
+    """Makes pulls in which the weights go straight from the sender to the generators' workers.
+
+    Args:
+        sender: role of the first trainer rank.
+        timeout_s: longest wait of sender and receiver for each other, in seconds.
+    """
+
+    def __init__(self, sender: Role, timeout_s: float) -> None:
+        self._sender, self._timeout_s = sender, timeout_s
+        self._limit_s = timeout_s + _GRACE_S
+        self._numbers = count()
+
+    async def load(
+        self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
+    ) -> tuple[int, str] | None:
+        """Load one published snapshot into a generator.
+
+        Whatever breaks a transfer, the generator is restarted, because its model is half loaded,
+        and then pulls again. Only the end of the sender, or a time-out, ends the loops.
+
+        Args:
+            receiver: role of the generator.
+            version: version of the weights.
+            buckets: references to each trainer rank's part of the weights.
+            manifests: references to each trainer rank's manifest.
+
+        Returns:
+            Version and checksum of the loaded weights; None if the generator was restarted
+            meanwhile, because a restart already loads the newest weights.
+
+        Raises:
+            RoleFailedError: the sender ended, or one waited for the other in vain.
+        """
+        number, incarnation = next(self._numbers), receiver.process.incarnation
+        announced = (version, number, self._sender.name, self._timeout_s, *manifests)
+        receiving = receiver.submit("receive_weights", *announced, once=True)
+        limit_s = self._limit_s
+        if receiving.call.incarnation == incarnation:  # else a restart cancels it
+            whole = await self._transfer(number, receiver, receiving, buckets)
+            limit_s = self._limit_s if whole else _GRACE_S
+        return await receiver.result(receiving, "load_weights", limit_s)
+
+    async def _transfer(
+        self, number: int, receiver: Role, receiving: Part, buckets: Sequence[Any]
+    ) -> bool:
+        """Send the snapshot; return whether the receiver got it, or else has to be restarted."""
+        link, sender = f"{receiver.name}.{receiving.call.incarnation}", self._sender
+        to = (number, receiver.name)
+        sending = sender.submit(
+            "send_weights", *to, receiving.call.incarnation, *buckets, lane=f"send {link}"
+        )
+        received = _task(receiver.answer(receiving, "load_weights", self._limit_s))
+        reason = "the run went back to a checkpoint, or ended"
+        try:
+            await self._relay(to, receiver, received)
+            await sender.answer(sending, "send_weights", self._limit_s)
+            reason = ""
+        except RoleFailedError as failure:
+            reason = str(failure).splitlines()[0]
+            if failure.role == sender.name and failure.kind != "raised":
+                raise
+        finally:
+            if reason:
+                sender.submit("abandon_send", *to, reason, lane="abandon")
+                receiver.submit("abandon_weights", number, reason)
+        return not reason
+
+    async def _relay(
+        self, to: tuple[int, str], receiver: Role, received: asyncio.Task[Any]
+    ) -> None:
+        """Make the sender's calls in the receiver, until there is no more."""
+        sender, answered, incarnation = self._sender, False, receiver.process.incarnation
+        lane = f"relay {receiver.name}.{incarnation}"
+        while True:
+            part = sender.submit("next_request", *to, answered, lane=lane)
+            request = await _unless_failed(
+                received, sender.answer(part, "next_request", self._limit_s)
+            )
+            if request is None:
+                return
+            part = receiver.submit("answer_request", to[0], *request)
+            if part.call.incarnation != incarnation:
+                raise RoleFailedError(receiver.name, "is being restarted", "", "died")
+            await _unless_failed(received, receiver.answer(part, "answer_request", self._limit_s))
+            answered = True
+
+
+async def _unless_failed(received: asyncio.Task[Any], work: Awaitable[Any]) -> Any:
+    """Return the result of work, or raise what the receiver failed with before."""
+    working = _task(work)
+    await asyncio.wait((working, received), return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+        received.result()
+    return await working
+
+
+def _task(work: Awaitable[Any]) -> asyncio.Task[Any]:
+    """Return a task whose error need not be retrieved."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    assert isinstance(task, asyncio.Task)
+    return task

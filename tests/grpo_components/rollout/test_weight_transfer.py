@@ -1,0 +1,406 @@
+"""Real weights through vLLM's transfer engines over gloo: exact, checked, and never half in use."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_components.exchange.weights import pack_bucket
+from grpo_components.rollout.open_sender import open_sender
+
+PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
+LIMIT_S = 60
+
+
+def weights(path):
+    return load_file(path / "model.safetensors")
+
+
+def snapshot(path, ranks=2):
+    """The buckets of a push by several ranks."""
+    tensors = list(weights(path).items())
+    return [pack_bucket(tensors[rank::ranks]) for rank in range(ranks)]
+
+
+def submit(engine, max_tokens=24):
+    return [
+        engine.submit(ids, max_tokens=max_tokens, temperature=1.0, seed=i, stop_token_ids=[])
+        for i, ids in enumerate(PROMPTS)
+    ]
+
+
+def done(futures):
+    return [future.result(timeout=LIMIT_S) for future in futures]
+
+
+def assert_same(left, right):
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+class Relay:
+    """Stands for the driver: makes the sender's calls in the receiver, both in this process."""
+
+    def __init__(self, backend="gloo", workers=1, timeout_s=20.0):
+        self.sender = open_sender(
+            backend, "cpu", workers=workers, timeout_s=timeout_s, host="127.0.0.1"
+        )
+        self.timeout_s, self.number, self.kinds = timeout_s, 0, []
+        self.pool = ThreadPoolExecutor(4)
+
+    def send(self, incarnation, buckets):
+        self.number += 1
+        return self.pool.submit(
+            self.sender.send_weights, self.number, "generator_0", incarnation, *buckets
+        )
+
+    def push(self, engine, version, buckets, announced=None, incarnation=0):
+        """Send a snapshot; `announced` replaces the manifests that the receiver gets."""
+        from grpo_components.rollout.weight_receiver import IncomingWeights
+
+        manifests = announced or [manifest for manifest, _ in buckets]
+        incoming = IncomingWeights(manifests, "trainer_0", self.timeout_s)
+        received = engine.receive_weights(version, incoming)
+        sent, number, answered = self.send(incarnation, buckets), self.number, False
+        try:
+            while request := self.sender.next_request(number, "generator_0", answered):
+                self.kinds.append(request[0])
+                incoming.ask(*request).result(timeout=LIMIT_S)
+                answered = True
+            sent.result(timeout=LIMIT_S)
+        except Exception as error:
+            self.sender.abandon_send(number, "generator_0", repr(error))
+            incoming.abandon(repr(error))
+            raise
+        finally:
+            received.exception(timeout=LIMIT_S)
+        return received.result()
+
+
+@pytest.fixture
+def relay(build_engine):
+    made = []
+
+    def make(**options):
+        made.append(Relay(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.pool.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_engine(
+    make_engine, checkpoints, relay, kind
+):
+    old, new = checkpoints / f"{kind}_A", checkpoints / f"{kind}_B"
+    engine, way = make_engine(old, weight_transfer="gloo"), relay()
+    before = done(submit(engine))
+    way.push(engine, 3, snapshot(new))
+    sent = done(submit(engine))
+    way.push(engine, 4, snapshot(old, ranks=1))
+    assert way.kinds == ["init", "start", "update", "finish", "start", "update", "finish"]
+    assert_same(done(submit(engine)), before)
+    engine.load_weights(5, weights(new)).result(timeout=LIMIT_S)
+    assert_same(done(submit(engine)), sent)
+    assert_same(done(submit(make_engine(new))), sent)
+    assert {int(v) for each in sent for v in each.token_versions} == {3}
+
+
+class Torch:
+    """The module torch for vLLM's GPU code, with the CPU in the place of the GPU."""
+
+    cuda = SimpleNamespace(
+        stream=lambda stream: nullcontext(),
+        Stream=object,
+        current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
+        get_device_properties=lambda index: SimpleNamespace(uuid="GPU-0"),
+        ipc_collect=lambda: None,
+        is_available=lambda: False,
+    )
+    accelerator = SimpleNamespace(current_device_index=lambda: 0)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*args, device=None, **options):
+        return torch.empty(*args, **options)
+
+
+@pytest.fixture
+def gpu_code_on_the_cpu(build_engine, monkeypatch):
+    """vLLM's engines of NCCL and IPC run as they are, over gloo, and with buffers that are shared.
+
+    What is replaced are streams, NCCL's communicator, and the handles of GPU memory.
+    """
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
+
+    from grpo_components.rollout import open_sender as opening
+    from grpo_components.rollout.gloo_transfer import GlooGroup
+
+    monkeypatch.setattr(opening, "BUFFER_BYTES", 2**14)  # more than two buffers full
+    sent = SimpleNamespace(buffers={}, broadcasts=0)
+
+    class Communicator:
+        def __init__(self, info, rank):
+            where = {name: getattr(info, name) for name in ("master_address", "master_port")}
+            info = SimpleNamespace(**where, world_size=info.world_size, timeout_s=20.0)
+            self.group = GlooGroup(info, rank)
+
+        def broadcast(self, tensor, src):
+            assert src == 0 and tensor.dtype == torch.uint8 and tensor.is_contiguous()
+            sent.broadcasts += 1
+            self.group.broadcast(tensor)
+
+        def destroy(self):
+            self.group.destroy()
+
+    def export(tensor):
+        sent.buffers[len(sent.buffers)] = tensor
+        return None, (*range(7), len(sent.buffers) - 1)
+
+    def join(info, parallel):
+        return Communicator(info, info.rank_offset + parallel.rank)
+
+    streams = [SimpleNamespace(synchronize=lambda: None)] * 2
+    for module in (ipc_engine, nccl_engine, packed_tensor):
+        monkeypatch.setattr(module, "torch", Torch())
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, number: streams)
+    monkeypatch.setattr(packed_tensor, "reduce_tensor", export)
+    reductions = "torch.multiprocessing.reductions.rebuild_cuda_tensor"
+    monkeypatch.setattr(reductions, lambda *args: sent.buffers[args[7]])
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: Communicator(info, 0))
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
+    return sent
+
+
+@pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_vllms_engines_for_gpus_bring_the_same_weights_and_find_the_same_damage(
+    make_engine, checkpoints, relay, gpu_code_on_the_cpu, backend
+):
+    engine, way = (
+        make_engine(checkpoints / "tied_A", weight_transfer=backend),
+        relay(backend=backend),
+    )
+    new = snapshot(checkpoints / "tied_B")
+    for version in (1, 2):
+        way.push(engine, version, new)
+    if backend == "nccl":
+        assert way.kinds == ["init", "start", "update", "finish", "start", "update", "finish"]
+        assert gpu_code_on_the_cpu.broadcasts > 8, "several buffers for each transfer"
+    else:
+        assert way.kinds.count("update") > 4 and len(gpu_code_on_the_cpu.buffers) == 2
+    assert_same(done(submit(engine)), done(submit(make_engine(checkpoints / "tied_B"))))
+    announced = [changed(bucket, NORM, checksum=1)[0] for bucket in new]
+    with pytest.raises(ValueError, match=rf"{NORM} is damaged: checksum mismatch"):
+        way.push(engine, 3, new, announced=announced)
+
+
+def test_tokens_have_exact_versions_under_load_with_the_scheduling_of_a_gpu(
+    make_engine, checkpoints, relay, force_cuda_defaults
+):
+    force_cuda_defaults()
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    other = make_engine(checkpoints / "tied_A", weight_transfer="gloo")
+    sampled = {}
+    for each, swap in (
+        (engine, lambda: way.push(engine, 1, snapshot(checkpoints / "tied_B"))),
+        (other, lambda: other.load_weights(1, weights(checkpoints / "tied_B")).result(LIMIT_S)),
+    ):
+        running = submit(each, max_tokens=400)
+        each.submit(  # ends when the others are well on their way
+            [9, 9], max_tokens=30, temperature=1.0, seed=0, stop_token_ids=[]
+        ).result(LIMIT_S)
+        swap()
+        sampled[each] = done(running)
+    for ours, theirs in zip(sampled[engine], sampled[other], strict=True):
+        for each in (ours, theirs):
+            assert set(np.diff(each.token_versions)) == {0, 1}
+        both = int(min((each.token_versions == 0).sum() for each in (ours, theirs)))
+        np.testing.assert_array_equal(ours.logprobs[:both], theirs.logprobs[:both])
+
+
+def changed(bucket, name, **fields):
+    """The bucket with another entry for one tensor, and the same bytes."""
+    manifest, raw = bucket
+    return tuple(replace(e, **fields) if e.name == name else e for e in manifest), raw
+
+
+NORM = "model.norm.weight"
+
+
+def test_what_is_found_on_arrival_stops_the_engine_with_the_tensors_name_and_no_token_is_sampled(
+    make_engine, checkpoints, relay
+):
+    """The model is half loaded. A new engine joins another group, and takes the same snapshot."""
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    good = snapshot(checkpoints / "tied_B", ranks=1)
+    running = submit(engine, max_tokens=400)
+    (manifest, raw), (entry,) = good[0], [e for e in good[0][0] if e.name == NORM]
+    damaged = raw.copy()
+    damaged[entry.offset + 5] ^= 1
+    with pytest.raises(ValueError, match=rf"{NORM} is damaged: checksum mismatch"):
+        way.push(engine, 1, [(manifest, damaged)], announced=[manifest])
+    with pytest.raises(RuntimeError, match=rf"engine stopped.*{NORM} is damaged"):
+        running[0].result(LIMIT_S)
+    engine.close()
+    again = make_engine(checkpoints / "tied_A", weight_transfer="gloo")
+    way.push(again, 1, good, incarnation=1)
+    assert way.kinds.count("init") == 2
+    assert_same(done(submit(again)), done(submit(make_engine(checkpoints / "tied_B"))))
+
+
+def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_as_it_is(
+    make_engine, checkpoints, relay
+):
+    from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
+
+    engine, way = make_engine(checkpoints / "tied_A", weight_transfer="gloo"), relay()
+    before = done(submit(engine))
+    good = snapshot(checkpoints / "tied_B", ranks=1)
+    manifest = good[0][0]
+    unnormed = tuple(entry for entry in manifest if entry.name != NORM)
+    extra = replace(manifest[0], name="extra")
+    for wrong, facts in [
+        (unnormed, rf"missing tensor {NORM}"),
+        ((*manifest, extra), "unknown tensor extra"),
+        (changed(good[0], NORM, shape=(5,))[0], rf"{NORM}.*\[5\].*\[64\]"),
+        ((*manifest, manifest[0]), "appears twice"),
+    ]:
+        with pytest.raises(ValueError, match=facts):
+            way.push(engine, 1, good, announced=[wrong])
+    incoming = IncomingWeights([manifest], "trainer_0", LIMIT_S)
+    received = engine.receive_weights(1, incoming)
+    incoming.abandon("trainer_0 died")
+    with pytest.raises(TransferCancelledError, match="trainer_0 died"):
+        received.result(LIMIT_S)
+    assert_same(done(submit(engine)), before)
+    late = IncomingWeights([manifest], "trainer_0", 0.2)
+    received = engine.receive_weights(1, late)
+    with pytest.raises(TimeoutError, match=r"engine waited 0\.2 s for trainer_0 to send weights"):
+        received.result(LIMIT_S)
+    with pytest.raises(TimeoutError):
+        late.ask("start").result(LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_tensor_parallel_worker_takes_its_part_and_checks_the_whole(
+    make_engine, checkpoints, relay
+):
+    engine = make_engine(checkpoints / "tied_A", weight_transfer="gloo", workers=2)
+    way, good = relay(workers=2), snapshot(checkpoints / "tied_B")
+    way.push(engine, 7, good)
+    one_worker = done(submit(make_engine(checkpoints / "tied_B")))
+    for two, one in zip(done(submit(engine)), one_worker, strict=True):
+        np.testing.assert_array_equal(two.token_ids, one.token_ids)
+        np.testing.assert_allclose(two.logprobs, one.logprobs, atol=1e-4)
+        assert set(two.token_versions.tolist()) == {7}
+    manifests = [changed(bucket, NORM, checksum=1)[0] for bucket in good]
+    with pytest.raises(RuntimeError, match=rf"{NORM} is damaged: checksum mismatch"):
+        way.push(engine, 8, good, announced=manifests)
+
+
+# ---- without an engine --------------------------------------------------------------------------
+
+
+class Model:
+    """Has two parameters, and loads what it is given."""
+
+    def __init__(self, loads=("a", "b")):
+        self.loads, self.taken = set(loads), {}
+
+    def named_parameters(self):
+        return [("a", None), ("b", None)]
+
+    def load_weights(self, weights):
+        self.taken |= dict(weights)
+        return self.taken.keys() & self.loads
+
+
+A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "facts"),
+    [
+        ({"a": A, "b": B + 1}, "b is damaged: checksum mismatch"),
+        ({"a": A.view(3, 2), "b": B}, r"a arrived as float32 \[3, 2\], float32 \[2, 3\]"),
+        ({"a": A, "b": B.half()}, r"b arrived as float16 \[4\], bfloat16 \[4\]"),
+        ({"a": A}, "b did not arrive"),
+        ({"a": A, "b": B, "c": B}, "c is unknown or appears twice"),
+    ],
+)
+def test_only_the_announced_tensors_are_loaded_and_all_of_them(build_engine, arrived, facts):
+    from grpo_components.rollout.weight_receiver import CheckedModel
+
+    entries = {entry.name: entry for entry in pack_bucket([("a", A), ("b", B)])[0]}
+    model = Model()
+    checked = CheckedModel(model, entries)
+    with pytest.raises(ValueError, match=facts):
+        checked.load_weights(arrived.items())
+        checked.check_complete()
+    assert model.taken.keys() <= {"a"}, "what is wrong is not passed on"
+    checked = CheckedModel(Model(), entries)
+    assert checked.load_weights([("a", A)]) | checked.load_weights([("b", B)]) == {"a", "b"}
+    checked.check_complete()
+    checked = CheckedModel(Model(loads="a"), entries)
+    checked.load_weights([("a", A), ("b", B)])
+    with pytest.raises(RuntimeError, match=r"vLLM did not load the parameters b$"):
+        checked.check_complete()
+
+
+def test_a_sender_that_gets_no_answer_names_the_receiver_and_a_given_up_one_the_reason():
+    from grpo_components.rollout.relayed_client import RelayedClient
+
+    slow = RelayedClient("generator_3", 0.1)
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for generator_3 to answer 'start'"):
+        slow.start_weight_update()
+    client, failed = RelayedClient("generator_3", LIMIT_S), []
+
+    def send():
+        try:
+            client.update_weights({"names": []})
+        except ConnectionError as error:
+            failed.append(str(error))
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert client.next_request(answered=False) == ("update", {"names": []})
+    client.abandon("generator_3 died")
+    sending.join(LIMIT_S)
+    assert failed == ["generator_3 died"]
+    with pytest.raises(ConnectionError, match="generator_3 died"):
+        client.finish_weight_update()
+    assert client.next_request(answered=False) is None
+
+
+def test_a_send_that_was_given_up_before_it_began_reaches_nobody(build_engine, relay):
+    way, bucket = relay(), pack_bucket([("a", A)])
+    way.sender.abandon_send(1, "generator_0", "generator_0 died")
+    with pytest.raises(ConnectionError, match="generator_0 died"):
+        way.send(0, [bucket]).result(LIMIT_S)
+    assert way.sender.next_request(1, "generator_0", False) is None
+    assert way.sender.next_request(1, "generator_0", False) is None, "nobody waits for a call"
+
+
+def test_an_engine_that_cannot_notice_the_end_of_its_sender_has_to_be_restarted(build_engine):
+    from grpo_components.rollout.weight_receiver import IncomingWeights
+
+    stuck = IncomingWeights([], "trainer_0", LIMIT_S)
+    with pytest.raises(RuntimeError, match=r"still waits for weights of trainer_0 after 0\.1 s"):
+        stuck.wait_ended(0.1)
+    stuck.abandon("trainer_0 died")
+    with pytest.raises(RuntimeError, match="trainer_0 died"):
+        stuck.receive(lambda *args, **kwargs: None)
+    stuck.wait_ended(0.1)
