@@ -77,9 +77,7 @@ def start_roles(
     references = [
         spawn(f"reference_{n}", REFERENCE, **arguments.reference) for n in range(num_references)
     ]
-    scorer = None
-    if cfg.reward_model.path:
-        scorer = spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
+    scorer = cfg.reward_model.path and spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
     generators = [
         spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
         for n in range(cfg.num_generators)
@@ -92,7 +90,7 @@ def start_roles(
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
         server=ParameterServerHandle(server, weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
-        reward_model=scorer and RewardModelHandle(scorer, timeouts.rollout_s),
+        reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
         transfer=_transfer(cfg, trainers[0]),
     )
     return take_turns(roles, ledger) if cfg.colocate else roles

@@ -129,8 +129,7 @@ class Trainer:
         self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
         self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
-        limit = optimizer.clip_grad_norm
-        self._max_grad_norm = math.inf if limit is None else limit
+        self._max_grad_norm = optimizer.clip_grad_norm or math.inf
         self._policy_loss = PolicyLoss(
             objective.loss,
             objective.penalties,
