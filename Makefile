@@ -30,7 +30,8 @@ demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from not
 equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
 	@$(BIN)/python -m grpo_components.equivalence
 
-crash-anywhere: tiny-policy  ## Kill and freeze roles of runs at random moments (about 20 minutes)
+crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
+	$(BIN)/pytest -m fault tests/recipes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
 gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)

@@ -37,10 +37,10 @@ def last_hashes(output_dir):
     return {receipt["step"]: receipt["batch_hash"] for receipt in receipts(output_dir)}
 
 
-def test_a_colocated_run_is_the_split_one_to_the_bit_whatever_dies(tune, tmp_path):
+def test_a_colocated_run_is_the_split_one_to_the_bit(tune):
     _, split = succeed(tune, *RUN)
     _, colocated = succeed(tune, *RUN, "colocate=true")
-    weights = assert_same_run(split, colocated, STEPS)
+    assert_same_run(split, colocated, STEPS)
     for record in metrics(colocated)[1:]:
         assert {"time/sleep", "time/wake", "time/offload"} <= record.keys()
         assert record["staleness/max"] == 0
@@ -49,19 +49,25 @@ def test_a_colocated_run_is_the_split_one_to_the_bit_whatever_dies(tune, tmp_pat
     turns = [event["event"] for event in events if event["event"] in ("sample", "sleep", "push")]
     assert turns == ["sample", "sleep", "push"] * STEPS
     assert not [event for event in events if event["event"] == "abort"], "no response was cut off"
+    code, table = audit(colocated)
+    assert code == 0, table
 
+
+@pytest.mark.fault
+def test_a_colocated_run_is_its_replay_to_the_bit_and_that_of_kills_in_either_turn(tune, tmp_path):
+    _, colocated = succeed(tune, *RUN, "colocate=true")
     output, replay = succeed(tune, *RUN, "colocate=true", f"replay_events={colocated}")
     assert "events in the recorded order" in output
-    assert_same_run(colocated, replay, STEPS)
+    weights = assert_same_run(colocated, replay, STEPS)
 
     recipe, environment = forked_recipe(tmp_path, FAULTS)
     survival = ("colocate=true", "max_restarts=20", "timeouts.heartbeat_s=30")
     output, disturbed = succeed(tune, *RUN, *survival, recipe=recipe, env=environment)
     struck = re.findall(r'^chaos: (\w+) \{.*"method": "(\w+)"', output, re.MULTILINE)
     assert sorted(struck) == sorted((fault.role, fault.method) for fault in FAULTS), output
-    assert last_hashes(disturbed) == last_hashes(split)
+    assert last_hashes(disturbed) == last_hashes(colocated)
     after = load_file(disturbed / "checkpoints" / f"step_{STEPS}" / "model.safetensors")
     assert all(torch.equal(after[name], weights[name]) for name in weights)
-    for folder in (colocated, replay, disturbed):
+    for folder in (replay, disturbed):
         code, table = audit(folder)
         assert code == 0, table

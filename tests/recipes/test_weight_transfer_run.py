@@ -31,6 +31,7 @@ def test_an_asynchronous_run_repeated_over_gloo_has_the_same_bits(tune):
     assert max(record["staleness/max"] for record in metrics(original)[1:]) > 0
 
 
+@pytest.mark.fault
 def test_receivers_and_the_sender_die_while_weights_are_on_their_way(tune, tmp_path):
     faults = [
         Fault("generator_1", "answer_request", 3),

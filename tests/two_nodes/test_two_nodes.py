@@ -146,15 +146,21 @@ def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two
     assert started["trainer_0"] != started["trainer_1"]
     assert started["generator_0"] != started["generator_1"]
     assert_same_run(two.a.path("/tmp/alone"), two.a.path("/tmp/both"), num_steps=2)
-    # Weights over gloo: the sender is on one machine, a generator on either.
-    code, output = finish(start(two, "/tmp/sent", *mine, "weights=gloo", recipe="my_grpo.py"))
-    assert code == 0, output
-    assert_same_run(two.a.path("/tmp/alone"), two.a.path("/tmp/sent"), num_steps=2)
     rewards = records(two.a.path("/tmp/both") / "logs" / "metrics.jsonl")[-1]
     assert any("short" in key for key in rewards)
     assert_clean(two.a, two.b)
     assert not two.b.path("/tmp/both").exists()
     assert_nothing_reserved(two)
+
+
+@pytest.mark.fault
+def test_weights_that_a_trainer_sends_to_another_machine_are_those_of_the_object_store(two):
+    mine = [*SYNCHRONOUS, *SPLIT, "num_steps=2"]
+    for folder, way in (("/tmp/stored", "object_store"), ("/tmp/sent", "gloo")):
+        code, output = finish(start(two, folder, *mine, f"weights={way}"))
+        assert code == 0, output
+    assert_same_run(two.a.path("/tmp/stored"), two.a.path("/tmp/sent"), num_steps=2)
+    assert_clean(two.a, two.b)
 
 
 @pytest.mark.fault

@@ -55,7 +55,7 @@ def test_a_way_that_is_there_is_accepted(settings_with, changes):
 
 def test_deltas_go_through_the_object_store_only(settings_with):
     check_transfer(settings_with(push="delta"))
-    with pytest.raises(ValueError, match="^push: delta given with weights: gloo.*allowed: whole"):
+    with pytest.raises(ValueError, match=r"^push: delta given with weights: gloo.*allowed: whole$"):
         check_transfer(settings_with(push="delta", weights="gloo"))
 
 
