@@ -28,6 +28,7 @@ from trainer_ranks import (
 
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.meshes import Sharding
+from grpo_components.models.qwen3 import qwen3
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
@@ -44,6 +45,8 @@ MODELS = {
     "QWEN2 tied": partial(qwen2, tie_word_embeddings=True, **SIZES),
     "QWEN2 untied": partial(qwen2, tie_word_embeddings=False, **SIZES),
     "LLAMA3_2 tied": partial(llama3_2, **SIZES),
+    "QWEN3 tied": partial(qwen3, head_dim=16, tie_word_embeddings=True, **SIZES),
+    "QWEN3 untied": partial(qwen3, head_dim=16, **SIZES),
 }
 LAYOUTS = [
     (2, Sharding(replicate=2)),
@@ -121,6 +124,11 @@ def one_rank(run):
         ("QWEN2 untied", 2, Sharding(tensor=2)),
         ("LLAMA3_2 tied", 2, Sharding(tensor=2)),
         ("LLAMA3_2 tied", 4, Sharding(tensor=2)),
+        ("QWEN3 tied", 2, Sharding()),
+        ("QWEN3 tied", 4, Sharding(tensor=2)),
+        ("QWEN3 tied", 4, Sharding(replicate=2, tensor=2)),
+        ("QWEN3 untied", 2, Sharding()),
+        ("QWEN3 untied", 2, Sharding(tensor=2)),
     ],
 )
 def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_ranks, sharding):
