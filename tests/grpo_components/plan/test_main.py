@@ -34,7 +34,7 @@ def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys):
     assert (code, errors) == (0, "")
     assert "everything fits" in shown
     assert re.search(rf"of {memory}\.0 GiB", shown)
-    if name not in (ONE_GPU, "qwen3B_sync_grpo"):  # what samples and what trains are as fast
+    if not name.endswith(("_1gpu", "_sync_grpo")):  # what samples and what trains are as fast
         waits = re.findall(r"(\d+)%", shown.partition("would wait:")[2])
         assert max(map(int, waits)) <= 25
 
