@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -120,6 +121,14 @@ class Qwen3Attention(MultiHeadAttention):
         return self.output_proj(output.transpose(1, 2).flatten(2))
 
 
+def _feed_forward(dim: int, hidden_dim: int) -> FeedForward:
+    return FeedForward(
+        gate_proj=nn.Linear(dim, hidden_dim, bias=False),
+        down_proj=nn.Linear(hidden_dim, dim, bias=False),
+        up_proj=nn.Linear(dim, hidden_dim, bias=False),
+    )
+
+
 def qwen3(
     vocab_size: int,
     num_layers: int,
@@ -151,37 +160,31 @@ def qwen3(
         tie_word_embeddings: use the embedding as the output projection.
     """
     rope = Qwen2RotaryPositionalEmbeddings(head_dim, max_seq_len=max_seq_len, base=rope_base)
-    layers = [
-        TransformerSelfAttentionLayer(
-            attn=Qwen3Attention(
-                embed_dim=embed_dim,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                pos_embeddings=rope,
-                max_seq_len=max_seq_len,
-                attn_dropout=attn_dropout,
-                norm_eps=norm_eps,
-            ),
-            mlp=FeedForward(
-                gate_proj=nn.Linear(embed_dim, intermediate_dim, bias=False),
-                down_proj=nn.Linear(intermediate_dim, embed_dim, bias=False),
-                up_proj=nn.Linear(embed_dim, intermediate_dim, bias=False),
-            ),
-            sa_norm=RMSNorm(embed_dim, eps=norm_eps),
-            mlp_norm=RMSNorm(embed_dim, eps=norm_eps),
+    norm = partial(RMSNorm, embed_dim, eps=norm_eps)
+
+    def layer() -> TransformerSelfAttentionLayer:
+        attention = Qwen3Attention(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            pos_embeddings=rope,
+            max_seq_len=max_seq_len,
+            attn_dropout=attn_dropout,
+            norm_eps=norm_eps,
         )
-        for _ in range(num_layers)
-    ]
+        mlp = _feed_forward(embed_dim, intermediate_dim)
+        return TransformerSelfAttentionLayer(attention, mlp, sa_norm=norm(), mlp_norm=norm())
+
     embedding = nn.Embedding(vocab_size, embed_dim)
     untied = None if tie_word_embeddings else nn.Linear(embed_dim, vocab_size, bias=False)
     return TransformerDecoder(
         tok_embeddings=embedding,
-        layers=nn.ModuleList(layers),
+        layers=[layer() for _ in range(num_layers)],
         max_seq_len=max_seq_len,
         num_heads=num_heads,
         head_dim=head_dim,
-        norm=RMSNorm(embed_dim, eps=norm_eps),
+        norm=norm(),
         output=untied or TiedLinear(embedding),
     )
 
@@ -293,11 +296,12 @@ def qwen3_tokenizer(
         max_seq_len: messages are cut to so many tokens; None cuts nothing.
         prompt_template: torchtune's prompt template for messages, or its dotted path.
     """
+    template: Any = None if prompt_template is None else _get_prompt_template(prompt_template)
     special = parse_hf_tokenizer_json(special_tokens_path) if special_tokens_path else None
     return Qwen2_5Tokenizer(
         path=path,
         merges_file=merges_file,
         special_tokens=special or _SPECIAL_TOKENS,
         max_seq_len=max_seq_len,
-        prompt_template=prompt_template and _get_prompt_template(prompt_template),
+        prompt_template=template,
     )
