@@ -106,7 +106,7 @@ def _trainable(model_type: Any) -> Any:
 
 
 ModelType = Literal[
-    "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2"
+    "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2", "QWEN3"
 ]
 
 

@@ -133,14 +133,17 @@ RUNGS = (
     Rung(
         "reloaded Hugging Face export = exported weights",
         "every tensor of " + ", ".join(FAMILIES) + ": a checkpoint written by "
-        "Hugging Face, the trainer's copy of it, and the export of a trainer that loaded the copy",
+        "Hugging Face, the trainer's copy of it, and the export of a trainer that loaded the copy; "
+        "Qwen3 also with 2 trainer ranks: FSDP, tensor parallel",
         0.0,
         family_rungs.reloaded_is_exported,
     ),
     Rung(
         "generator logprobs = trainer logprobs, every family",
         "every sampled token, in nats, float32; a random model of each family is trained for one "
-        "step and exported, and an engine pulls the weights and samples from them",
+        "step, pushed and saved, bit for bit alike; an engine pulls the weights under load and "
+        "samples from them, and a trainer that loaded the saved ones computes the logprobs; Qwen3 "
+        "also with 2 trainer ranks: FSDP, tensor parallel",
         1e-4,
         family_rungs.every_family_samples_from_what_it_trained,
     ),

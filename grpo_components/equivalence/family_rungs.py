@@ -24,11 +24,20 @@ from grpo_components.equivalence.rungs import (
     max_difference,
     saved_weights,
 )
-from grpo_components.exchange.weights import unpack_bucket
+from grpo_components.exchange.weights import pack_bucket
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.meshes import Sharding
+from grpo_components.models.qwen3_weights import Qwen3Checkpointer
 from grpo_components.trajectory import Trajectory, pack
 
 _PROMPTS = [[5, 6, 7, number] for number in range(4)]
+TRAINERS = (
+    *((name, 1, Sharding()) for name in FAMILIES),
+    ("QWEN3 (tied)", 2, Sharding()),
+    ("QWEN3 (untied)", 2, Sharding(tensor=2)),
+)
+"""Family, trainer ranks and their layout: one rank for every family, and two where the ranks must
+also agree on a tensor of each head (its norm)."""
 
 
 def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
@@ -39,10 +48,11 @@ def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]
         family: the model family.
         base: folder of the model's checkpoint.
     """
+    is_qwen3 = family.model_type == "QWEN3"
     return {
         "build_model": family.build_model,
         "build_checkpointer": partial(
-            FullModelHFCheckpointer,
+            Qwen3Checkpointer if is_qwen3 else FullModelHFCheckpointer,
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
             model_type=family.model_type,
@@ -56,45 +66,50 @@ def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]
 def reloaded_is_exported(bench: Bench) -> float:
     """Compare a Hugging Face model with a trainer's copy and with the reloaded copy's export."""
     worst = 0.0
-    for family in FAMILIES.values():
-        base = random_checkpoint(family, bench.folder(), seed=0)
-        copy = bench.folder()
+    for name, num_ranks, sharding in TRAINERS:
+        family = FAMILIES[name]
+        base, copy = random_checkpoint(family, bench.folder(), seed=0), bench.folder()
+        train = partial(bench.train, num_ranks=num_ranks, sharding=sharding)
         save = [("hold_state", False), ("write_state", str(copy))]
-        bench.train(save, **family_arguments(bench, family, base))
+        train(save, **family_arguments(bench, family, base))
         again = [("gather_weights",), ("export_weights", 0)]
         for weights in (
             saved_weights(copy),
-            merged_export(bench.train(again, **family_arguments(bench, family, copy))),
+            merged_export(train(again, **family_arguments(bench, family, copy))),
         ):
             worst = max(worst, max_difference(saved_weights(base), weights))
     return worst
 
 
 def every_family_samples_from_what_it_trained(bench: Bench) -> float:
-    """Compare logprobs of an engine that pulled trained weights with those of their trainer."""
+    """Compare logprobs of an engine that pulled trained weights with those of their trainer.
+
+    The engine pulls under load. The weights are also saved, and the trainer that computes the
+    logprobs has loaded them from there.
+    """
     rng, worst = np.random.default_rng(0), 0.0
+    options = {"loss": LogprobGap(), "build_optimizer": partial(torch.optim.AdamW, lr=1e-2)}
     with closing(RoleProcess(ENGINES)) as engines:
-        for family in FAMILIES.values():
-            base = random_checkpoint(family, bench.folder(), seed=0)
-            arguments = family_arguments(bench, family, base) | {
-                "loss": LogprobGap(),
-                "build_optimizer": partial(torch.optim.AdamW, lr=1e-2),
-            }
+        for name, num_ranks, sharding in TRAINERS:
+            family = FAMILIES[name]
+            base, copy = random_checkpoint(family, bench.folder(), seed=0), bench.folder()
+            train = partial(bench.train, num_ranks=num_ranks, sharding=sharding, **options)
             responses = rng.integers(1, 256, (len(_PROMPTS), 9))
-            step = _train_step([(ids, np.zeros(9, np.float32)) for ids in responses], version=0)
-            calls = [step, ("gather_weights",), ("export_weights", 1)]
-            bucket, _ = bench.train(calls, **arguments)[0][-1]
-            if max_difference(saved_weights(base), unpack_bucket(*bucket)) < 1e-3:
-                return math.inf  # the step did not change the weights
-            sampled = [
-                (completion.token_ids, completion.logprobs)
-                for completion in engines.call("sample", str(base), bucket, _PROMPTS)
-            ]
             calls = [
-                step,
-                _train_step(sampled, version=1),
-            ]  # a new trainer repeats the first step
-            result = bench.train(calls, **arguments)[0][-1]
+                _train_step([(ids, np.zeros(9, np.float32)) for ids in responses]),
+                *(("hold_state", False), ("write_state", str(copy))),
+                *(("gather_weights",), ("export_weights", 1)),
+            ]
+            pushed = merged_export(train(calls, **family_arguments(bench, family, base)))
+            if max_difference(saved_weights(base), pushed) < 1e-3:
+                return math.inf  # the step did not change the weights
+            if max_difference(saved_weights(copy), pushed) > 0:
+                return math.inf
+            bucket = pack_bucket(list(pushed.items()))
+            new, _ = engines.call("sample_under_load", str(base), bucket, _PROMPTS)
+            sampled = [(completion.token_ids, completion.logprobs) for completion in new]
+            calls = [_train_step(sampled)]
+            result = train(calls, **family_arguments(bench, family, copy))[0][-1]
             worst = max(worst, result.metrics["gap/max"])
     return worst
 
@@ -161,13 +176,12 @@ def _grouped_batch() -> list[Trajectory]:
 
 
 def _train_step(
-    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int
+    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]],
 ) -> tuple[Any, ...]:
-    """Return a `train_step` call with one response per prompt.
+    """Return a new trainer's first `train_step` call, with one response per prompt.
 
     Args:
         responses: token ids [R] and generator logprobs [R] of each response.
-        version: policy version that sampled the responses.
     """
     records = [
         Trajectory(
@@ -175,7 +189,7 @@ def _train_step(
             response_ids=ids,
             response_mask=np.ones(len(ids), bool),
             generator_logprobs=logprobs,
-            token_versions=np.full(len(ids), version, np.int32),
+            token_versions=np.zeros(len(ids), np.int32),
             prompt_index=0,
             epoch=0,
             group_id=0,
@@ -185,4 +199,4 @@ def _train_step(
         for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)
     ]
     advantages = np.resize(np.array([1, -1], np.float32), len(records))
-    return "train_step", pack(records), advantages, version
+    return "train_step", pack(records), advantages, 0

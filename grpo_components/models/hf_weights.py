@@ -14,6 +14,7 @@ from torchtune.models import convert_weights
 from torchtune.training.checkpointing import ModelType
 
 from grpo_components.exchange.weights import StateDict
+from grpo_components.models.qwen3_weights import qwen3_tune_to_hf
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
@@ -44,7 +45,7 @@ def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict]
     """Build the function that renames torchtune's weights and, if needed, reorders their rows.
 
     Args:
-        model_type: torchtune's ModelType, e.g. QWEN2.
+        model_type: torchtune's ModelType, e.g. QWEN2, or QWEN3.
         base_model_path: folder of the base model, with its config.json.
 
     Returns:
@@ -54,6 +55,8 @@ def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict]
     Raises:
         ValueError: torchtune 0.6.1 cannot convert the family's weights to Hugging Face exactly.
     """
+    if model_type == "QWEN3":  # torchtune's ModelType lacks it
+        return qwen3_tune_to_hf
     kind = ModelType[model_type]
     hf_config = json.loads((base_model_path / "config.json").read_text())
     heads: Any = hf_config["num_attention_heads"]
@@ -84,5 +87,5 @@ def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict]
         )
     raise ValueError(
         f"checkpointer.model_type: {model_type} cannot be converted to Hugging Face names exactly; "
-        "allowed: LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2"
+        "allowed: LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2, QWEN3"
     )

@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchtune.modules import MultiHeadAttention
 
+from grpo_components.models.qwen3 import Qwen3Attention
+
 CPU = torch.device("cpu")
+_CAN_SHARE = (MultiHeadAttention, Qwen3Attention)
 _CHEAP_PAIRS = 1 << 16
 """Padding of a block, in query-key pairs, that costs less than one more call of attention."""
 
@@ -194,11 +197,12 @@ def share_prompts(model: nn.Module) -> None:
         model: a torchtune TransformerDecoder, sharded or not.
 
     Raises:
-        ValueError: a layer's attention is not torchtune's MultiHeadAttention, or not causal.
+        ValueError: a layer's attention is neither torchtune's MultiHeadAttention nor Qwen3's, or it
+            is not causal.
     """
     for layer in cast(Any, model).layers:
         attention = layer.attn
-        if type(attention) is not MultiHeadAttention or not attention.is_causal:
+        if type(attention) not in _CAN_SHARE or not attention.is_causal:
             problem = f"attention by {type(attention).__name__}, which cannot share prompts"
             raise ValueError(f"model: {problem}; allowed: torchtune's causal MultiHeadAttention")
         attention._attention_call = attend

@@ -8,12 +8,13 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torchtune.training import prepare_mha_for_tp
 
-FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2")
-"""Model families with a plan: torchtune 0.6.1's for Llama 3, our own for Qwen2 and Qwen2.5."""
+FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2", "QWEN3")
+"""Model families with a plan: torchtune 0.6.1's for Llama 3, our own for Qwen2, Qwen2.5, Qwen3."""
 
 Plan = dict[str, ParallelStyle]
 
@@ -30,6 +31,20 @@ def qwen2_plan() -> Plan:
     return plan | {f"layers.*.{name}": RowwiseParallel() for name in ("attn.output_proj", "mlp.w2")}
 
 
+def qwen3_plan() -> Plan:
+    """Return the plan of Qwen3: Qwen2's, and the norms of each head's queries and keys.
+
+    Every rank has the whole weight of such a norm, and applies it to its own heads. So the gradient
+    is summed over the ranks, which `SequenceParallel` does for [B, T, heads, head_dim] split at its
+    third dimension.
+    """
+    norms = {
+        f"layers.*.attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
+        for name in ("q_norm", "k_norm")
+    }
+    return qwen2_plan() | norms
+
+
 def layer_plan(model_type: str) -> Plan:
     """Return the plan of a model family, for its layers only.
 
@@ -41,12 +56,15 @@ def layer_plan(model_type: str) -> Plan:
     Args:
         model_type: torchtune's name of the model family, one of FAMILIES.
     """
-    if model_type == "QWEN2":
-        return qwen2_plan()
+    if model_type in _OWN_PLANS:
+        return _OWN_PLANS[model_type]()
     from torchtune.models.llama3 import base_llama_tp_plan
 
     plan = base_llama_tp_plan()
     return {name: style for name, style in plan.items() if name.startswith("layers.")}
+
+
+_OWN_PLANS = {"QWEN2": qwen2_plan, "QWEN3": qwen3_plan}
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str) -> None:

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
+from grpo_components.models.qwen3 import Qwen3Attention
+
 HF_MODEL_TYPES = {
     **dict.fromkeys(("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL"), ("llama", "mistral")),
     "GEMMA": ("gemma",),
     **dict.fromkeys(("PHI3_MINI", "PHI4"), ("phi3",)),
     "QWEN2": ("qwen2",),
+    "QWEN3": ("qwen3",),
 }
 """torchtune's model family -> `model_type` values in config.json of models with the same layers."""
-_IN_HALVES = ("PHI3_MINI", "PHI4", "QWEN2")  # their RoPE pairs dimensions i and i + dim / 2
+_IN_HALVES = ("PHI3_MINI", "PHI4", "QWEN2", "QWEN3")  # RoPE pairs dimensions i and i + dim / 2
 _POSITIONS = 1024
 _ROPE_TOLERANCE = 5e-3  # rounding of float32 angles up to 1024 radians
 _BY_LENGTH = ("dynamic", "longrope")  # frequencies depend on the sequence length
@@ -67,7 +70,7 @@ def sliding_window(raw: Mapping[str, Any]) -> int | None:
     Args:
         raw: contents of config.json; missing keys get transformers' defaults for the family.
     """
-    if raw.get("model_type") == "qwen2" and not raw.get("use_sliding_window", False):
+    if raw.get("model_type") in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
         return None
     window = raw.get("sliding_window", 4096 if raw.get("model_type") == "mistral" else None)
     return window or None  # vLLM reads 0 as no window
@@ -88,7 +91,7 @@ def differences(model: nn.Module, model_type: str, hf_config: Any) -> Iterator[D
     """
     if not isinstance(model, TransformerDecoder):
         return
-    yield from _sizes(model, hf_config)
+    yield from _sizes(model, hf_config, model_type)
     yield from _dropout(model)
     yield from _norms(model, hf_config, model_type)
     yield from _positions(model, hf_config, model_type)
@@ -100,7 +103,7 @@ def differences(model: nn.Module, model_type: str, hf_config: Any) -> Iterator[D
         yield Difference("tok_embeddings", kind, "model_type", hf_config.model_type)
 
 
-def _sizes(model: TransformerDecoder, hf_config: Any) -> Iterator[Difference]:
+def _sizes(model: TransformerDecoder, hf_config: Any, model_type: str) -> Iterator[Difference]:
     heads, width = hf_config.num_attention_heads, hf_config.hidden_size
     tied = "output.weight" not in model.state_dict()
     yield from _unequal("num_layers", len(model.layers), "num_hidden_layers", hf_config)
@@ -115,6 +118,10 @@ def _sizes(model: TransformerDecoder, hf_config: Any) -> Iterator[Difference]:
         head_dim = getattr(hf_config, "head_dim", None) or width // heads
         if attention.head_dim != head_dim:
             yield Difference("head_dim", attention.head_dim, "head_dim", head_dim)
+        if model_type == "QWEN3" and not isinstance(attention, Qwen3Attention):
+            # torchtune's MultiHeadAttention with the same weights normalizes after RoPE.
+            kind = type(attention).__name__
+            yield Difference("attn", kind, "model_type", hf_config.model_type)
         if not attention.is_causal:
             yield Difference("is_causal", False, "is_causal", True)
         middle = getattr(getattr(mlp, "w1", None), "out_features", hf_config.intermediate_size)

@@ -6,7 +6,12 @@ from omegaconf import OmegaConf
 from grpo_components.config.checkpointer_checks import checkpoint_files
 
 HF = "torchtune.training.FullModelHFCheckpointer"
-NODE = {"_component_": HF, "checkpoint_files": ["a.safetensors", "b.safetensors"]}
+QWEN3 = "grpo_components.models.qwen3_weights.Qwen3Checkpointer"
+NODE = {
+    "_component_": HF,
+    "checkpoint_files": ["a.safetensors", "b.safetensors"],
+    "model_type": "QWEN2",
+}
 
 
 def files(base, **change):
@@ -20,6 +25,8 @@ def test_files_are_named_or_numbered(tmp_path):
     names = [path.name for path in files(tmp_path, checkpoint_files=numbered)]
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     files(tmp_path, _component_="my_checkpointers.Mine")
+    files(tmp_path, _component_="my_checkpointers.Mine", model_type="QWEN3")
+    assert files(tmp_path, _component_=QWEN3, model_type="QWEN3") == named
 
 
 @pytest.mark.parametrize(
@@ -29,6 +36,8 @@ def test_files_are_named_or_numbered(tmp_path):
             ({"_component_": f"torchtune.training.{name}"}, "checkpointer._component_")
             for name in ("FullModelMetaCheckpointer", "FullModelTorchTuneCheckpointer")
         ),
+        ({"model_type": "QWEN3"}, "checkpointer._component_"),
+        ({"_component_": QWEN3}, "checkpointer.model_type"),
         ({"should_load_recipe_state": True}, "checkpointer.should_load_recipe_state"),
         ({"resume_from_checkpoint": True}, "checkpointer.resume_from_checkpoint"),
         ({"checkpoint_files": []}, "checkpointer.checkpoint_files"),

@@ -9,6 +9,10 @@ from grpo_components.config.cross_checks import check_together
 
 DECAY = "{schedule: linear, start: 0.1, end: 0.01, num_steps: 9}"
 COSINE = "{_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 3}"  # noqa: E501
+QWEN3 = (
+    "checkpointer._component_=grpo_components.models.qwen3_weights.Qwen3Checkpointer",
+    "checkpointer.model_type=QWEN3",
+)
 TIS = "{_component_: grpo_components.objective.off_policy.TokenTIS}"
 
 
@@ -39,6 +43,7 @@ TIS = "{_component_: grpo_components.objective.off_policy.TokenTIS}"
         (["generator.max_response_tokens=449"], "generator.max_response_tokens"),
         (["rewards.correctness.is_success=false"], "rewards"),
         (["keep_best=loss/total"], "keep_best"),
+        ([*QWEN3, "tokenizer.special_tokens_path=null"], "tokenizer._component_"),
         (["object_store_memory=1000000000000000"], "object_store_memory"),
     ],
 )

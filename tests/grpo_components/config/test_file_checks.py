@@ -90,7 +90,7 @@ def test_a_base_model_that_cannot_be_trained_is_refused(cfg, refusal, hf_config,
     (Path(cfg.base_model_path) / "config.json").write_text(json.dumps(hf_config))
     message = refusal()
     assert message.startswith("base_model_path: ") and f"is a {kind} model" in message
-    assert message.endswith("PHI4, QWEN2")
+    assert message.endswith("PHI4, QWEN2, QWEN3")
 
 
 def test_heads_that_cannot_be_split_are_refused(cfg, check, refusal):

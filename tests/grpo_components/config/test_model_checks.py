@@ -35,6 +35,20 @@ QWEN2_3B = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
 }
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+}
 LLAMA3_2_1B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -90,6 +104,12 @@ def test_the_models_of_the_tried_configs_are_the_bases(tmp_path):
     check(tmp_path, QWEN2_3B, {"_component_": "torchtune.models.qwen2_5.qwen2_5_3b"})
     llama = {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}
     check(tmp_path, LLAMA3_2_1B, llama, "LLAMA3_2")
+    qwen3 = {"_component_": "grpo_components.models.qwen3.qwen3_4b"}
+    check(tmp_path, QWEN3_4B, qwen3, "QWEN3")
+    later = {**QWEN3_4B, "rope_theta": 5e6, "max_position_embeddings": 262144}  # July 2025
+    check(tmp_path, later, {**qwen3, "rope_base": 5e6}, "QWEN3")
+    message = refusal(tmp_path, later, qwen3, "QWEN3")
+    assert message.startswith("model.rope_base: not given, so it is 1000000.0, and ")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from trainer_ranks import (
 
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.models.meshes import Sharding
+from grpo_components.models.qwen3 import qwen3
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
@@ -44,6 +45,8 @@ MODELS = {
     "QWEN2 tied": partial(qwen2, tie_word_embeddings=True, **SIZES),
     "QWEN2 untied": partial(qwen2, tie_word_embeddings=False, **SIZES),
     "LLAMA3_2 tied": partial(llama3_2, **SIZES),
+    "QWEN3 tied": partial(qwen3, head_dim=16, tie_word_embeddings=True, **SIZES),
+    "QWEN3 untied": partial(qwen3, head_dim=16, **SIZES),
 }
 LAYOUTS = [
     (2, Sharding(replicate=2)),
@@ -121,6 +124,11 @@ def one_rank(run):
         ("QWEN2 untied", 2, Sharding(tensor=2)),
         ("LLAMA3_2 tied", 2, Sharding(tensor=2)),
         ("LLAMA3_2 tied", 4, Sharding(tensor=2)),
+        ("QWEN3 tied", 2, Sharding()),
+        ("QWEN3 tied", 4, Sharding(tensor=2)),
+        ("QWEN3 tied", 4, Sharding(replicate=2, tensor=2)),
+        ("QWEN3 untied", 2, Sharding()),
+        ("QWEN3 untied", 2, Sharding(tensor=2)),
     ],
 )
 def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_ranks, sharding):
@@ -136,25 +144,38 @@ def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_r
         assert_weights_close(exported(results, call), exported(expected, call))
 
 
-@pytest.mark.parametrize("sharding", [Sharding(tensor=2), Sharding(replicate=2, tensor=2)])
-def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, sharding):
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        ("QWEN2 tied", Sharding(tensor=2)),
+        ("QWEN2 tied", Sharding(replicate=2, tensor=2)),
+        ("QWEN3 untied", Sharding(tensor=2)),
+    ],
+)
+def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, name, sharding):
     optimizer = partial(torch.optim.AdamW, lr=0.1, eps=1.0, fused=True)  # steps like gradients
     changes = {"build_optimizer": optimizer, "enable_activation_checkpointing": True}
-    expected = run("QWEN2 tied", 1, Sharding(), **changes)
-    results = run("QWEN2 tied", 4, sharding, **changes)
+    expected = run(name, 1, Sharding(), **changes)
+    results = run(name, 4, sharding, **changes)
     assert_weights_close(exported(results, 7), exported(expected, 7))
 
 
-def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path):
-    for sharding in (Sharding(replicate=2), Sharding(tensor=2)):
-        folder = tmp_path / f"{sharding.tensor}"
-        trained = [step(SIBLINGS, ADVANTAGES), *export(1)]
-        save = [("hold_state", True), ("write_state", str(folder))]
-        results = run("QWEN2 tied", 2, sharding, calls=[*trained, *save])
-        assert_weights_equal(load_file(folder / "model.safetensors"), exported(results, 2))
-        for other in (Sharding(), sharding):  # each layout goes on from what any other saved
-            restored = run("QWEN2 tied", 2, other, calls=[("load_state", str(folder)), *export(1)])
-            assert_weights_equal(exported(restored, 2), exported(results, 2))
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        ("QWEN2 tied", Sharding(replicate=2)),
+        ("QWEN2 tied", Sharding(tensor=2)),
+        ("QWEN3 tied", Sharding(tensor=2)),
+    ],
+)
+def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path, name, sharding):
+    trained = [step(SIBLINGS, ADVANTAGES), *export(1)]
+    save = [("hold_state", True), ("write_state", str(tmp_path))]
+    results = run(name, 2, sharding, calls=[*trained, *save])
+    assert_weights_equal(load_file(tmp_path / "model.safetensors"), exported(results, 2))
+    for other in (Sharding(), sharding):  # each layout goes on from what any other saved
+        restored = run(name, 2, other, calls=[("load_state", str(tmp_path)), *export(1)])
+        assert_weights_equal(exported(restored, 2), exported(results, 2))
 
 
 def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
@@ -170,13 +191,14 @@ def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
 
 
 @pytest.mark.slow
-def test_compiled_layers_softmax_and_loss_make_the_same_update(run):
+@pytest.mark.parametrize("name", ["QWEN2 tied", "QWEN3 tied"])
+def test_compiled_layers_softmax_and_loss_make_the_same_update(run, name):
     """The loss has a schedule: a new step is no new graph."""
     schedule = Schedule("linear", start=0.2, end=0.1, num_steps=9)
     changes = {"loss": GRPOLoss(clip_low=schedule), "penalties": Penalties(kl_coeff=0.1)}
     changes |= {"tokens_per_micro_batch": SMALL}
-    expected = run("QWEN2 tied", 1, Sharding(), **changes)
+    expected = run(name, 1, Sharding(), **changes)
     changes |= {"compile_model": True, "enable_activation_checkpointing": True}
-    results = run("QWEN2 tied", 2, Sharding(), **changes)
+    results = run(name, 2, Sharding(), **changes)
     assert_weights_close(exported(results, 7), exported(expected, 7))
     assert_metrics_close(results[0][5], expected[0][5])

@@ -1,10 +1,10 @@
-"""A plan names every matrix and bias of a layer, once, and nothing outside of the layers."""
+"""A plan names every matrix, bias and norm of heads of a layer, once, and nothing else."""
 
 from fnmatch import fnmatch
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.models import tensor_parallel
@@ -21,7 +21,7 @@ def test_a_plan_splits_every_matrix_of_every_layer(name):
     for parameter in dict(model.named_parameters()):
         module = parameter.rpartition(".")[0]
         styles = [style for pattern, style in plan.items() if fnmatch(module, pattern)]
-        is_split = module.startswith("layers.") and not module.endswith("norm")
+        is_split = module.startswith("layers.") and not module.endswith(("sa_norm", "mlp_norm"))
         assert len(styles) == is_split, parameter
     patterns = [pattern for pattern in plan if not pattern.startswith("layers.*.")]
     assert not patterns
@@ -33,4 +33,7 @@ def test_what_is_summed_over_ranks_has_no_bias(model_type):
     plan = layer_plan(model_type)
     summed = {name for name, style in plan.items() if isinstance(style, RowwiseParallel)}
     assert summed == {"layers.*.attn.output_proj", "layers.*.mlp.w2"}
-    assert all(isinstance(plan[name], ColwiseParallel) for name in plan.keys() - summed)
+    norms = {name for name, style in plan.items() if isinstance(style, SequenceParallel)}
+    of_heads = {"layers.*.attn.q_norm", "layers.*.attn.k_norm"}
+    assert norms == (of_heads if model_type == "QWEN3" else set())
+    assert all(isinstance(plan[name], ColwiseParallel) for name in plan.keys() - summed - norms)

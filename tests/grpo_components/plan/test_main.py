@@ -12,7 +12,12 @@ from grpo_components.settings import Settings
 FOLDER = Path(__file__).parents[3] / "recipes/configs"
 GPU_CONFIGS = sorted(path.stem for path in FOLDER.glob("qwen*.yaml"))
 ONE_GPU = "qwen0.5B_async_grpo_1gpu"
-TURNS = (ONE_GPU, "qwen3B_sync_grpo", "qwen3B_colocated_grpo_1gpu")
+TURNS = (
+    ONE_GPU,
+    "qwen3_0.6B_async_grpo_1gpu",
+    "qwen3B_sync_grpo",
+    "qwen3B_colocated_grpo_1gpu",
+)
 MODEL = "model._component_=torchtune.models.qwen2_5.qwen2_5"
 ALONE = [f"gpus_per_{role}=1" for role in ("generator", "trainer", "reference")]
 SMALL = ["--config", ONE_GPU, "--gpu-memory", "24"]

@@ -11,7 +11,7 @@ from torch import nn
 from torchtune.models.gemma import gemma
 from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.phi3 import phi3
-from torchtune.modules import RMSNorm
+from torchtune.modules import MultiHeadAttention, RMSNorm
 from transformers import AutoConfig
 
 from grpo_components.equivalence.families import FAMILIES, hf_config_of
@@ -73,6 +73,8 @@ def test_heads_that_have_the_same_shapes_are_found(name):
         ("QWEN2 (tied)", {"tie_word_embeddings": False}, ("tie_word_embeddings", False, True)),
         ("QWEN2 (untied)", {"tie_word_embeddings": True}, ("tie_word_embeddings", True, False)),
         ("GEMMA", {"head_dim": 32}, ("head_dim", 32, 64)),
+        ("QWEN3 (tied)", {"head_dim": 128}, ("head_dim", 128, 64)),
+        ("QWEN3 (tied)", {"num_heads": 8}, ("num_heads", 8, 4)),
         ("LLAMA3_2", {"scale_factor": 8}, ("scale_factor", 8, 32.0)),
     ],
 )
@@ -162,6 +164,17 @@ def test_a_module_that_a_builder_has_exchanged_is_found():
     assert [d[0] for d in found("LLAMA2", edit=seeing_ahead)] == ["is_causal"]
 
 
+def test_attention_that_normalizes_after_rope_is_found():
+    """torchtune's, with modules of the same names and shapes."""
+
+    def with_torchtunes_attention(model):
+        for layer in model.layers:
+            layer.attn.__class__ = MultiHeadAttention
+
+    (difference,) = found("QWEN3 (untied)", edit=with_torchtunes_attention)
+    assert difference == ("attn", "MultiHeadAttention", "qwen3")
+
+
 def test_a_model_in_memory_is_left_as_it_is():
     family = FAMILIES["GEMMA"]
     model = family.build_model()
@@ -180,6 +193,7 @@ def test_a_model_in_memory_is_left_as_it_is():
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, None),
         ({"model_type": "qwen2", "sliding_window": 64}, None),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, 64),
+        ({"model_type": "qwen3", "sliding_window": 64}, None),
         ({"model_type": "llama", "sliding_window": 0}, None),
         ({}, None),
     ],

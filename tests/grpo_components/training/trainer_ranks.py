@@ -20,6 +20,7 @@ from torchtune.training import FullModelHFCheckpointer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import unpack_bucket
 from grpo_components.models.meshes import Sharding
+from grpo_components.models.qwen3_weights import Qwen3Checkpointer
 from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.losses import GRPOLoss, LossInputs
 from grpo_components.objective.off_policy import NoCorrection, correction_weights, mismatch_summary
@@ -153,6 +154,7 @@ def serve(connection):
 
 def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
     """Arguments of Trainer; `changes` are by field, whichever option record it is in."""
+    is_qwen3 = changes.get("model_type") == "QWEN3"
     values = {
         "num_ranks": num_ranks,
         "sharding": Sharding(),
@@ -160,7 +162,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "takes_turns": False,
         "build_model": build_model,
         "build_checkpointer": partial(
-            FullModelHFCheckpointer,
+            Qwen3Checkpointer if is_qwen3 else FullModelHFCheckpointer,
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
             model_type=changes.get("model_type", "QWEN2"),
