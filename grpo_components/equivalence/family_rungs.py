@@ -106,7 +106,10 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
             if max_difference(saved_weights(copy), pushed) > 0:
                 return math.inf
             bucket = pack_bucket(list(pushed.items()))
-            new, _ = engines.call("sample_under_load", str(base), bucket, _PROMPTS)
+            new, running = engines.call("sample_under_load", str(base), bucket, _PROMPTS)
+            versions = [{*completion.token_versions.tolist()} for completion in (*new, *running)]
+            if versions[: len(new)] != [{1}] * len(new) or {0, 1} not in versions:
+                return math.inf  # not the new weights, or nothing ran while they were swapped in
             sampled = [(completion.token_ids, completion.logprobs) for completion in new]
             calls = [_train_step(sampled)]
             result = train(calls, **family_arguments(bench, family, copy))[0][-1]
