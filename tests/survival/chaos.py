@@ -83,7 +83,7 @@ def install():
     async def held_result(role, part, *args, **kwargs):
         if part.call.method == "train_step":
             for struck, pid in list(awaited.items()):
-                while struck.pid in (0, pid):
+                while struck.process.pid in (0, pid):
                     await asyncio.sleep(0.1)
                 await struck.wait_idle()
         return await result(role, part, *args, **kwargs)

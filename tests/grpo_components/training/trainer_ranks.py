@@ -160,6 +160,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "sharding": Sharding(),
         "collective_timeout_s": 60,
         "takes_turns": False,
+        "open_sender": None,
         "build_model": build_model,
         "build_checkpointer": partial(
             Qwen3Checkpointer if is_qwen3 else FullModelHFCheckpointer,
