@@ -44,7 +44,7 @@ def options(**changes):
 
 @pytest.fixture(autouse=True)
 def _no_garbage_of_other_tests():
-    """An engine of vLLM that is collected in a pass raises there, and its traceback keeps tensors."""
+    """A vLLM engine that is collected in a pass raises there, and its traceback keeps tensors."""
     gc.collect()
 
 
