@@ -8,6 +8,7 @@ receiver go through the driver, which sees both fail. The bytes do not.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from itertools import count
 from typing import Any
@@ -32,6 +33,8 @@ class WeightTransfer:
         self._sender, self._timeout_s = sender, timeout_s
         self._limit_s = timeout_s + _GRACE_S
         self._numbers = count()
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Lock of each generator: in a replay its pulls may overlap, and it has one group."""
 
     async def load(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
@@ -54,13 +57,15 @@ class WeightTransfer:
         Raises:
             RoleFailedError: the sender ended, or one waited for the other in vain.
         """
-        number, incarnation = next(self._numbers), receiver.process.incarnation
-        announced = (version, number, self._sender.name, self._timeout_s, *manifests)
-        receiving = receiver.submit("receive_weights", *announced, once=True)
-        limit_s = self._limit_s
-        if receiving.call.incarnation == incarnation:  # else a restart cancels it
-            whole = await self._transfer(number, receiver, receiving, buckets)
-            limit_s = self._limit_s if whole else _GRACE_S
+        async with self._turns[receiver.name]:
+            number, incarnation = next(self._numbers), receiver.process.incarnation
+            announced = (version, number, self._sender.name, self._timeout_s, *manifests)
+            receiving = receiver.submit("receive_weights", *announced, once=True)
+            limit_s = self._limit_s
+            if receiving.call.incarnation == incarnation:  # else a restart cancels it
+                whole = await self._transfer(number, receiver, receiving, buckets)
+                limit_s = self._limit_s if whole else _GRACE_S
+        # Without the lock: if this restarts the generator, the restart pulls.
         return await receiver.result(receiving, "load_weights", limit_s)
 
     async def _transfer(

@@ -33,7 +33,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     """With new weights within responses; later a generator and the buffer are killed.
 
     The original pushes deltas, which the new generator gets from the last whole push on; the replay
-    pushes whole, and compares every checksum.
+    pushes whole, its weights come over gloo, and it compares every checksum.
 
     Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
     have their groups in the buffer already. The rollouts that start after them are on the same
@@ -62,7 +62,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     assert len(back) == 2 and back[0] == "replay_buffer", output
     code, table = audit(original)
     assert code == 0, table
-    output, replay = succeed(tune, *knobs, f"replay_events={original}")
+    output, replay = succeed(tune, *knobs, "weights=gloo", f"replay_events={original}")
     assert "events in the recorded order" in output
     assert re.findall(r"^(\w+) is back", output, re.MULTILINE) == back[1:], output
     groups = records(original / "logs" / "rollouts.jsonl")

@@ -130,6 +130,40 @@ def test_the_calls_arrive_in_their_order_and_the_result_is_the_receivers():
     assert role.limits == [LIMIT_S + _GRACE_S]
 
 
+def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
+    """In a replay they may; of a receiver, only the last transfer that began is answered."""
+    began = []
+
+    class Last(Receiver):
+        async def receive_weights(self, version, number, *announced):
+            began.append(number)
+            self.ended = asyncio.Event()
+            return await super().receive_weights(version, number, *announced)
+
+        async def answer_request(self, number, kind, info):
+            await asyncio.sleep(0.01)
+            if number != began[-1]:
+                await asyncio.Event().wait()
+            await super().answer_request(number, kind, info)
+
+    class Again(Sender):
+        def send_weights(self, *given):
+            super().send_weights(*given)
+            self.client = RelayedClient("generator_1", LIMIT_S)
+
+    receiver = Last()
+    roles = Role("trainer_0", Again()), Role("generator_1", receiver)
+
+    async def run():
+        transfer = WeightTransfer(roles[0], LIMIT_S)
+        loads = (transfer.load(roles[1], v, ["bucket 0", "bucket 1"], ["manifest"]) for v in (7, 8))
+        async with asyncio.timeout(LIMIT_S):
+            return await asyncio.gather(*loads)
+
+    assert asyncio.run(run()) == [(7, "checksum"), (8, "checksum")]
+    assert [kind for kind, _ in receiver.kinds] == ["start", "update", "finish"] * 2
+
+
 @pytest.mark.parametrize("kind", ["start", "update", "finish"])
 def test_a_receiver_that_fails_ends_the_send_and_is_the_one_that_failed(kind):
     sender, receiver = Sender(), Receiver(fails_at=kind)

@@ -191,9 +191,9 @@ def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
 
 
 @pytest.mark.slow
-def test_compiled_layers_softmax_and_loss_make_the_same_update(run):
+@pytest.mark.parametrize("name", ["QWEN2 tied", "QWEN3 tied"])
+def test_compiled_layers_softmax_and_loss_make_the_same_update(run, name):
     """The loss has a schedule: a new step is no new graph."""
-    name = "QWEN3 tied"
     schedule = Schedule("linear", start=0.2, end=0.1, num_steps=9)
     changes = {"loss": GRPOLoss(clip_low=schedule), "penalties": Penalties(kl_coeff=0.1)}
     changes |= {"tokens_per_micro_batch": SMALL}
