@@ -61,8 +61,7 @@ class TrainersHandle:
         call = "train_step", batch.packed, advantages.ravel(), steps_done
         async with self.turn() as waits:
             result = (await self._on_all(*call))[0]
-        for name, seconds in waits.items():
-            result.metrics[name] = seconds
+        result.metrics.update(waits)
         return result
 
     async def gather_weights(self) -> int:
