@@ -61,7 +61,8 @@ class TrainersHandle:
         call = "train_step", batch.packed, advantages.ravel(), steps_done
         async with self.turn() as waits:
             result = (await self._on_all(*call))[0]
-        result.metrics.update(waits)
+        for name, seconds in waits.items():
+            result.metrics[name] = seconds
         return result
 
     async def gather_weights(self) -> int:
