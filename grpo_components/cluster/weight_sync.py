@@ -156,6 +156,6 @@ class WeightSync:
         async def pull() -> None:
             # A new process has the base model's weights.
             generator.version, generator.held_version = 0, -1
-            await self.pull(generator, "restart")
+            await self.pull(generator, f"restart {generator.role.process.incarnation}")
 
         return pull

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_components.errors import ReplayError
 from grpo_components.replay.event_order import Event
 
-FORMAT = 2
+FORMAT = 3
 """Format version of the event log and the schedules."""
 
 

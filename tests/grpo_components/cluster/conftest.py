@@ -1,6 +1,7 @@
 """A role in this process, for the tests of what calls roles."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,8 +25,14 @@ class LocalRole:
     def __init__(self, name, target):
         self.name, self.target = name, target
         self.lost, self.recover = False, None
+        self.process = SimpleNamespace(incarnation=0)
         self.waits = []
         """What was waited for, with its time-out in seconds."""
+
+    async def restart(self):
+        """Begin the next process, and recover."""
+        self.process.incarnation += 1
+        await self.recover()
 
     def submit(self, method, *args, num_returns=1, lane="main", once=False):
         call = asyncio.create_task(self._make(method, args, num_returns))

@@ -231,11 +231,32 @@ def test_a_restarted_generator_gets_the_newest_weights_before_anything_else(loca
         await setting.rollout(generator)
         await setting.step()
         await setting.rollout(generator)
-        await generator.role.recover()
+        await generator.role.restart()
         assert [version for version, _ in setting.engines[0].loaded] == [1, 1]
-        assert setting.named("pull")[-1] == ("generator_0", "restart")
+        assert setting.named("pull")[-1] == ("generator_0", "restart 1")
 
     asyncio.run(run())
+
+
+def test_a_replay_pulls_after_the_same_restart_as_the_run_it_repeats(local_role):
+    """The first restart comes before any push, so that only the second one pulls."""
+
+    async def run(setting):
+        generator = setting.generators[0]
+        await generator.role.restart()
+        await setting.rollout(generator)
+        await setting.step()
+        await generator.role.restart()
+        return setting.ledger.events
+
+    recorded = []
+    original = Setting(local_role)
+    original.ledger.events.listen(recorded.append)
+    asyncio.run(run(original))
+    assert original.named("pull") == [("generator_0", "restart 2")]
+    replay = Setting(local_role, events=EventOrder(recorded=recorded, timeout_s=5))
+    assert asyncio.run(run(replay)).summary()
+    assert replay.engines[0].loaded == original.engines[0].loaded
 
 
 def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_them(local_role):
@@ -276,7 +297,7 @@ def test_generators_rebuild_every_version_from_what_they_hold(local_role):
         assert first.sizes[0] == [whole] and all(size < whole / 20 for [size] in first.sizes[1:])
         assert [len(sizes) for sizes in second.sizes] == [3, 3]
         first.weights = RebuiltWeights()  # a new process
-        await often.role.recover()
+        await often.role.restart()
         assert [size == whole for size in first.sizes[-1]] == [True] + [False] * 6
 
     asyncio.run(run())
