@@ -15,6 +15,7 @@ from grpo_components.config.building import build_environment, has_slots_apart, 
 from grpo_components.config.gpu_checks import generator_gpus
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.meshes import Sharding
+from grpo_components.models.teacher import teacher_builders
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import run_folder, stall_limit_s
 from grpo_components.rewards.pool import reward_specs
@@ -46,6 +47,7 @@ class RoleArguments:
     replay_buffer: dict[str, Any]
     trainer: dict[str, Any]
     reference: dict[str, Any]
+    teacher: dict[str, Any]
     reward_model: dict[str, Any]
     generator: dict[str, Any]
 
@@ -81,6 +83,7 @@ def role_arguments(
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
         reference=_reference(cfg, threads("reference")),
+        teacher=_teacher(cfg, cfg.teacher.path, threads("teacher")) if cfg.teacher else {},
         reward_model=_reward_model(cfg, threads("reward_model")),
         generator=generator,
     )
@@ -192,6 +195,19 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
         "kl_estimator": cfg.reward_shaping.kl_estimator,
+    }
+
+
+def _teacher(cfg: Settings, path: str, cpu_threads: int) -> dict[str, Any]:
+    """Return the arguments of a reference that has the teacher's weights."""
+    build_model, build_checkpointer = teacher_builders(cfg.model, cfg.checkpointer, path)
+    return {
+        **_reference(cfg, cpu_threads),
+        "num_gpus": _gpus(cfg, cfg.gpus_per_teacher),
+        "field": "teacher_logprobs",
+        "build_model": build_model,
+        "build_checkpointer": build_checkpointer,
+        "kl_estimator": "k1",
     }
 
 

@@ -23,7 +23,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import roles_of
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, teachers_of
 from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths: each role's module is imported in the role's own process only.
@@ -77,6 +77,9 @@ def start_roles(
     references = [
         spawn(f"reference_{n}", REFERENCE, **arguments.reference) for n in range(num_references)
     ]
+    teachers = [
+        spawn(f"teacher_{n}", REFERENCE, **arguments.teacher) for n in range(teachers_of(cfg))
+    ]
     scorer = cfg.reward_model.path and spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
     generators = [
         spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
@@ -90,6 +93,9 @@ def start_roles(
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
         server=ParameterServerHandle(server, weights_s),
         references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
+        teachers=(
+            ReferencesHandle(teachers, timeouts.rollout_s, keep_kl=False) if teachers else None
+        ),
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
         transfer=_transfer(cfg, trainers[0]),
     )

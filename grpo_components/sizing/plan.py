@@ -9,13 +9,13 @@ from functools import partial
 import psutil
 from torchtune import config
 
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, teachers_of
 from grpo_components.sizing.generator_memory import generator_memory
 from grpo_components.sizing.host_memory import HostMemory, node_bytes
 from grpo_components.sizing.model_sizes import ModelSizes
 from grpo_components.sizing.rates import Rates
 from grpo_components.sizing.role_memory import GIB, Device, RoleMemory, gib
-from grpo_components.sizing.trainer_memory import reference_memory, trainer_memory
+from grpo_components.sizing.trainer_memory import reference_memory, teacher_model, trainer_memory
 from grpo_components.sizing.turns import in_turns, start_problem
 
 _COLUMNS = (
@@ -63,6 +63,9 @@ def plan_run(
         roles.append(trainer_memory(cfg, sizes, prompt_tokens, device))
     if needs_reference and cfg.num_references:
         roles.append(reference_memory(cfg, sizes, prompt_tokens, device))
+    if teachers_of(cfg):
+        graded = ModelSizes.of(teacher_model(cfg))
+        roles.append(reference_memory(cfg, graded, prompt_tokens, device, is_teacher=True))
     host = HostMemory.of(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
     lines = [f"{sizes.parameters:,} parameters, {gib(host.snapshot)} GiB in {cfg.dtype}"]
@@ -140,7 +143,7 @@ def _gpu_problems(
 ) -> Iterator[str]:
     if num_gpus is not None and len(gpus) > num_gpus:
         given = f"num_generators: {cfg.num_generators} with num_trainers: {cfg.num_trainers}"
-        problem = f"{given} and the references need {len(gpus)} GPUs, and there are {num_gpus}"
+        problem = f"{given} and the frozen models need {len(gpus)} GPUs, and there are {num_gpus}"
         yield f"{problem}; allowed: fewer roles, or gpus_per_<role> below 1"
     for gpu in gpus:
         if sum(role.total for role in gpu) <= device.nbytes:

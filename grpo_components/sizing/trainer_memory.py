@@ -1,18 +1,20 @@
-"""Predicts the memory of a trainer rank and of a reference, from the passes that they make."""
+"""Predicts the memory of a trainer rank and of a frozen model, from the passes that they make."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
-from torch import optim
+from torch import nn, optim
 from torchtune import config
 
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.meshes import Sharding
+from grpo_components.models.teacher import teacher_builders
 from grpo_components.settings import Settings
 from grpo_components.sizing.longest_batch import BatchShape, MicroBatch, longest_micro_batches
 from grpo_components.sizing.model_sizes import ModelSizes
@@ -122,9 +124,22 @@ def trainer_memory(
 
 
 def reference_memory(
-    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
+    cfg: Settings,
+    sizes: ModelSizes,
+    prompt_tokens: int,
+    device: Device,
+    *,
+    is_teacher: bool = False,
 ) -> RoleMemory:
-    """Predict the memory of a reference; see `trainer_memory` for the arguments."""
+    """Predict the memory of a reference, or of a teacher; see `trainer_memory` for the others.
+
+    Args:
+        cfg: settings, of which no file was read.
+        sizes: sizes of the reference's or teacher's model.
+        prompt_tokens: tokens of the longest prompt.
+        device: what a process finds.
+        is_teacher: whether the model is the teacher.
+    """
     shape = BatchShape(
         groups=1,
         group_size=cfg.group_size,
@@ -135,6 +150,8 @@ def reference_memory(
     )
     batches = longest_micro_batches(shape, sizes.flops, 10.0)
     options = policy_options(cfg)
+    if is_teacher:
+        options = replace(options, build_model=teacher_model(cfg))
     found, batch = max(
         ((inference_bytes(options, b.sequences), b) for b in batches), key=lambda f: _peak(f[0])
     )
@@ -144,13 +161,25 @@ def reference_memory(
         parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
         total += parts["reserve"]
     smaller = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given; allowed: less"
-    if found["weights"] > 0.9 * device.nbytes * cfg.gpus_per_reference:
-        smaller = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
+    role, count, share = "reference", cfg.num_references, cfg.gpus_per_reference
+    too_large = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
+    if is_teacher:
+        role, count, share = "teacher", cfg.num_teachers, cfg.gpus_per_teacher
+        too_large = "teacher.path: a teacher is whole on one GPU; allowed: a smaller one"
+    if found["weights"] > 0.9 * device.nbytes * share:
+        smaller = too_large
     notes = [f"longest micro-batch {batch.tokens:,} tokens"]
-    share = cfg.gpus_per_reference
-    return RoleMemory(
-        "reference", cfg.num_references, share, total, parts, notes=notes, smaller=smaller
-    )
+    return RoleMemory(role, count, share, total, parts, notes=notes, smaller=smaller)
+
+
+def teacher_model(cfg: Settings) -> Callable[[], nn.Module]:
+    """Return the function that builds the teacher's model.
+
+    Args:
+        cfg: settings with a teacher.
+    """
+    assert cfg.teacher is not None, "a teacher is planned where there is none"
+    return teacher_builders(cfg.model, cfg.checkpointer, cfg.teacher.path)[0]
 
 
 def _optimizer(cfg: Settings) -> Callable[[Any], optim.Optimizer] | None:

@@ -134,6 +134,7 @@ class Trainer:
             objective.loss,
             objective.penalties,
             objective.off_policy,
+            teacher_coeff=objective.teacher_coeff,
             compile_loss=model.compile_model,
         )
         self._is_first_update, self._skipped_because = True, ""
@@ -329,7 +330,10 @@ class Trainer:
         start = trainer_logprobs.detach()  # right if the step has no other update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
-        has_reference = members[0].trajectory.reference_logprobs is not None
+
+        def frozen(name: str) -> Tensor | None:
+            return None if getattr(members[0].trajectory, name) is None else recorded(name)
+
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
             generator_logprobs=generator_logprobs,
@@ -339,7 +343,8 @@ class Trainer:
                 recorded("token_versions").long(), self.policy_version
             ),
             step=self._step,
-            reference_logprobs=recorded("reference_logprobs") if has_reference else None,
+            reference_logprobs=frozen("reference_logprobs"),
+            teacher_logprobs=frozen("teacher_logprobs"),
             proximal_logprobs=start if self._policy_loss.from_proximal else None,
             entropy=entropy,
         )
