@@ -144,7 +144,7 @@ def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
 
     Args:
         packed: packed trajectories, from `pack`.
-        name: name of the field; logprobs of reference or teacher only if the trajectories have them.
+        name: name of the field; logprobs of reference or teacher only if there are any.
 
     Returns:
         The arrays in order, as views of the flat one.

@@ -54,7 +54,7 @@ def plan(
         "memory": memory.lines,
         "data": list(_data(cfg, dataset, held_out)),
         "rewards": list(_rewards(cfg)),
-        "objective": list(_objective(cfg, objective)) if _trains(cfg) else ["none: nothing is trained"],
+        "objective": list(_objective(cfg, objective)),
         "steps": list(_steps(cfg, dataset)),
         "output": list(_output(cfg)),
     }
@@ -175,6 +175,9 @@ def _rewards(cfg: Settings) -> Iterator[str]:
 
 
 def _objective(cfg: Settings, objective: Objective) -> Iterator[str]:
+    if not _trains(cfg):
+        yield "none: nothing is trained"
+        return
     for key in ("loss", "advantages", "aggregation", "off_policy"):
         yield f"{key}: {name_of(getattr(objective, key))}"
     if cfg.teacher:

@@ -1,4 +1,4 @@
-"""Checks whether a teacher can grade the policy's tokens: its files, token ids, sizes and length."""
+"""Checks whether a teacher can grade the policy's tokens: files, token ids, sizes and length."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
         return
     base, folder = Path(settings.base_model_path), Path(settings.teacher.path)
     if not folder.is_dir():
-        command = f"tune download <owner>/{folder.name} --output-dir {folder}"
+        owner = "Qwen" if folder.name.startswith("Qwen") else "<owner>"
+        command = f"tune download {owner}/{folder.name} --output-dir {folder}"
         fail(_KEY, f"no folder {folder}", f"an existing one; `{command}` makes it")
     if not any(folder.glob("*.safetensors")):
         fail(_KEY, f"no *.safetensors in {folder}", "a folder with a model's weights")
@@ -51,12 +52,12 @@ def _check_token_ids(base: Path, folder: Path) -> None:
     ours, theirs = _token_ids(base), _token_ids(folder)
     if ours is None or theirs is None:
         missing = base if ours is None else folder
-        problem = f"{missing} has neither tokenizer.json nor vocab.json, to compare token ids with"
-        fail(_KEY, problem, "a teacher and a policy with the files of their tokenizers")
+        problem = f"{missing} has neither tokenizer.json nor vocab.json, so that token ids cannot "
+        fail(_KEY, f"{problem}be compared", "a folder with one of them")
     for token, number in sorted(ours.items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
-            found = theirs.get(token, "no id")
-            problem = f"token {shown(token[:_MAX_CHARS])} is {number} of {base}, and {found} there"
+            found, text = theirs.get(token, "no id"), shown(token[:_MAX_CHARS])
+            problem = f"token {text} is {number} of the policy, and {found} there"
             fail(_KEY, f"{folder} has another tokenizer: {problem}", "one with the policy's tokens")
 
 

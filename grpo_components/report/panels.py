@@ -122,7 +122,7 @@ PANELS = {
         ),
         Panel(
             "KL",
-            "nats per token: generator to trainer before the update, policy to reference or teacher",
+            "nats per token: generator to trainer before the update, policy to reference, teacher",
             {
                 "mismatch/generator_kl": "generator",
                 "loss/kl_reference": "reference",

@@ -57,7 +57,7 @@ class RolloutSample:
     superseded: int
     """Number of groups in the file whose step a later attempt repeated."""
     logprobs: set[str]
-    """Those of generator, trainer, reference and teacher whose logprobs are in at least one group."""
+    """Those of generator, trainer, reference and teacher with logprobs in at least one group."""
 
 
 @dataclass(frozen=True)

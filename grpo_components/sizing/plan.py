@@ -56,16 +56,7 @@ def plan_run(
     is_gpu = cfg.device == "cuda"
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
     device = Device(is_gpu, memory)
-    roles: list[RoleMemory] = []
-    if not cfg.train_from:
-        roles.append(generator_memory(cfg, sizes, prompt_tokens, device))
-    if not (cfg.eval_only or cfg.rollout_only):
-        roles.append(trainer_memory(cfg, sizes, prompt_tokens, device))
-    if needs_reference and cfg.num_references:
-        roles.append(reference_memory(cfg, sizes, prompt_tokens, device))
-    if teachers_of(cfg):
-        graded = ModelSizes.of(teacher_model(cfg))
-        roles.append(reference_memory(cfg, graded, prompt_tokens, device, is_teacher=True))
+    roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
     host = HostMemory.of(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
     lines = [f"{sizes.parameters:,} parameters, {gib(host.snapshot)} GiB in {cfg.dtype}"]
@@ -97,6 +88,21 @@ def plan_run(
     if problem := host.problem(cfg):
         problems.append(problem)
     return RunPlan(lines, list(dict.fromkeys(problems)))
+
+
+def _roles(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device, needs_reference: bool
+) -> Iterator[RoleMemory]:
+    """Yield the memory of each role that the run starts; see `plan_run`."""
+    if not cfg.train_from:
+        yield generator_memory(cfg, sizes, prompt_tokens, device)
+    if not (cfg.eval_only or cfg.rollout_only):
+        yield trainer_memory(cfg, sizes, prompt_tokens, device)
+    if needs_reference and cfg.num_references:
+        yield reference_memory(cfg, sizes, prompt_tokens, device)
+    if teachers_of(cfg):
+        teacher = ModelSizes.of(teacher_model(cfg))
+        yield reference_memory(cfg, teacher, prompt_tokens, device, is_teacher=True)
 
 
 def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:

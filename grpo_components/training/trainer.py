@@ -131,9 +131,7 @@ class Trainer:
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
         self._policy_loss = PolicyLoss(
-            objective.loss,
-            objective.penalties,
-            objective.off_policy,
+            *(objective.loss, objective.penalties, objective.off_policy),
             teacher_coeff=objective.teacher_coeff,
             compile_loss=model.compile_model,
         )
@@ -322,7 +320,9 @@ class Trainer:
         def flat(values: list[NDArray[Any]]) -> Tensor:
             return torch.from_numpy(np.concatenate(values)).to(self._device)
 
-        def recorded(name: str) -> Tensor:
+        def recorded(name: str) -> Any:
+            if getattr(members[0].trajectory, name) is None:  # no reference, or no teacher
+                return None
             return flat([getattr(sample.trajectory, name)[sample.mask] for sample in members])
 
         generator_logprobs = recorded("generator_logprobs")
@@ -330,10 +330,6 @@ class Trainer:
         start = trainer_logprobs.detach()  # right if the step has no other update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
-
-        def frozen(name: str) -> Tensor | None:
-            return None if getattr(members[0].trajectory, name) is None else recorded(name)
-
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
             generator_logprobs=generator_logprobs,
@@ -343,8 +339,8 @@ class Trainer:
                 recorded("token_versions").long(), self.policy_version
             ),
             step=self._step,
-            reference_logprobs=frozen("reference_logprobs"),
-            teacher_logprobs=frozen("teacher_logprobs"),
+            reference_logprobs=recorded("reference_logprobs"),
+            teacher_logprobs=recorded("teacher_logprobs"),
             proximal_logprobs=start if self._policy_loss.from_proximal else None,
             entropy=entropy,
         )

@@ -94,9 +94,10 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 
 def test_a_config_on_a_cpu_counts_processes(capsys):
-    code, shown, errors = plan(capsys, "--config", "tiny_async_grpo_2x2")
+    given = ("teacher.path=/models/teacher", "num_teachers=3")
+    code, shown, errors = plan(capsys, "--config", "tiny_async_grpo_2x2", *given)
     assert (code, errors) == (0, "")
-    for role in ("2 x generator", "2 x trainer", "1 x reference"):
+    for role in ("2 x generator", "2 x trainer", "1 x reference", "3 x teacher"):
         assert role in shown
 
 
