@@ -21,6 +21,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components
 from grpo_components.config.environment_trial import try_environment
+from grpo_components.config.teacher_checks import try_teacher
 from grpo_components.data.columns import reward_input
 from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
 from grpo_components.objective.composition import objective_losses
@@ -64,6 +65,8 @@ def try_components(
         ValueError: one line with the key of the component, what it did, and what is allowed.
     """
     check_components(cfg)
+    if cfg.teacher:
+        try_teacher(cfg, cfg.teacher.path)
     _check_logger(cfg.metric_logger._component_)
     with _undisturbed(), contextlib.ExitStack() as ending:
         trial = _begin_rewards(cfg, dataset)

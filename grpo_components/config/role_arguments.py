@@ -14,8 +14,8 @@ from grpo_components.cluster.building import threads_of
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
 from grpo_components.config.gpu_checks import generator_gpus
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.meshes import Sharding
-from grpo_components.models.teacher import teacher_builders
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import run_folder, stall_limit_s
 from grpo_components.rewards.pool import reward_specs
@@ -89,6 +89,13 @@ def role_arguments(
     )
 
 
+def _checkpointer(cfg: Settings) -> Callable[[], Any] | None:
+    """Return the function that builds the checkpointer; None if transformers reads the files."""
+    if cfg.is_hugging_face or cfg.checkpointer is None:
+        return None
+    return partial(config.instantiate, cfg.checkpointer)
+
+
 def _gpus(cfg: Settings, per_role: float) -> float:
     return per_role if cfg.device == "cuda" else 0
 
@@ -116,9 +123,9 @@ def _trainer(
         "ranks": _rank_options(cfg),
         "model": ModelOptions(
             build_model=partial(config.instantiate, cfg.model),
-            build_checkpointer=partial(config.instantiate, cfg.checkpointer),
+            build_checkpointer=_checkpointer(cfg),
             base_model_path=cfg.base_model_path,
-            model_type=cfg.checkpointer.model_type,
+            model_type=cfg.model_type,
             dtype=cfg.dtype,
             enable_activation_checkpointing=cfg.enable_activation_checkpointing,
             compile_model=cfg.compile,
@@ -191,7 +198,7 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "device": cfg.device,
         "dtype": cfg.dtype,
         "build_model": partial(config.instantiate, cfg.model),
-        "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
+        "build_checkpointer": _checkpointer(cfg),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
         "kl_estimator": cfg.reward_shaping.kl_estimator,
@@ -200,13 +207,12 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
 
 def _teacher(cfg: Settings, path: str, cpu_threads: int) -> dict[str, Any]:
     """Return the arguments of a reference that has the teacher's weights."""
-    build_model, build_checkpointer = teacher_builders(cfg.model, cfg.checkpointer, path)
     return {
         **_reference(cfg, cpu_threads),
         "num_gpus": _gpus(cfg, cfg.gpus_per_teacher),
         "field": "teacher_logprobs",
-        "build_model": build_model,
-        "build_checkpointer": build_checkpointer,
+        "build_model": partial(hugging_face, path),
+        "build_checkpointer": None,
         "kl_estimator": "k1",
     }
 

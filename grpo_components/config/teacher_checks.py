@@ -1,4 +1,4 @@
-"""Checks whether a teacher can grade the policy's tokens: files, token ids, sizes and length."""
+"""Checks whether a teacher can grade the policy's tokens: files, token ids, length and model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_components.config.paths import read_hf_config
 from grpo_components.errors import fail, shown
+from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.models.hf_weights import file_converter
+from grpo_components.models.hugging_face_check import check_hugging_face
+from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.settings import Settings
 
 _KEY = "teacher.path"
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads"),
-)
 _MAX_CHARS = 40
 
 
@@ -39,12 +41,33 @@ def check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
         fail(_KEY, f"no *.safetensors in {folder}", "a folder with a model's weights")
     teacher_config = read_hf_config(_KEY, folder)
     _check_token_ids(base, folder)
-    for name in _SIZES:
-        ours, theirs = policy_config.get(name), teacher_config.get(name)
-        if ours is not None and theirs != ours:
-            problem = f"{folder} has {name}: {shown(theirs)}, and the policy {shown(ours)}"
-            fail(_KEY, problem, "a model of the policy's sizes")
+    ours, theirs = (config.get("vocab_size") for config in (policy_config, teacher_config))
+    if ours is not None and theirs is not None and theirs < ours:
+        problem = f"{folder} has a vocab_size of {theirs}, and the policy may sample {ours} ids"
+        fail(_KEY, problem, f"a model with {ours} or more")
     _check_length(settings, folder, teacher_config)
+
+
+def try_teacher(settings: Settings, path: str) -> None:
+    """Refuse a teacher whose model has other weights than its files, or whose logprobs are wrong.
+
+    Args:
+        settings: settings checked by preflight.
+        path: folder of the teacher.
+
+    Raises:
+        ValueError: a check fails; names the key.
+    """
+    try:
+        with torch.device("meta"):
+            model = hugging_face(path)
+        named = file_converter(model, None, Path(path))(model.state_dict())
+        shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        check_names_and_shapes(checkpoint_shapes(Path(path)), shapes)
+        check_hugging_face(model, _longest(settings))
+    except ValueError as error:  # these checks name keys of the policy, or none
+        problem, _, allowed = str(error).partition(": ")[2].partition("; allowed: ")
+        fail(_KEY, f"{path}: {problem}", allowed or "weights of the config.json beside them")
 
 
 def _check_token_ids(base: Path, folder: Path) -> None:
@@ -88,8 +111,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check_length(settings: Settings, folder: Path, teacher_config: dict[str, Any]) -> None:
     positions = teacher_config.get("max_position_embeddings")
-    longest = settings.dataset.get("max_prompt_tokens") or 1
-    longest += settings.generator.max_response_tokens
+    longest = _longest(settings)
     if positions is not None and longest > positions:
         problem = f"{folder} has {positions} positions, and a prompt with its response has up to"
         fail(_KEY, f"{problem} {longest}", f"a model with {longest} positions or more")
+
+
+def _longest(settings: Settings) -> int:
+    """Return the tokens of the longest prompt and response together, as far as the config says."""
+    return (settings.dataset.get("max_prompt_tokens") or 1) + settings.generator.max_response_tokens

@@ -15,7 +15,7 @@ from grpo_components.sizing.host_memory import HostMemory, node_bytes
 from grpo_components.sizing.model_sizes import ModelSizes
 from grpo_components.sizing.rates import Rates
 from grpo_components.sizing.role_memory import GIB, Device, RoleMemory, gib
-from grpo_components.sizing.trainer_memory import reference_memory, teacher_model, trainer_memory
+from grpo_components.sizing.trainer_memory import reference_memory, teacher_memory, trainer_memory
 from grpo_components.sizing.turns import in_turns, start_problem
 
 _COLUMNS = (
@@ -100,9 +100,8 @@ def _roles(
         yield trainer_memory(cfg, sizes, prompt_tokens, device)
     if needs_reference and cfg.num_references:
         yield reference_memory(cfg, sizes, prompt_tokens, device)
-    if teachers_of(cfg):
-        teacher = ModelSizes.of(teacher_model(cfg))
-        yield reference_memory(cfg, teacher, prompt_tokens, device, is_teacher=True)
+    if cfg.teacher and teachers_of(cfg):
+        yield teacher_memory(cfg, cfg.teacher.path, prompt_tokens, device)
 
 
 def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:

@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
-from torch import nn, optim
+from torch import optim
 from torchtune import config
 
+from grpo_components.errors import fail
+from grpo_components.models.flops import ModelFlops
+from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.meshes import Sharding
-from grpo_components.models.teacher import teacher_builders
 from grpo_components.settings import Settings
 from grpo_components.sizing.longest_batch import BatchShape, MicroBatch, longest_micro_batches
 from grpo_components.sizing.model_sizes import ModelSizes
@@ -64,7 +68,7 @@ def policy_options(cfg: Settings) -> PolicyOptions:
             tensor=cfg.tensor_parallel_dim,
             reduce_dtype=cfg.reduce_dtype,
         ),
-        model_type=cfg.checkpointer.model_type,
+        model_type=cfg.model_type,
         dtype=cfg.dtype,
         enable_activation_checkpointing=cfg.enable_activation_checkpointing,
         logprob_chunk_tokens=cfg.logprob_chunk_tokens,
@@ -124,22 +128,59 @@ def trainer_memory(
 
 
 def reference_memory(
-    cfg: Settings,
-    sizes: ModelSizes,
-    prompt_tokens: int,
-    device: Device,
-    *,
-    is_teacher: bool = False,
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
 ) -> RoleMemory:
-    """Predict the memory of a reference, or of a teacher; see `trainer_memory` for the others.
+    """Predict the memory of a reference; see `trainer_memory` for the arguments."""
+    processes = ("reference", cfg.num_references, cfg.gpus_per_reference)
+    whole = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
+    options = policy_options(cfg)
+    return _frozen_memory(cfg, options, sizes.flops, prompt_tokens, device, processes, whole)
+
+
+def teacher_memory(cfg: Settings, path: str, prompt_tokens: int, device: Device) -> RoleMemory:
+    """Predict the memory of a teacher, from the config.json in its folder.
 
     Args:
-        cfg: settings, of which no file was read.
-        sizes: sizes of the reference's or teacher's model.
+        cfg: settings.
+        path: folder of the teacher.
+        prompt_tokens: tokens of the longest prompt.
+        device: what a teacher finds.
+
+    Raises:
+        ValueError: the folder has no config.json.
+    """
+    if not (Path(path) / "config.json").is_file():
+        fail("teacher.path", f"no file {path}/config.json", "the folder of a model, for its sizes")
+    build_model = partial(hugging_face, path)
+    with torch.device("meta"):
+        flops = ModelFlops.of(build_model())
+    options = replace(policy_options(cfg), build_model=build_model)
+    processes = ("teacher", cfg.num_teachers, cfg.gpus_per_teacher)
+    whole = "teacher.path: a teacher is whole on one GPU; allowed: a smaller one"
+    return _frozen_memory(cfg, options, flops, prompt_tokens, device, processes, whole)
+
+
+def _frozen_memory(
+    cfg: Settings,
+    options: PolicyOptions,
+    flops: ModelFlops,
+    prompt_tokens: int,
+    device: Device,
+    processes: tuple[str, int, float],
+    whole: str,
+) -> RoleMemory:
+    """Predict the memory of a process that computes logprobs of groups with a frozen model.
+
+    Args:
+        cfg: settings.
+        options: how the model is computed.
+        flops: operations of the model.
         prompt_tokens: tokens of the longest prompt.
         device: what a process finds.
-        is_teacher: whether the model is the teacher.
+        processes: name of the role, number of its processes, and share of a GPU of each.
+        whole: what to change if the model's weights do not fit.
     """
+    role, count, share = processes
     shape = BatchShape(
         groups=1,
         group_size=cfg.group_size,
@@ -148,10 +189,7 @@ def reference_memory(
         num_data_ranks=1,
         tokens_per_micro_batch=cfg.tokens_per_micro_batch,
     )
-    batches = longest_micro_batches(shape, sizes.flops, 10.0)
-    options = policy_options(cfg)
-    if is_teacher:
-        options = replace(options, build_model=teacher_model(cfg))
+    batches = longest_micro_batches(shape, flops, 10.0)
     found, batch = max(
         ((inference_bytes(options, b.sequences), b) for b in batches), key=lambda f: _peak(f[0])
     )
@@ -161,25 +199,10 @@ def reference_memory(
         parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
         total += parts["reserve"]
     smaller = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given; allowed: less"
-    role, count, share = "reference", cfg.num_references, cfg.gpus_per_reference
-    too_large = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
-    if is_teacher:
-        role, count, share = "teacher", cfg.num_teachers, cfg.gpus_per_teacher
-        too_large = "teacher.path: a teacher is whole on one GPU; allowed: a smaller one"
     if found["weights"] > 0.9 * device.nbytes * share:
-        smaller = too_large
+        smaller = whole
     notes = [f"longest micro-batch {batch.tokens:,} tokens"]
     return RoleMemory(role, count, share, total, parts, notes=notes, smaller=smaller)
-
-
-def teacher_model(cfg: Settings) -> Callable[[], nn.Module]:
-    """Return the function that builds the teacher's model.
-
-    Args:
-        cfg: settings with a teacher.
-    """
-    assert cfg.teacher is not None, "a teacher is planned where there is none"
-    return teacher_builders(cfg.model, cfg.checkpointer, cfg.teacher.path)[0]
 
 
 def _optimizer(cfg: Settings) -> Callable[[Any], optim.Optimizer] | None:

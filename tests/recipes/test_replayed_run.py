@@ -41,7 +41,8 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     generators, and pull. Step 4 must train groups 6 and 7, before they are too old; only then is
     the generator killed that gets the next group, so that no long response begins again.
 
-    Reference and teacher both have the base model's weights, so they measure the same KL.
+    Reference and teacher have the base model's weights, one in torchtune's decoder and one in that
+    of transformers: they measure the same KL.
     """
     (tmp_path / "my_worlds.py").write_text(TALKATIVE)
     faults = [
@@ -78,7 +79,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     assert max(record["staleness/max"] for record in steps) > 0
     assert max(record["loss/kl_reference"] for record in steps) > 0
     for record in steps:
-        assert record["teacher/kl_k3"] == pytest.approx(record["loss/kl_reference"], rel=1e-5)
+        assert record["teacher/kl_k3"] == pytest.approx(record["loss/kl_reference"], abs=1e-6)
     after = assert_same_run(original, replay, num_steps=8)
     base = load_file(BASE / "model.safetensors")
     assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"

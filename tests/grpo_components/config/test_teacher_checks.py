@@ -1,11 +1,14 @@
 """A teacher that cannot grade the policy's tokens is refused by name before anything starts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from grpo_components.config.teacher_checks import try_teacher
 from grpo_components.settings import teachers_of
 
 CONFIG = {"vocab_size": 4, "hidden_size": 8, "max_position_embeddings": 512}
@@ -50,7 +53,11 @@ def test_a_teacher_with_the_policys_tokens_is_accepted(teacher, check):
         (CONFIG, {"model": 3}, "has no vocabulary"),
         (CONFIG, [], "holds no JSON object"),
         (CONFIG | {"max_position_embeddings": 95}, TOKENIZER, "has 95 positions"),
-        (CONFIG | {"vocab_size": 3}, TOKENIZER, "has vocab_size: 3"),
+        (
+            CONFIG | {"vocab_size": 3},
+            TOKENIZER,
+            "has a vocab_size of 3, and the",
+        ),
         ([], TOKENIZER, "config.json holds no JSON object"),
     ],
 )
@@ -90,3 +97,29 @@ def test_a_teacher_counts_where_something_is_trained(cfg, teacher, check):
     assert teachers_of(check("num_teachers=3")) == 0
     cfg.teacher = OmegaConf.create({"path": str(teacher), "coeff": 2})
     assert teachers_of(check()) == 1
+
+
+LARGER = {
+    **{"vocab_size": 400, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A random model of another family and other sizes than the tiny policy."""
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**LARGER)).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_another_family_and_size_may_teach(llama, settings_with):
+    try_teacher(settings_with(), str(llama))
+
+
+def test_weights_that_are_not_the_models_are_refused(llama, settings_with, tmp_path):
+    other = shutil.copytree(llama, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 72}))
+    with pytest.raises(ValueError, match=r"^teacher\.path: .*other: .*mlp.*; allowed: "):
+        try_teacher(settings_with(), str(other))
