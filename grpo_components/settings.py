@@ -145,6 +145,14 @@ class RewardModelSettings(BaseModel):
     tokens_per_micro_batch: TokenBudget = 8192
 
 
+class TeacherSettings(BaseModel):
+    """A model that the policy is distilled from, with the weight of its term in the advantages."""
+
+    model_config = SECTION
+    path: PathText
+    coeff: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+
+
 _FROM_LENGTHS: Any = None
 
 
@@ -181,6 +189,7 @@ class CpuThreads(BaseModel):
     generator: Processes | None = None
     reference: Processes | None = None
     reward_model: Processes | None = None
+    teacher: Processes | None = None
 
 
 class RaySettings(BaseModel):
@@ -242,6 +251,7 @@ class Settings(BaseModel):
     advantages: Component
     aggregation: Component
     off_policy: Component
+    teacher: TeacherSettings | None = None
     reward_shaping: RewardShapingSettings = RewardShapingSettings()
     mask_overlong: bool = False
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
@@ -272,6 +282,8 @@ class Settings(BaseModel):
     replay_events: PathText | None = None
     reward_model: RewardModelSettings = RewardModelSettings()
     gpus_per_reward_model: GpuShare = 1.0
+    num_teachers: Processes = 1  # where there is a teacher
+    gpus_per_teacher: GpuShare = 1.0
     max_failed_samples: Count = 64  # between two training steps
     object_store_memory: Annotated[int, Field(ge=75 * 2**20, le=2**50)] | None = None  # bytes
     max_skipped_steps: Count = 10  # in a row
@@ -323,3 +335,13 @@ class Settings(BaseModel):
         fields = cls.model_fields.items()
         sections = {name for name, field in fields if isinstance(field.default, BaseModel)}
         return {k: v for k, v in given.items() if v is not None or k not in sections}
+
+
+def teachers_of(settings: Settings) -> int:
+    """Return the number of teachers that a run starts: none if nothing is trained.
+
+    Args:
+        settings: a whole config.
+    """
+    trains = not (settings.eval_only or settings.rollout_only)
+    return settings.num_teachers if settings.teacher is not None and trains else 0

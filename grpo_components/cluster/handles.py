@@ -169,21 +169,24 @@ class RewardModelHandle:
 
 
 class ReferencesHandle:
-    """Calls the frozen reference models; each group goes to one of them.
+    """Calls the frozen models of one kind, references or teachers; each group goes to one of them.
 
     Args:
-        roles: roles of all references.
+        roles: roles of all of them.
         timeout_s: longest wait for the logprobs of a group, in seconds.
+        keep_kl: keep the KL to the model in the ledger, where reward shaping finds the reference's.
     """
 
-    def __init__(self, roles: Sequence[Role], timeout_s: float) -> None:
-        self._roles, self._timeout_s = roles, timeout_s
+    def __init__(self, roles: Sequence[Role], timeout_s: float, *, keep_kl: bool = True) -> None:
+        self._roles, self._timeout_s, self._keep_kl = roles, timeout_s, keep_kl
 
     async def add_logprobs(self, group: Group) -> Group:
-        """Return the group with reference logprobs; set its `entry.reference_kl`."""
+        """Return the group with the models' logprobs."""
         role = self._roles[group.entry.group_id % len(self._roles)]
         packed, kl = role.submit("add_logprobs", group.packed, num_returns=2)
-        group.entry.reference_kl = await role.result(kl, "add_logprobs", self._timeout_s)
+        divergences = await role.result(kl, "add_logprobs", self._timeout_s)
+        if self._keep_kl:
+            group.entry.reference_kl = divergences
         return replace(group, packed=packed)
 
 
@@ -333,6 +336,7 @@ class Roles:
     server: ParameterServerHandle
     references: ReferencesHandle | None
     reward_model: RewardModelHandle | None
+    teachers: ReferencesHandle | None = None
     transfer: WeightTransfer | None = None
     """Brings weights to the generators; None: each fetches them from the object store."""
 

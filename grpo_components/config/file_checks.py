@@ -9,6 +9,7 @@ from typing import Any, get_args
 from grpo_components.config.checkpointer_checks import checkpoint_files
 from grpo_components.config.generator_checks import check_tensor_parallel
 from grpo_components.config.paths import read_hf_config
+from grpo_components.config.teacher_checks import check_teacher
 from grpo_components.config.training_checks import check_heads
 from grpo_components.errors import fail, shown
 from grpo_components.setting_types import REFUSED_MODEL_TYPES, ModelType
@@ -44,6 +45,7 @@ def check_files(settings: Settings) -> None:
     hf_config = read_hf_config("base_model_path", base)
     _check_kind(base, hf_config, settings.is_hugging_face)
     check_against_model(settings, hf_config)
+    check_teacher(settings, hf_config)
     check_heads(settings.tensor_parallel_dim, hf_config)
     check_tensor_parallel(settings.generator.tensor_parallel_size, hf_config)
 

@@ -18,7 +18,7 @@ from grpo_components.settings import Settings
 _INPUTS = {
     *("base_model_path", "checkpointer.checkpoint_dir", "reward_model.path", "eval_only"),
     *("train_from", "replay_events", "dataset.source", "eval_dataset.source", "model.path"),
-    *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path"),
+    *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path", "teacher.path"),
 }
 """Keys of files and folders that a run reads.
 

@@ -14,6 +14,7 @@ from grpo_components.cluster.building import threads_of
 from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
 from grpo_components.config.gpu_checks import generator_gpus
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import run_folder, stall_limit_s
@@ -46,6 +47,7 @@ class RoleArguments:
     replay_buffer: dict[str, Any]
     trainer: dict[str, Any]
     reference: dict[str, Any]
+    teacher: dict[str, Any]
     reward_model: dict[str, Any]
     generator: dict[str, Any]
 
@@ -81,6 +83,7 @@ def role_arguments(
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
         reference=_reference(cfg, threads("reference")),
+        teacher=_teacher(cfg, cfg.teacher.path, threads("teacher")) if cfg.teacher else {},
         reward_model=_reward_model(cfg, threads("reward_model")),
         generator=generator,
     )
@@ -199,6 +202,18 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
         "kl_estimator": cfg.reward_shaping.kl_estimator,
+    }
+
+
+def _teacher(cfg: Settings, path: str, cpu_threads: int) -> dict[str, Any]:
+    """Return the arguments of a reference that has the teacher's weights."""
+    return {
+        **_reference(cfg, cpu_threads),
+        "num_gpus": _gpus(cfg, cfg.gpus_per_teacher),
+        "field": "teacher_logprobs",
+        "build_model": partial(hugging_face, path),
+        "build_checkpointer": None,
+        "kl_estimator": "k1",
     }
 
 

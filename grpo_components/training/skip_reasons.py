@@ -22,6 +22,7 @@ _INPUTS = {
     "trainer logprob": "trainer_logprobs",
     "generator logprob": "generator_logprobs",
     "reference logprob": "reference_logprobs",
+    "teacher logprob": "teacher_logprobs",
 }
 _Found = tuple[tuple[int, ...], str]
 """A sortable place, and the description of what is wrong there."""

@@ -130,9 +130,8 @@ class Trainer:
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
         self._policy_loss = PolicyLoss(
-            objective.loss,
-            objective.penalties,
-            objective.off_policy,
+            *(objective.loss, objective.penalties, objective.off_policy),
+            teacher_coeff=objective.teacher_coeff,
             compile_loss=model.compile_model,
         )
         self._is_first_update, self._skipped_because = True, ""
@@ -320,7 +319,9 @@ class Trainer:
         def flat(values: list[NDArray[Any]]) -> Tensor:
             return torch.from_numpy(np.concatenate(values)).to(self._device)
 
-        def recorded(name: str) -> Tensor:
+        def recorded(name: str) -> Any:
+            if getattr(members[0].trajectory, name) is None:  # no reference, or no teacher
+                return None
             return flat([getattr(sample.trajectory, name)[sample.mask] for sample in members])
 
         generator_logprobs = recorded("generator_logprobs")
@@ -328,7 +329,6 @@ class Trainer:
         start = trainer_logprobs.detach()  # right if the step has no other update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
-        has_reference = members[0].trajectory.reference_logprobs is not None
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
             generator_logprobs=generator_logprobs,
@@ -338,7 +338,8 @@ class Trainer:
                 recorded("token_versions").long(), self.policy_version
             ),
             step=self._step,
-            reference_logprobs=recorded("reference_logprobs") if has_reference else None,
+            reference_logprobs=recorded("reference_logprobs"),
+            teacher_logprobs=recorded("teacher_logprobs"),
             proximal_logprobs=start if self._policy_loss.from_proximal else None,
             entropy=entropy,
         )

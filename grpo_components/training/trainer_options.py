@@ -106,6 +106,8 @@ class ObjectiveOptions:
     returns the off-policy weights [N]."""
     token_advantages: TokenAdvantages | None = None
     """Computes the tokens' advantages; None gives each token the advantage of its response."""
+    teacher_coeff: float = 0.0
+    """Weight of the teacher's term in the advantages; 0 without a teacher."""
     ptx: SupervisedExamples | None = None
     """Examples of a supervised loss that is added to the policy's; None disables that loss."""
 

@@ -244,6 +244,11 @@ def test_references_share_the_groups_and_the_kl_goes_to_the_ledger(local_role):
             f"packed {i} with logprobs of {i % 2}" for i in range(3)
         ]
         assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
+        teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
+        graded = await teachers.add_logprobs(groups[0])
+        assert await graded.packed == "packed 0 with logprobs of 0 with logprobs of 0"
+        graded = await teachers.add_logprobs(group_of(1))
+        assert graded.entry.reference_kl is None
 
     asyncio.run(run())
 
