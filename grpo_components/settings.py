@@ -204,7 +204,7 @@ class Settings(BaseModel):
 
     model: Annotated[DictConfig, component(ModelArguments)]
     tokenizer: Annotated[DictConfig, component(TokenizerArguments)]
-    checkpointer: Annotated[DictConfig, component(CheckpointerArguments)]
+    checkpointer: Annotated[DictConfig | None, component(CheckpointerArguments, null=True)]
     resume_from_checkpoint: FlagOrPath
     dataset: Annotated[DictConfig, component(DatasetArguments)]
     eval_dataset: Annotated[DictConfig, component(DatasetArguments)]
@@ -289,6 +289,18 @@ class Settings(BaseModel):
     fsdp_cpu_offload: bool = False
     timeouts: Timeouts = Timeouts()
     user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the policy is a model of transformers, which needs no checkpointer."""
+        return self.model["_component_"] == "grpo_components.models.hugging_face"
+
+    @property
+    def model_type(self) -> str | None:
+        """torchtune's name of the policy's family; None for a model of transformers."""
+        if self.is_hugging_face or self.checkpointer is None:
+            return None
+        return self.checkpointer["model_type"]
 
     @model_validator(mode="after")
     def _derive_timeouts(self) -> Settings:

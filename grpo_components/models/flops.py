@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.micro_batches import micro_batch_cost
 from grpo_components.models.shared_prompts import Part
 
@@ -64,7 +65,9 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Build from the sizes of a torchtune decoder, sharded or not."""
+        """Build from the sizes of a policy, sharded or not."""
+        if is_transformers(model):
+            return cls._of_transformers(model)
         decoder = cast(Any, model)
         matrices = [m.weight for m in decoder.layers.modules() if isinstance(m, nn.Linear)]
         attention = [layer.attn for layer in decoder.layers]
@@ -72,6 +75,26 @@ class ModelFlops:
         return cls(
             per_token=2.0 * sum(weight.numel() for weight in matrices),
             per_pair=4.0 * sum(attn.num_heads * attn.head_dim for attn in attention),
+            per_logprob=2.0 * vocabulary * dim,
+        )
+
+    @classmethod
+    def _of_transformers(cls, model: nn.Module) -> ModelFlops:
+        """Build from a transformers model; experts count as often as a token uses them."""
+        layers, config = decoder_layers(model), cast(Any, model).config.get_text_config()
+        weights = 0.0
+        for parameter in layers.parameters():
+            if parameter.ndim == 2:
+                weights += parameter.numel()
+            elif parameter.ndim == 3:  # fused experts
+                used = getattr(config, "num_experts_per_tok", None) or parameter.shape[0]
+                weights += parameter.numel() * used / parameter.shape[0]
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        vocabulary, dim = cast(Any, model).get_input_embeddings().weight.shape
+        return cls(
+            per_token=2.0 * weights,
+            per_pair=4.0 * heads * head_dim * len(layers),
             per_logprob=2.0 * vocabulary * dim,
         )
 

@@ -35,7 +35,7 @@ class PolicyOptions:
     """Builds the optimizer from the parameters; None leaves it out."""
     num_ranks: int
     sharding: Sharding
-    model_type: str
+    model_type: str | None
     dtype: str
     enable_activation_checkpointing: bool
     logprob_chunk_tokens: int

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
-from torchtune.modules import TransformerDecoder
+from torch import Tensor, nn
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
-from grpo_components.models.hf_weights import hf_converter
+from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
@@ -54,7 +53,7 @@ from grpo_components.training.weight_export import WeightExport
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
 
 
-def _load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> TransformerDecoder:
+def _load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
     return load_sharded_model(
         model.build_model,
         model.build_checkpointer,
@@ -141,7 +140,8 @@ class Trainer:
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
-        to_hf, dtype = hf_converter(model.model_type, base), DTYPES[model.dtype]
+        to_hf = file_converter(self._model, model.model_type, base)
+        dtype = DTYPES[model.dtype]
         self._export = WeightExport(self._model, to_hf, dtype, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
