@@ -35,7 +35,6 @@ def attention(
     layout: Layout | None = None,
     longest: int = 0,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -44,7 +43,7 @@ def attention(
     """Compute attention over a column of tokens, with the signature that transformers asks for.
 
     Args:
-        module: attention module that calls.
+        module: attention module.
         query: [1, H, N, D] queries of H heads, of any floating dtype.
         key: [1, K, N, D] keys of K heads; K divides H.
         value: [1, K, N, E] values.
@@ -52,18 +51,16 @@ def attention(
         layout: layout of the N tokens.
         longest: number of tokens of the longest sequence.
         scaling: factor of the scores; None is 1 / sqrt(D).
-        dropout: 0; a policy is trained without dropout.
         sliding_window: number of tokens that a query sees, itself among them; None is all.
         softcap: bound c of the scores s, which become c * tanh(s / c), as in Gemma 2.
-        s_aux: [H] score of each head's attention sink, which takes part in the softmax without a
-            value, as in gpt-oss.
+        s_aux: [H] score of each head's attention sink, a key without a value, as in gpt-oss.
         others: arguments of other attention functions.
 
     Returns:
         [1, N, H, E] outputs, and None for the attention weights.
 
     Raises:
-        ValueError: the model asks for something that this function does not compute.
+        ValueError: the model asks for what this function does not compute.
     """
     name = type(module).__name__
     if layout is None:
@@ -73,8 +70,8 @@ def attention(
             raise ValueError(f"{name} has {argument}, which shared prompts do not support")
     if attention_mask is not None or others.get("is_causal") is False:
         raise ValueError(f"{name} has a mask of its own, so that it is not plainly causal")
-    if dropout:
-        raise ValueError(f"{name} has attention dropout {dropout}, which generators lack")
+    if others.get("dropout"):
+        raise ValueError(f"{name} has attention dropout, which generators lack")
     window = sliding_window if sliding_window and sliding_window < longest else None
 
     def of_block(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:

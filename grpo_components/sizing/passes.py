@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchtune import training
 
-from grpo_components.models.hugging_face_policy import decoder_layers
+from grpo_components.models.hugging_face_policy import base_of, decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES, shard_model
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.meshes import Sharding, arrange_ranks
@@ -31,7 +31,7 @@ class PolicyOptions:
     """How a rank computes the policy; the names are those of the config."""
 
     build_model: Callable[[], nn.Module]
-    """Builds the torchtune decoder."""
+    """Builds the torchtune decoder or transformers model."""
     build_optimizer: Callable[[Any], torch.optim.Optimizer] | None
     """Builds the optimizer from the parameters; None leaves it out."""
     num_ranks: int
@@ -149,7 +149,7 @@ def _train(
         optimizer.step()  # makes its state
         optimizer.zero_grad(set_to_none=True)
     found["optimizer"] = live.live - found["weights"]
-    steps = _Steps(live, cast(Any, model).layers, found)
+    steps = _Steps(live, list(decoder_layers(model)), found)
     logprobs = ResponseLogprobs(
         model, chunk_tokens=options.logprob_chunk_tokens, entropy_gradient=options.entropy_gradient
     )
@@ -182,7 +182,8 @@ def _by_depth(
     def shortened(num_layers: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
             model = build_model()
-            del decoder_layers(model)[num_layers:]
+            holder = base_of(model) if is_transformers(model) else cast(Any, model)
+            holder.layers = decoder_layers(model)[:num_layers]
             return model
 
         return build
