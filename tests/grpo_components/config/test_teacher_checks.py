@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grpo_components.config.gpu_checks import check_gpus
 from grpo_components.config.teacher_checks import try_teacher
 from grpo_components.settings import teachers_of
 
@@ -97,6 +99,18 @@ def test_a_teacher_counts_where_something_is_trained(cfg, teacher, check):
     assert teachers_of(check("num_teachers=3")) == 0
     cfg.teacher = OmegaConf.create({"path": str(teacher), "coeff": 2})
     assert teachers_of(check()) == 1
+
+
+@pytest.mark.parametrize(("share", "allowed"), [(1.0, 3), (0.5, 3), (0.2, 2)])
+def test_a_teacher_needs_its_share_of_a_gpu(settings_with, monkeypatch, share, allowed):
+    changes = {"device": "cuda", "teacher": {"path": "/models/teacher"}, "gpus_per_teacher": share}
+    settings = settings_with(**changes, gpus_per_trainer=0.8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: allowed)
+    check_gpus(settings, here=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: allowed - 1)
+    with pytest.raises(ValueError, match=r"^num_generators: .*num_teachers: 1 need"):
+        check_gpus(settings, here=True)
 
 
 LARGER = {

@@ -84,6 +84,18 @@ def test_what_does_not_fit_is_named_by_its_key_in_a_line(overrides, key, capsys)
         (["--config", "qwen9B"], "--config: no config qwen9B"),
         (["--config", ONE_GPU, "num_trainers"], "overrides: num_trainers given"),
         (["--config", ONE_GPU, "num_trainer=2"], "num_trainer: unknown key"),
+        (["--config", ONE_GPU, "--gpus=0"], "--gpus: 0 given"),
+        (["--config", ONE_GPU, "--gpu-memory=nan"], "--gpu-memory: nan given"),
+        (["--config", ONE_GPU, "--gpu-memory=0"], "--gpu-memory: 0 given"),
+        (["--config", "tiny_async_grpo", "--gpus=2"], "--gpus: 2 given, and the config has device"),
+        (
+            ["--config", ONE_GPU, "tensor_parallel_dim=4", "num_trainers=4"],
+            "tensor_parallel_dim: 4",
+        ),
+        (
+            ["--config", ONE_GPU, "generator.tensor_parallel_size=4", "gpus_per_generator=1"],
+            "generator.tensor_parallel_size: 4 given, which does not divide",
+        ),
         (["--config", ONE_GPU, "teacher.path=/nowhere"], "teacher.path: no file /nowhere/config"),
         (["--config", ONE_GPU, "dataset.max_prompt_tokens=null"], "dataset.max_prompt_tokens"),
     ],
