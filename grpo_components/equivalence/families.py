@@ -152,7 +152,7 @@ def save_random(config: Any, folder: Path, seed: int) -> Path:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
         names = {name for name, _ in model.named_parameters()} | model.state_dict().keys()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # A tied head would otherwise be certain that each token follows itself.
