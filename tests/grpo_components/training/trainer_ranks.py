@@ -213,7 +213,10 @@ class Ranks:
 
     def _start(self, num_ranks):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch and torchtune are imported once
+        # Not this module: the server has no test folder in its path, and passes over what it lacks.
+        context.set_forkserver_preload(
+            ["grpo_components.training.trainer", "grpo_components.models.qwen3_weights", "pytest"]
+        )
         while len(self._processes) < num_ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
