@@ -24,7 +24,7 @@ from grpo_components.config.column_checks import check_columns
 from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import MAX_MESSAGE, fail
-from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes, shapes_of
 from grpo_components.models.hf_weights import hf_converter
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
@@ -298,9 +298,8 @@ def check_components(cfg: Settings) -> None:
             f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
             f"as such, {what}; allowed: the family of both model and {base / 'config.json'}"
         ) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
     try:
-        check_names_and_shapes(shapes, checkpoint_shapes(base))
+        check_names_and_shapes(shapes_of(converted), checkpoint_shapes(base))
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error

@@ -135,9 +135,9 @@ def _scatter(
                 f"model: the checkpoint has no tensor for {name}; is `model` its builder?"
             )
         value = (
-            full.pop(name).to(device, torch.float32)
+            full.pop(name).to(device, parameter.dtype)
             if on_rank_0
-            else torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         )
         if value.shape != parameter.shape:
             raise ValueError(

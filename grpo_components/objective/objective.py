@@ -47,6 +47,7 @@ class Objective:
             "off_policy": self.off_policy,
             "ptx": self.ptx,
             "token_advantages": getattr(self.advantages, "per_token", None),
+            "needs_reference": self.needs_reference,
         }
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:

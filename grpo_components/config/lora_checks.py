@@ -1,0 +1,52 @@
+"""Checks the section `lora` against the keys that adapters rule out."""
+
+from __future__ import annotations
+
+from grpo_components.errors import fail, shown
+from grpo_components.models.lora import LoraOptions, fused_targets
+from grpo_components.objective.schedules import as_schedule
+from grpo_components.settings import Settings
+
+
+def lora_options(cfg: Settings) -> LoraOptions | None:
+    """Return the options of the adapters; None if all weights are trained.
+
+    Args:
+        cfg: settings of the run.
+    """
+    if cfg.lora is None:
+        return None
+    given = cfg.lora.model_dump()
+    return LoraOptions(**given | {"target_modules": tuple(given["target_modules"])})
+
+
+def check_lora(settings: Settings) -> None:
+    """Refuse keys that do not go with adapters.
+
+    Args:
+        settings: each value already checked against its own bounds.
+
+    Raises:
+        ValueError: a check fails; names the key.
+    """
+    lora = lora_options(settings)
+    if lora is None:
+        return
+    if len(set(lora.target_modules)) < len(lora.target_modules):
+        problem = f"{shown(list(lora.target_modules))} given, with a name twice"
+        fail("lora.target_modules", problem, "each name once")
+    model_type = settings.checkpointer["model_type"]
+    if fused := fused_targets(model_type, lora):
+        problem = f"{', '.join(fused)} given with checkpointer.model_type: {model_type}, whose "
+        problem += "Hugging Face models have them in a fused layer"
+        fail("lora.target_modules", problem, "o_proj, down_proj")
+    if settings.weights != "object_store":
+        problem = f"{settings.weights} given with lora, and vLLM's transfer engines load whole "
+        fail("weights", f"{problem}models", "object_store, or lora: null")
+    if settings.tensor_parallel_dim > 1:
+        problem = f"{settings.tensor_parallel_dim} given with lora, whose adapters have no plan"
+        fail("tensor_parallel_dim", problem, "1 (more num_trainers shard the model)")
+    if as_schedule("kl_coeff", settings.reward_shaping.kl_coeff).highest > 0:
+        problem = f"{shown(settings.reward_shaping.kl_coeff)} given with lora, where the trainers "
+        problem += "compute the reference's logprobs, after the rewards were shaped"
+        fail("reward_shaping.kl_coeff", problem, "0; loss.kl_coeff or advantages.kl_coeff instead")
