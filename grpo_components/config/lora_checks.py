@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 from grpo_components.errors import fail, shown
-from grpo_components.models.lora import LoraOptions, fused_targets
+from grpo_components.models.lora import fused_targets, lora_options
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.settings import Settings
-
-
-def lora_options(cfg: Settings) -> LoraOptions | None:
-    """Return the options of the adapters; None if all weights are trained.
-
-    Args:
-        cfg: settings of the run.
-    """
-    if cfg.lora is None:
-        return None
-    given = cfg.lora.model_dump()
-    return LoraOptions(**given | {"target_modules": tuple(given["target_modules"])})
 
 
 def check_lora(settings: Settings) -> None:
@@ -29,7 +17,7 @@ def check_lora(settings: Settings) -> None:
     Raises:
         ValueError: a check fails; names the key.
     """
-    lora = lora_options(settings)
+    lora = lora_options(settings.lora)
     if lora is None:
         return
     if len(set(lora.target_modules)) < len(lora.target_modules):

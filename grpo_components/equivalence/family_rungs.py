@@ -30,7 +30,8 @@ from grpo_components.models.meshes import Sharding
 from grpo_components.models.qwen3_weights import Qwen3Checkpointer
 from grpo_components.trajectory import Trajectory, pack
 
-_PROMPTS = [[5, 6, 7, number] for number in range(4)]
+PROMPTS = [[5, 6, 7, number] for number in range(4)]
+"""Token ids of the prompts that the families answer."""
 TRAINERS = (
     *((name, 1, Sharding()) for name in FAMILIES),
     ("QWEN3 (tied)", 2, Sharding()),
@@ -94,9 +95,9 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
             family = FAMILIES[name]
             base, copy = random_checkpoint(family, bench.folder(), seed=0), bench.folder()
             train = partial(bench.train, num_ranks=num_ranks, sharding=sharding, **options)
-            responses = rng.integers(1, 256, (len(_PROMPTS), 9))
+            responses = rng.integers(1, 256, (len(PROMPTS), 9))
             calls = [
-                _train_step([(ids, np.zeros(9, np.float32)) for ids in responses]),
+                train_step_of([(ids, np.zeros(9, np.float32)) for ids in responses]),
                 *(("hold_state", False), ("write_state", str(copy))),
                 *(("gather_weights",), ("export_weights", 1)),
             ]
@@ -106,12 +107,12 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
             if max_difference(saved_weights(copy), pushed) > 0:
                 return math.inf
             bucket = pack_bucket(list(pushed.items()))
-            new, running = engines.call("sample_under_load", str(base), bucket, _PROMPTS)
+            new, running = engines.call("sample_under_load", str(base), bucket, PROMPTS)
             versions = [{*completion.token_versions.tolist()} for completion in (*new, *running)]
             if versions[: len(new)] != [{1}] * len(new) or {0, 1} not in versions:
                 return math.inf  # not the new weights, or nothing ran while they were swapped in
             sampled = [(completion.token_ids, completion.logprobs) for completion in new]
-            calls = [_train_step(sampled)]
+            calls = [train_step_of(sampled)]
             result = train(calls, **family_arguments(bench, family, copy))[0][-1]
             worst = max(worst, result.metrics["gap/max"])
     return worst
@@ -178,13 +179,14 @@ def _grouped_batch() -> list[Trajectory]:
     return records
 
 
-def _train_step(
-    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]],
+def train_step_of(
+    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int = 0
 ) -> tuple[Any, ...]:
-    """Return a new trainer's first `train_step` call, with one response per prompt.
+    """Return a `train_step` call with one response per prompt.
 
     Args:
         responses: token ids [R] and generator logprobs [R] of each response.
+        version: policy version that sampled them.
     """
     records = [
         Trajectory(
@@ -192,14 +194,14 @@ def _train_step(
             response_ids=ids,
             response_mask=np.ones(len(ids), bool),
             generator_logprobs=logprobs,
-            token_versions=np.zeros(len(ids), np.int32),
+            token_versions=np.full(len(ids), version, np.int32),
             prompt_index=0,
             epoch=0,
             group_id=0,
             attempt=0,
             finish_reason="length",
         )
-        for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)
+        for prompt, (ids, logprobs) in zip(PROMPTS, responses, strict=True)
     ]
     advantages = np.resize(np.array([1, -1], np.float32), len(records))
     return "train_step", pack(records), advantages, 0

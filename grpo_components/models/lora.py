@@ -16,18 +16,19 @@ from torchtune.modules.peft import LoRALinear
 
 from grpo_components.exchange.weights import StateDict
 from grpo_components.models.loading import DTYPES
+from grpo_components.settings import LoraSettings
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face's names of the linear layers that may have an adapter."""
 _HF_NAMES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """torchtune's names of linear layers -> Hugging Face's, where they differ."""
-_FUSED = dict.fromkeys(
-    ("PHI3_MINI", "PHI4"), ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-)
-"""Model families -> layers that their Hugging Face models hold in a fused one."""
+_FUSING_FAMILIES = ("PHI3_MINI", "PHI4")
+"""Model families whose Hugging Face models hold several of our layers in one."""
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ADAPTER_FOLDER = "adapter"
 """Name of a checkpoint's folder that holds the adapter."""
 ADAPTER_FILE = "adapter_model.safetensors"
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PEFT_PREFIX = "base_model.model."
 _A, _B = "lora_a.weight", "lora_b.weight"
 
@@ -52,6 +53,11 @@ class LoraOptions:
         """Factor of B A in the sum with the layer's own weight."""
         return self.alpha / self.rank
 
+    @property
+    def reserved_rank(self) -> int:
+        """Rank for which vLLM reserves memory."""
+        return next(rank for rank in _VLLM_RANKS if rank >= self.rank)
+
     def peft_config(self, base_model_path: str) -> dict[str, Any]:
         """Return the contents of peft's `adapter_config.json`.
 
@@ -70,6 +76,23 @@ class LoraOptions:
             "bias": "none",
             "inference_mode": True,
         }
+
+
+def lora_options(section: LoraSettings | None) -> LoraOptions | None:
+    """Return the options in a config's section `lora`; None if all weights are trained.
+
+    Args:
+        section: the section, whose values were checked.
+    """
+    if section is None:
+        return None
+    return LoraOptions(
+        rank=section.rank,
+        alpha=section.alpha,
+        target_modules=tuple(section.target_modules),
+        dropout=section.dropout,
+        save_merged=section.save_merged,
+    )
 
 
 def read_adapter_options(folder: Path) -> LoraOptions:
@@ -102,7 +125,7 @@ def fused_targets(model_type: str, lora: LoraOptions) -> list[str]:
         model_type: torchtune's name of the family.
         lora: options of the adapters.
     """
-    fused = _FUSED.get(model_type, ())
+    fused = _FUSED if model_type in _FUSING_FAMILIES else ()
     return [name for name in lora.target_modules if name in fused]
 
 

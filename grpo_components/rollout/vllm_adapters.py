@@ -14,8 +14,6 @@ from vllm.lora.request import LoRARequest
 from grpo_components.exchange.shared_weights import SharedMemory, SharedTensors, open_shared
 from grpo_components.models.lora import LoraOptions
 
-_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM reserves memory."""
 _TIMEOUT_S = 300.0
 """Longest wait for all workers to load an adapter, in seconds."""
 
@@ -30,7 +28,8 @@ def adapter_arguments(lora: LoraOptions) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": next(rank for rank in _MAX_RANKS if rank >= lora.rank),
+        "max_lora_rank": lora.reserved_rank,
+        "lora_target_modules": list(lora.target_modules),  # else vLLM has room in every layer
     }
 
 

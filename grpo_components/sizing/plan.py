@@ -9,6 +9,7 @@ from functools import partial
 import psutil
 from torchtune import config
 
+from grpo_components.models.lora import lora_options
 from grpo_components.settings import Settings
 from grpo_components.sizing.generator_memory import generator_memory
 from grpo_components.sizing.host_memory import HostMemory, node_bytes
@@ -52,7 +53,7 @@ def plan_run(
         num_gpus: number of GPUs; None takes as many as the config needs.
         gpu_gib: memory of one GPU, in GiB.
     """
-    sizes = ModelSizes.of(partial(config.instantiate, cfg.model))
+    sizes = ModelSizes.of(partial(config.instantiate, cfg.model), lora_options(cfg.lora))
     is_gpu = cfg.device == "cuda"
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
     device = Device(is_gpu, memory)
@@ -65,7 +66,10 @@ def plan_run(
         roles.append(reference_memory(cfg, sizes, prompt_tokens, device))
     host = HostMemory.of(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
-    lines = [f"{sizes.parameters:,} parameters, {gib(host.snapshot)} GiB in {cfg.dtype}"]
+    weights = gib(sizes.weight_bytes(cfg.dtype))
+    lines = [f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"]
+    if cfg.lora is not None:
+        lines.append(f"{sizes.trained:,} parameters of adapters, which alone are trained")
     lines += _table(roles)
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
     if is_gpu:
