@@ -21,6 +21,7 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.column_checks import check_columns
+from grpo_components.config.lora_checks import check_adapters
 from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import MAX_MESSAGE, fail
@@ -304,6 +305,7 @@ def check_components(cfg: Settings) -> None:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
     check_model(cfg.model, model, kind, base)
+    check_adapters(cfg, model)
 
 
 def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from torch import nn
+
 from grpo_components.errors import fail, shown
-from grpo_components.models.lora import fused_targets, lora_options
+from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.models.hf_weights import hf_converter
+from grpo_components.models.lora import (
+    AdapterNames,
+    adapted_model,
+    fused_targets,
+    is_adapter,
+    lora_options,
+    pushed_shapes,
+)
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.settings import Settings
 
@@ -38,3 +51,28 @@ def check_lora(settings: Settings) -> None:
         problem = f"{shown(settings.reward_shaping.kl_coeff)} given with lora, where the trainers "
         problem += "compute the reference's logprobs, after the rewards were shaped"
         fail("reward_shaping.kl_coeff", problem, "0; loss.kl_coeff or advantages.kl_coeff instead")
+
+
+def check_adapters(settings: Settings, model: nn.Module) -> None:
+    """Refuse adapters that trainer and generators would place in different layers.
+
+    Args:
+        settings: settings checked by preflight.
+        model: model that the config builds, on the meta device; it gets the adapters.
+
+    Raises:
+        ValueError: the layers of an adapter are not those of the base model; names one.
+    """
+    lora = lora_options(settings.lora)
+    if lora is None:
+        return
+    base = Path(settings.base_model_path)
+    state = adapted_model(lambda: model, lora, settings.dtype).state_dict()
+    named = AdapterNames(hf_converter(settings.checkpointer.model_type, base))(
+        {name: tensor for name, tensor in state.items() if is_adapter(name)}
+    )
+    try:
+        check_names_and_shapes(shapes_of(named), pushed_shapes(base, lora))
+    except ValueError as error:
+        problem = str(error).removeprefix("weights: ")
+        fail("lora.target_modules", problem, "layers of both `model` and base_model_path")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
-from grpo_components.exchange.weights import StateDict
+from grpo_components.exchange.weights import StateDict, checkpoint_shapes
 from grpo_components.models.loading import DTYPES
 from grpo_components.settings import LoraSettings
 
@@ -107,13 +107,13 @@ def read_adapter_options(folder: Path) -> LoraOptions:
     file = folder / "adapter_config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return LoraOptions(
-            rank=int(found["r"]),
-            alpha=float(found["lora_alpha"]),
-            target_modules=tuple(found["target_modules"]),
-        )
+        rank, alpha = int(found["r"]), float(found["lora_alpha"])
+        targets = tuple(found["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} does not describe a LoRA adapter: {error!r}") from error
+    if not 1 <= rank <= _VLLM_RANKS[-1] or not set(targets) <= set(TARGETS):
+        raise ValueError(f"{file} has rank {rank} and target_modules {', '.join(targets)}")
+    return LoraOptions(rank=rank, alpha=alpha, target_modules=targets)
 
 
 def fused_targets(model_type: str, lora: LoraOptions) -> list[str]:
@@ -203,17 +203,18 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{_A}", f".{_B}"))
 
 
-def adapter_shapes(
-    base: Mapping[str, tuple[int, ...]], lora: LoraOptions
-) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of an adapter, by peft's name.
+def pushed_shapes(base: Path, lora: LoraOptions | None) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that a push sends: of an adapter, by peft's names, or of all.
 
     Args:
-        base: shapes of the base model's tensors, by Hugging Face's names.
-        lora: options of the adapters.
+        base: folder of the base model.
+        lora: options of the adapters; None sends whole models.
     """
+    whole = checkpoint_shapes(base)
+    if lora is None:
+        return whole
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in base.items():
+    for name, shape in whole.items():
         if is_target(name, lora):
             rows, columns = shape
             shapes[_peft_name(name, "lora_A")] = (lora.rank, columns)

@@ -18,17 +18,14 @@ from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from grpo_components.exchange.weights import (
-    check_names_and_shapes,
-    checkpoint_shapes,
-    shapes_of,
-)
-from grpo_components.models.lora import ADAPTER_FILE, adapter_shapes
+from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.models.lora import ADAPTER_FILE, pushed_shapes
 from grpo_components.replay.schedule import STOP, Schedule
 from grpo_components.rollout import gloo_transfer  # noqa: F401 -- so that vLLM knows `gloo`
 from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
@@ -106,12 +103,10 @@ class VLLMEngine:
             self._adapters = Adapters(lora, executor, in_process=alone)
         self._sleep = EngineSleep(self._engine, options.device, keeps_weights=lora is not None)
         self._recompute_kv = options.recompute_kv_after_pull
-        shapes = checkpoint_shapes(Path(options.model_path))
-        self._expected_shapes = shapes if lora is None else adapter_shapes(shapes, lora)
-        if options.adapter_path is not None:
+        self._expected_shapes = pushed_shapes(Path(options.model_path), lora)
+        if self._adapters is not None and options.adapter_path is not None:
             adapter = load_file(Path(options.adapter_path) / ADAPTER_FILE)
             check_names_and_shapes(shapes_of(adapter), self._expected_shapes)
-            assert self._adapters is not None
             self._adapters.swap(BASE_VERSION, adapter, self._core.scheduler)
         self._schedule = Schedule() if schedule is None else schedule
         self._step = 0
@@ -271,10 +266,9 @@ class VLLMEngine:
         request_id = str(self._next_request)
         self._next_request += 1
         try:
-            prompt, adapter = {"prompt_token_ids": prompt_ids}, None
-            if self._adapters is not None:
-                adapter = self._adapters.current
-            self._engine.add_request(request_id, cast(Any, prompt), sampling, lora_request=adapter)
+            prompt, adapter = TokensPrompt(prompt_token_ids=prompt_ids), self._adapters
+            lora = adapter and adapter.current
+            self._engine.add_request(request_id, prompt, sampling, lora_request=lora)
         except (ValueError, VLLMValidationError) as error:  # e.g. a prompt that is too long
             future.set_exception(error)
             return
