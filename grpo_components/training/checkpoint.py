@@ -139,7 +139,9 @@ class TrainerState:
             if self._rank == 0:
                 write_state(folder / "state", "trainer", plain)
                 if self._lora is not None:
-                    weights = self._save_adapter(weights, folder / ADAPTER_FOLDER)
+                    adapter = adapter_tensors(weights)
+                    save_adapter(adapter, self._lora, self._base_model_path, folder)
+                    weights = {n: tensor for n, tensor in weights.items() if n not in adapter}
                 if weights:
                     save_hf_weights(weights, self._base_model_path, folder)
         except (OSError, SafetensorError) as error:
@@ -147,17 +149,6 @@ class TrainerState:
         except CheckpointException as error:
             return _why_not_written(error)
         return None
-
-    def _save_adapter(self, weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        """Write an adapter that peft and vLLM load; return the other weights."""
-        assert self._lora is not None
-        adapter = adapter_tensors(weights)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: t.contiguous() for name, t in adapter.items()}, folder / ADAPTER_FILE)
-        described = self._lora.peft_config(str(self._base_model_path))
-        text = json.dumps(described, indent=2)
-        (folder / "adapter_config.json").write_text(text, encoding="utf-8")
-        return {name: tensor for name, tensor in weights.items() if name not in adapter}
 
     def _write_tensors(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
@@ -251,6 +242,25 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"a checkpoint's .metadata must not hold {module}.{name}")
         return super().find_class(module, name)
+
+
+def save_adapter(
+    adapter: dict[str, Tensor], lora: LoraOptions, base_model_path: Path, checkpoint: Path
+) -> None:
+    """Write a checkpoint's folder `adapter`, which peft and vLLM load.
+
+    Args:
+        adapter: CPU tensors by peft's names.
+        lora: options of the adapter.
+        base_model_path: folder of the base model, which the adapter's config names.
+        checkpoint: folder of the checkpoint.
+    """
+    folder = checkpoint / ADAPTER_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in adapter.items()}
+    save_file(contiguous, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    described = json.dumps(lora.peft_config(str(base_model_path)), indent=2)
+    (folder / "adapter_config.json").write_text(described, encoding="utf-8")
 
 
 def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder: Path) -> None:
