@@ -20,13 +20,11 @@ from grpo_components.models.lora import TARGETS, LoraOptions
 
 _RANK, _ALPHA = 4, 8.0
 ADAPTED = (
-    ("QWEN2 (tied)", 1, TARGETS),
     ("QWEN3 (untied)", 2, TARGETS),
     ("LLAMA3_2", 1, TARGETS),
-    ("GEMMA", 1, ("q_proj", "o_proj", "up_proj")),
     ("PHI4", 1, ("o_proj", "down_proj")),
 )
-"""Family, trainer ranks and adapted layers: biases, two ranks, permuted rows, few, fused layers."""
+"""Family, trainer ranks and adapted layers: two ranks, rows in another order, fused layers."""
 
 
 def adapter_is_merged_weights(bench: Bench) -> float:

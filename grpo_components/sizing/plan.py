@@ -66,11 +66,7 @@ def plan_run(
         roles.append(reference_memory(cfg, sizes, prompt_tokens, device))
     host = HostMemory.of(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
-    weights = gib(sizes.weight_bytes(cfg.dtype))
-    lines = [f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"]
-    if cfg.lora is not None:
-        lines.append(f"{sizes.trained:,} parameters of adapters, which alone are trained")
-    lines += _table(roles)
+    lines = [*_size_lines(cfg, sizes), *_table(roles)]
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
     if is_gpu:
         placed = roles
@@ -98,6 +94,13 @@ def plan_run(
     if problem := host.problem(cfg):
         problems.append(problem)
     return RunPlan(lines, list(dict.fromkeys(problems)))
+
+
+def _size_lines(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
+    weights = gib(sizes.weight_bytes(cfg.dtype))
+    yield f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"
+    if cfg.lora is not None:
+        yield f"{sizes.trained:,} parameters of adapters, which alone are trained"
 
 
 def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:

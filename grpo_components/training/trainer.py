@@ -110,11 +110,7 @@ class Trainer:
             compile_softmax=model.compile_model,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
-        self._base_reference = None
-        if model.lora is not None and objective.needs_reference:
-            self._base_reference = BaseReference(
-                self._model, self._logprobs, self._device, self._plan_parts
-            )
+        self._base_reference = self._reference_in_policy(model, objective)
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
         build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
@@ -162,8 +158,7 @@ class Trainer:
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
         trajectories, logged = unpack(batch), self._diagnostics.logged_responses
-        if self._base_reference is not None and trajectories[0].reference_logprobs is None:
-            self._base_reference.add_logprobs(trajectories)
+        self._add_reference_logprobs(trajectories)
         samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._objective.token_advantages, step)
         with self._offload.on_device() as moves:
@@ -204,6 +199,18 @@ class Trainer:
             skipped_because=why,
             metrics=metrics,
         )
+
+    def _reference_in_policy(
+        self, model: ModelOptions, objective: ObjectiveOptions
+    ) -> BaseReference | None:
+        if model.lora is None or not objective.needs_reference:
+            return None  # or in a process of its own
+        return BaseReference(self._model, self._logprobs, self._device, self._plan_parts)
+
+    def _add_reference_logprobs(self, trajectories: list[Trajectory]) -> None:
+        # Recorded groups may have them already.
+        if self._base_reference is not None and trajectories[0].reference_logprobs is None:
+            self._base_reference.add_logprobs(trajectories)
 
     def _updates(
         self, samples: list[TrainSample], step: int
