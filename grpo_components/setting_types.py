@@ -110,6 +110,9 @@ ModelType = Literal[
 ]
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 @with_config(_ARGUMENTS)
 class AnyArguments(TypedDict):
     """Arguments of any component; its signature decides which ones are allowed."""

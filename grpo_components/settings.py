@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -19,6 +19,7 @@ from grpo_components.setting_types import (
     EnvironmentArguments,
     FlagOrPath,
     GpuShare,
+    LoraTarget,
     LrSchedulerArguments,
     ModelArguments,
     OptimizerArguments,
@@ -56,6 +57,19 @@ class RewardShapingSettings(BaseModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     overlong_tokens: Annotated[int, Field(ge=0, le=2**22)] = 0
     overlong_penalty: Coefficient = 1.0
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adapters, which alone are trained; the names of layers are Hugging Face's."""
+
+    model_config = SECTION
+    rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
+    alpha: Annotated[float, Field(gt=0, le=1e6)]
+    target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = Field(
+        default_factory=lambda: list(get_args(LoraTarget))
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    save_merged: bool = False
 
 
 class DynamicSamplingSettings(BaseModel):
@@ -212,6 +226,7 @@ class Settings(BaseModel):
     dry_run: bool = False
 
     model: Annotated[DictConfig, component(ModelArguments)]
+    lora: LoraSettings | None = None
     tokenizer: Annotated[DictConfig, component(TokenizerArguments)]
     checkpointer: Annotated[DictConfig | None, component(CheckpointerArguments, null=True)]
     resume_from_checkpoint: FlagOrPath
@@ -313,6 +328,13 @@ class Settings(BaseModel):
         if self.is_hugging_face or self.checkpointer is None:
             return None
         return self.checkpointer["model_type"]
+
+    @model_validator(mode="after")
+    def _keep_one_copy(self) -> Settings:
+        """Start no reference beside adapters: without them, the policy is the reference."""
+        if self.lora is not None:
+            self.num_references = 0
+        return self
 
     @model_validator(mode="after")
     def _derive_timeouts(self) -> Settings:

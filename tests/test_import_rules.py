@@ -28,6 +28,7 @@ ONLY_IMPORTERS = {
     "vllm": (
         *("grpo_components.rollout.vllm_engine", "grpo_components.rollout.vllm_weights"),
         *("grpo_components.rollout.weight_sender", "grpo_components.rollout.gloo_transfer"),
+        "grpo_components.rollout.vllm_adapters",
     ),
 }
 # Imported in a notebook within seconds: the record, the maths, and the rewards that users write.

@@ -21,10 +21,11 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.column_checks import check_columns
+from grpo_components.config.lora_checks import check_adapters
 from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import MAX_MESSAGE, fail
-from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes, shapes_of
 from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.hugging_face_check import check_hugging_face
 from grpo_components.models.hugging_face_policy import is_transformers
@@ -301,9 +302,8 @@ def check_components(cfg: Settings) -> None:
             f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
             f"as such, {what}; allowed: the family of both model and {base / 'config.json'}"
         ) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
     try:
-        check_names_and_shapes(shapes, checkpoint_shapes(base))
+        check_names_and_shapes(shapes_of(converted), checkpoint_shapes(base))
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
@@ -314,6 +314,7 @@ def check_components(cfg: Settings) -> None:
         check_hugging_face(model, cfg.generator.max_model_len or (prompt or 0) + response)
     elif kind is not None:
         check_model(cfg.model, model, kind, base)
+    check_adapters(cfg, model)
 
 
 def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:

@@ -15,6 +15,7 @@ from grpo_components.config.building import build_environment, has_slots_apart, 
 from grpo_components.config.gpu_checks import generator_gpus
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
+from grpo_components.models.lora import lora_options
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import run_folder, stall_limit_s
@@ -130,6 +131,7 @@ def _trainer(
             enable_activation_checkpointing=cfg.enable_activation_checkpointing,
             compile_model=cfg.compile,
             logprob_chunk_tokens=cfg.logprob_chunk_tokens,
+            lora=lora_options(cfg.lora),
         ),
         "batch": BatchOptions(
             ppo_epochs=cfg.ppo_epochs,
@@ -287,6 +289,7 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
         tensor_parallel_size=options.tensor_parallel_size,
         takes_turns=cfg.colocate,
         weight_transfer=None if cfg.weights == "object_store" else cfg.weights,
+        lora=lora_options(cfg.lora),
     )
 
 

@@ -69,10 +69,11 @@ def default_bound(settings: Settings) -> float | None:
         settings: each value already checked against its own bounds.
 
     Returns:
-        The bound for the config's `dtype`; None if the sampler is biased, because trainer and
-        generator then differ on purpose.
+        The bound for the config's `dtype`; None if the sampler is biased, or if the trainer drops
+        inputs of adapters, because trainer and generator then differ on purpose.
     """
-    return None if biasing(settings.generator) else MAX_GENERATOR_KL[settings.dtype]
+    drops = settings.lora is not None and settings.lora.dropout > 0
+    return None if drops or biasing(settings.generator) else MAX_GENERATOR_KL[settings.dtype]
 
 
 def _check_cpu(settings: Settings) -> None:

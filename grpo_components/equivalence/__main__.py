@@ -13,7 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_components.equivalence import engine_rungs, family_rungs, policy_rungs, rungs
+from grpo_components.equivalence import (
+    engine_rungs,
+    family_rungs,
+    lora_rungs,
+    policy_rungs,
+    rungs,
+)
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.hf_families import HF_FAMILIES
 from grpo_components.equivalence.resume import resumed_is_uninterrupted
@@ -180,6 +186,22 @@ RUNGS = (
         "docs/models.md",
         1e-4,
         family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
+    ),
+    Rung(
+        "LoRA: adapter pulled under load = merged weights",
+        "every sampled token's logprob in nats, float32, of "
+        + ", ".join(name for name, _, _ in lora_rungs.ADAPTED)
+        + ": an engine that pulled a trained adapter while requests ran, a fresh engine with the "
+        "merged checkpoint, and a trainer that loaded the checkpoint; Qwen3 with 2 trainer ranks",
+        1e-4,
+        lora_rungs.adapter_is_merged_weights,
+    ),
+    Rung(
+        "LoRA: generator logprobs = trainer logprobs",
+        "every sampled token, in nats, float32; with a new adapter at temperature 1, and with one "
+        "pulled after a step at temperature 0.7",
+        1e-4,
+        lora_rungs.generator_is_adapted_trainer,
     ),
 )
 """The ladder, in the order of the table."""

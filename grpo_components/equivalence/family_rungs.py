@@ -45,7 +45,7 @@ TRAINERS = (
 also agree on a tensor of each head (its norm)."""
 HF_TRAINERS = (*((name, 1, Sharding()) for name in HF_FAMILIES), ("Qwen3-MoE", 2, Sharding()))
 """As `TRAINERS`, for policies of transformers; two ranks also share each layer's fused experts."""
-_PROMPTS = [[5, 6, 7, number] for number in range(2)] + [
+PROMPTS = [[5, 6, 7, number] for number in range(2)] + [
     np.random.default_rng(number).integers(1, 256, 40).tolist() for number in range(2)
 ]
 """Short ones, and ones that are longer than the sliding windows and than a block of KV."""
@@ -137,7 +137,7 @@ def _chains(
         for name, num_ranks, sharding in trainers:
             config, arguments = start(name)
             train = partial(bench.train, num_ranks=num_ranks, sharding=sharding, **options)
-            responses = rng.integers(1, 256, (len(_PROMPTS), 9))
+            responses = rng.integers(1, 256, (len(PROMPTS), 9))
             saved, logprobs = _chain(bench, engines, config, arguments, train, responses)
             found.append(Chain(name, saved, logprobs))
     return found
@@ -153,7 +153,7 @@ def _chain(
 ) -> tuple[float, float]:
     """Return the differences of `Chain`; infinite ones if the weights took another way."""
     base, copy = save_random(config, bench.folder(), seed=0), bench.folder()
-    step = _train_step([(ids, np.zeros(9, np.float32)) for ids in responses])
+    step = train_step_of([(ids, np.zeros(9, np.float32)) for ids in responses])
     calls = [*_EXPORT, step, ("hold_state", False), ("write_state", str(copy))]
     calls += [("gather_weights",), ("export_weights", 1)]
     results = train(calls, **arguments(base))
@@ -163,8 +163,8 @@ def _chain(
         max_difference(saved_weights(copy), pushed),
     )
     bucket = pack_bucket(list(pushed.items()))
-    new, running = engines.call("sample_under_load", str(base), bucket, _PROMPTS)
-    sampled = _train_step([(completion.token_ids, completion.logprobs) for completion in new])
+    new, running = engines.call("sample_under_load", str(base), bucket, PROMPTS)
+    sampled = train_step_of([(completion.token_ids, completion.logprobs) for completion in new])
     results = train([*_EXPORT, sampled], **arguments(copy))
     saved = max(saved, max_difference(saved_weights(copy), _first_export(results)))
     versions = [{*completion.token_versions.tolist()} for completion in (*new, *running)]
@@ -290,13 +290,14 @@ def _grouped_batch() -> list[Trajectory]:
     return records
 
 
-def _train_step(
-    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]],
+def train_step_of(
+    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int = 0
 ) -> tuple[Any, ...]:
-    """Return a new trainer's first `train_step` call, with one response per prompt.
+    """Return a `train_step` call with one response per prompt.
 
     Args:
         responses: token ids [R] and generator logprobs [R] of each response.
+        version: policy version that sampled them.
     """
     records = [
         Trajectory(
@@ -304,14 +305,14 @@ def _train_step(
             response_ids=ids,
             response_mask=np.ones(len(ids), bool),
             generator_logprobs=logprobs,
-            token_versions=np.zeros(len(ids), np.int32),
+            token_versions=np.full(len(ids), version, np.int32),
             prompt_index=0,
             epoch=0,
             group_id=0,
             attempt=0,
             finish_reason="length",
         )
-        for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)
+        for prompt, (ids, logprobs) in zip(PROMPTS, responses, strict=True)
     ]
     advantages = np.resize(np.array([1, -1], np.float32), len(records))
     return "train_step", pack(records), advantages, 0

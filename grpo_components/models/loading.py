@@ -62,6 +62,7 @@ def load_sharded_model(
     dtype: str,
     enable_activation_checkpointing: bool,
     compile_layers: bool,
+    add_weights: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> nn.Module:
     """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint.
 
@@ -76,6 +77,7 @@ def load_sharded_model(
         dtype: compute dtype, fp32 or bf16.
         enable_activation_checkpointing: recompute each layer in the backward pass.
         compile_layers: compile each layer with torch.compile.
+        add_weights: function from the checkpoint's weights to those that the policy has besides.
     """
     model = shard_model(
         build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
@@ -89,6 +91,8 @@ def load_sharded_model(
         else:
             assert build_checkpointer is not None, "preflight asks for it"
             full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
+        if add_weights is not None:
+            full |= add_weights(full)
     device = torch.device(meshes.layers.device_type)
     _scatter(model, full, device, sharding.cpu_offload)
     if path is not None:
@@ -157,9 +161,9 @@ def _scatter(
                 f"model: the checkpoint has no tensor for {name}; is `model` its builder?"
             )
         value = (
-            full.pop(name).to(device, torch.float32)
+            full.pop(name).to(device, parameter.dtype)
             if on_rank_0
-            else torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         )
         if value.shape != parameter.shape:
             raise ValueError(

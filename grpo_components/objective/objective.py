@@ -50,6 +50,7 @@ class Objective:
             "ptx": self.ptx,
             "teacher_coeff": self.teacher_coeff,
             "token_advantages": getattr(self.advantages, "per_token", None),
+            "needs_reference": self.needs_reference,
         }
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:

@@ -14,6 +14,7 @@ from torchtune import training
 from grpo_components.models.hugging_face_policy import base_of, decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES, shard_model
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.lora import trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
 from grpo_components.sizing.live_bytes import LiveBytes, imagined_ranks, imagining
 from grpo_components.trajectory import TokenSequence
@@ -139,7 +140,7 @@ def _train(
     for module in model.modules():
         if hasattr(module, "rope_init"):
             cast(Any, module).rope_init()
-    parameters = [cast(Any, parameter) for parameter in model.parameters()]
+    parameters = [cast(Any, parameter) for parameter in trained_parameters(model)]
     shards = [nn.Parameter(parameter.to_local()) for parameter in parameters]
     found = {"weights": live.live}
     optimizer = options.build_optimizer and options.build_optimizer(shards)

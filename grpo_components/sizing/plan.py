@@ -9,6 +9,7 @@ from functools import partial
 import psutil
 from torchtune import config
 
+from grpo_components.models.lora import lora_options
 from grpo_components.settings import Settings, teachers_of
 from grpo_components.sizing.generator_memory import generator_memory
 from grpo_components.sizing.host_memory import HostMemory, node_bytes
@@ -52,15 +53,14 @@ def plan_run(
         num_gpus: number of GPUs; None takes as many as the config needs.
         gpu_gib: memory of one GPU, in GiB.
     """
-    sizes = ModelSizes.of(partial(config.instantiate, cfg.model))
+    sizes = ModelSizes.of(partial(config.instantiate, cfg.model), lora_options(cfg.lora))
     is_gpu = cfg.device == "cuda"
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
     device = Device(is_gpu, memory)
     roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
     host = HostMemory.of(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
-    lines = [f"{sizes.parameters:,} parameters, {gib(host.snapshot)} GiB in {cfg.dtype}"]
-    lines += _table(roles)
+    lines = [*_size_lines(cfg, sizes), *_table(roles)]
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
     if is_gpu:
         placed = roles
@@ -102,6 +102,13 @@ def _roles(
         yield reference_memory(cfg, sizes, prompt_tokens, device)
     if cfg.teacher and teachers_of(cfg):
         yield teacher_memory(cfg, cfg.teacher.path, prompt_tokens, device)
+
+
+def _size_lines(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
+    weights = gib(sizes.weight_bytes(cfg.dtype))
+    yield f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"
+    if cfg.lora is not None:
+        yield f"{sizes.trained:,} parameters of adapters, which alone are trained"
 
 
 def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from grpo_components.errors import fail
 from grpo_components.models.flops import ModelFlops
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.loading import DTYPES
+from grpo_components.models.lora import adapted_model, lora_options
 from grpo_components.models.meshes import Sharding
 from grpo_components.settings import Settings
 from grpo_components.sizing.longest_batch import BatchShape, MicroBatch, longest_micro_batches
@@ -59,8 +60,11 @@ _KERNELS = 1.005
 def policy_options(cfg: Settings) -> PolicyOptions:
     """Return how a trainer rank computes the policy."""
     loss_needs_entropy = cfg.loss.get("entropy_coeff", 0) > 0
+    build_model = partial(config.instantiate, cfg.model)
+    if (lora := lora_options(cfg.lora)) is not None:
+        build_model = partial(adapted_model, build_model, lora, cfg.dtype)
     return PolicyOptions(
-        build_model=partial(config.instantiate, cfg.model),
+        build_model=build_model,
         build_optimizer=_optimizer(cfg),
         num_ranks=cfg.num_trainers,
         sharding=Sharding(
@@ -262,7 +266,7 @@ def _host(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
     # A delta is there beside the bytes that were compared, and may be as long as either.
     host = {"push": 3 * bucket if cfg.push == "delta" else bucket}
     if cfg.async_checkpoint:
-        moments = 3 * 4 * sizes.parameters  # float32 weights and two moments
+        moments = 3 * 4 * sizes.trained  # float32 weights and two moments
         host["checkpoint"] = moments // cfg.num_trainers
     return host
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,25 +14,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
-from grpo_components.models.hf_weights import file_converter
-from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
-from grpo_components.models.meshes import Meshes, Sharding, join_ranks
+from grpo_components.models.lora import trained_parameters
+from grpo_components.models.meshes import join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
+from grpo_components.training.base_reference import BaseReference
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizer_offload import OptimizerOffload
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
+from grpo_components.training.policy_weights import load_policy, weight_exports
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import TrainSample, make_samples, spread_advantages
@@ -49,21 +51,7 @@ from grpo_components.training.trainer_options import (
     OptimizerOptions,
     RankOptions,
 )
-from grpo_components.training.weight_export import WeightExport
 from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
-
-
-def _load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
-    return load_sharded_model(
-        model.build_model,
-        model.build_checkpointer,
-        meshes,
-        sharding,
-        model_type=model.model_type,
-        dtype=model.dtype,
-        enable_activation_checkpointing=model.enable_activation_checkpointing,
-        compile_layers=model.compile_model,
-    )
 
 
 def _parts(samples: list[TrainSample]) -> list[Part]:
@@ -111,7 +99,7 @@ class Trainer:
         meshes = join_ranks(
             rank, num_ranks, rendezvous, device, self._sharding, ranks.collective_timeout_s
         )
-        self._model = _load_policy(model, meshes, self._sharding)
+        self._model = load_policy(model, meshes, self._sharding)
         offload = self._sharding.offload_activations
         self._activations = OffloadActivations() if offload else nullcontext()
         self._logprobs = ResponseLogprobs(
@@ -122,9 +110,10 @@ class Trainer:
             compile_softmax=model.compile_model,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
+        self._base_reference = self._reference_in_policy(model, objective)
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
         build_scheduler = optimizer.build_lr_scheduler
-        self._optimizer = optimizer.build_optimizer(self._model.parameters())
+        self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
         self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
         self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
@@ -137,10 +126,10 @@ class Trainer:
         self._is_first_update, self._skipped_because = True, ""
         base, scheduler = Path(model.base_model_path), self._lr_scheduler
         self._state = TrainerState(
-            self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
+            self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device, model.lora
         )
-        to_hf, dtype = file_converter(self._model, model.model_type, base), DTYPES[model.dtype]
-        self._export = WeightExport(self._model, to_hf, dtype, self._device, rank, num_ranks)
+        self._saved = weight_exports(self._model, model, self._device, rank, num_ranks)
+        self._export = self._saved[0]
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
@@ -168,6 +157,7 @@ class Trainer:
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
         trajectories, logged = unpack(batch), self._diagnostics.logged_responses
+        self._add_reference_logprobs(trajectories)
         samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._objective.token_advantages, step)
         with self._offload.on_device() as moves:
@@ -209,6 +199,18 @@ class Trainer:
             metrics=metrics,
         )
 
+    def _reference_in_policy(
+        self, model: ModelOptions, objective: ObjectiveOptions
+    ) -> BaseReference | None:
+        if model.lora is None or not objective.needs_reference:
+            return None  # or in a process of its own
+        return BaseReference(self._model, self._logprobs, self._device, self._plan_parts)
+
+    def _add_reference_logprobs(self, trajectories: list[Trajectory]) -> None:
+        # Recorded groups may have them already.
+        if self._base_reference is not None and trajectories[0].reference_logprobs is None:
+            self._base_reference.add_logprobs(trajectories)
+
     def _updates(
         self, samples: list[TrainSample], step: int
     ) -> tuple[list[dict[str, float]], bool]:
@@ -242,9 +244,11 @@ class Trainer:
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
     def _plan(self, samples: list[TrainSample]) -> list[list[int]]:
+        return self._plan_parts(_parts(samples))
+
+    def _plan_parts(self, parts: list[Part]) -> list[list[int]]:
         budget = self._batch.tokens_per_micro_batch
-        cost = self._use.flops.layers
-        plan = plan_micro_batches(_parts(samples), cost, self._num_data_ranks, budget)
+        plan = plan_micro_batches(parts, self._use.flops.layers, self._num_data_ranks, budget)
         return plan[self._rank // self._sharding.tensor]
 
     def _forward(self, members: list[TrainSample]) -> tuple[Tensor, Tensor]:
@@ -382,7 +386,8 @@ class Trainer:
 
     def hold_state(self, copy: bool) -> None:
         """Keep the current state for a checkpoint; see `TrainerState.hold`."""
-        self._state.hold(self.policy_version, self._export.layers(), copy=copy)
+        layers = chain.from_iterable(export.layers() for export in self._saved)
+        self._state.hold(self.policy_version, layers, copy=copy)
 
     def write_state(self, folder: str) -> str | None:
         """Write the state saved by `hold_state`; safe during a step. See `TrainerState.write`."""

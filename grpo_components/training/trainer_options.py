@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.models.lora import LoraOptions
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.composition import Loss
 from grpo_components.objective.penalties import Penalties
@@ -58,6 +59,8 @@ class ModelOptions:
     """Compile layers, softmax and loss with torch.compile."""
     logprob_chunk_tokens: int
     """Positions projected to the vocabulary at a time."""
+    lora: LoraOptions | None = None
+    """Adapters, which alone are trained; None trains all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,8 @@ class ObjectiveOptions:
     """Computes the tokens' advantages; None gives each token the advantage of its response."""
     teacher_coeff: float = 0.0
     """Weight of the teacher's term in the advantages; 0 without a teacher."""
+    needs_reference: bool = False
+    """Whether a KL to the reference is part of the objective."""
     ptx: SupervisedExamples | None = None
     """Examples of a supervised loss that is added to the policy's; None disables that loss."""
 

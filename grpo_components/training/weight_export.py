@@ -29,6 +29,7 @@ class WeightExport:
         device: device on which layers are gathered.
         rank: rank of this process.
         num_ranks: number of ranks, each of which exports its share.
+        exported: function of a parameter's name; whether it is exported.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class WeightExport:
         device: torch.device,
         rank: int,
         num_ranks: int,
+        exported: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self._model, self._to_hf, self._dtype, self._device = model, to_hf, dtype, device
+        self._exported = exported
         self._rank, self._num_ranks = rank, num_ranks
         empty = partial(torch.empty, dtype=dtype, device="meta")
         share = list(self._convert(lambda value: empty(value.shape)))[rank::num_ranks]
@@ -100,7 +103,7 @@ class WeightExport:
     def _convert(self, full: Callable[[Tensor], Tensor]) -> Iterator[StateDict]:
         """Yield each layer by Hugging Face names; `full` makes a tensor of each parameter."""
         state_dict = self._model.state_dict()
-        for names in layer_groups(state_dict):
+        for names in layer_groups(filter(self._exported, state_dict)):
             yield self._to_hf({name: full(state_dict[name]) for name in names})
 
 

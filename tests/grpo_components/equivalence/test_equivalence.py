@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_components.equivalence import __main__ as equivalence
-from grpo_components.equivalence import engine_rungs, family_rungs, resume, rungs
+from grpo_components.equivalence import engine_rungs, family_rungs, lora_rungs, resume, rungs
 from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.rungs import Bench, max_difference, ragged_batch
@@ -27,6 +27,8 @@ SLOW = {  # they start Ray or vLLM
     family_rungs.every_family_samples_from_what_it_trained,
     family_rungs.reloaded_is_exported_by_transformers,
     family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
+    lora_rungs.adapter_is_merged_weights,
+    lora_rungs.generator_is_adapted_trainer,
 }
 
 

@@ -32,6 +32,7 @@ def build_engine():
         max_num_seqs=64,
         workers=1,
         weight_transfer=None,
+        lora=None,
     ):
         options = EngineOptions(
             model_path=str(path),
@@ -45,6 +46,7 @@ def build_engine():
             recompute_kv_after_pull=recompute_kv_after_pull,
             tensor_parallel_size=workers,
             weight_transfer=weight_transfer,
+            lora=lora,
         )
         return VLLMEngine(options, seed=0, schedule=schedule)
 
