@@ -27,7 +27,7 @@ from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
-from grpo_components.training.base_reference import BaseReference
+from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
 from grpo_components.training.optimizer_offload import OptimizerOffload
@@ -110,7 +110,7 @@ class Trainer:
             compile_softmax=model.compile_model,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
-        self._base_reference = self._reference_in_policy(model, objective)
+        self._is_reference = model.lora is not None and objective.needs_reference
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
         build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
@@ -128,8 +128,7 @@ class Trainer:
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device, model.lora
         )
-        self._saved = weight_exports(self._model, model, self._device, rank, num_ranks)
-        self._export = self._saved[0]
+        self._exports = weight_exports(self._model, model, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
@@ -156,10 +155,7 @@ class Trainer:
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
-        trajectories, logged = unpack(batch), self._diagnostics.logged_responses
-        self._add_reference_logprobs(trajectories)
-        samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
-        spread_advantages(samples, self._objective.token_advantages, step)
+        samples = self._samples(batch, advantages, step)
         with self._offload.on_device() as moves:
             updates, start_known = self._updates(samples, step)
         trained = any(is_usable(update) for update in updates)
@@ -184,7 +180,7 @@ class Trainer:
             "time/train": seconds,
             "time/train_cpu": time.process_time() - cpu_started,
         }
-        why = "" if trained else self._skipped_because or nothing_to_train(trajectories)
+        why = "" if trained else self._skipped_because or nothing_to_train(samples)
         if why and self._rank == 0:
             folder, outcome = Path(self._diagnostics.skipped_folder), {"skipped_because": why}
             dump_batch(folder, step + 1, batch, advantages, metrics | outcome)
@@ -199,17 +195,16 @@ class Trainer:
             metrics=metrics,
         )
 
-    def _reference_in_policy(
-        self, model: ModelOptions, objective: ObjectiveOptions
-    ) -> BaseReference | None:
-        if model.lora is None or not objective.needs_reference:
-            return None  # or in a process of its own
-        return BaseReference(self._model, self._logprobs, self._device, self._plan_parts)
-
-    def _add_reference_logprobs(self, trajectories: list[Trajectory]) -> None:
-        # Recorded groups may have them already.
-        if self._base_reference is not None and trajectories[0].reference_logprobs is None:
-            self._base_reference.add_logprobs(trajectories)
+    def _samples(
+        self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
+    ) -> list[TrainSample]:
+        trajectories, logged = unpack(batch), self._diagnostics.logged_responses
+        if self._is_reference and trajectories[0].reference_logprobs is None:
+            parts = (self._logprobs, self._plan_parts, self._device)
+            add_reference_logprobs(trajectories, self._model, *parts)
+        samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
+        spread_advantages(samples, self._objective.token_advantages, step)
+        return samples
 
     def _updates(
         self, samples: list[TrainSample], step: int
@@ -367,7 +362,7 @@ class Trainer:
         Returns:
             The policy version of the gathered weights.
         """
-        self._export.copy(self.policy_version)
+        self._exports[0].copy(self.policy_version)
         return self.policy_version
 
     def export_weights(
@@ -382,11 +377,11 @@ class Trainer:
         Returns:
             Two values: this rank's bucket (manifest and bytes), and the manifest alone.
         """
-        return self._export.bucket(version, base)
+        return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:
         """Keep the current state for a checkpoint; see `TrainerState.hold`."""
-        layers = chain.from_iterable(export.layers() for export in self._saved)
+        layers = chain.from_iterable(export.layers() for export in self._exports)
         self._state.hold(self.policy_version, layers, copy=copy)
 
     def write_state(self, folder: str) -> str | None:

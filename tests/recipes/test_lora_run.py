@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may
 KNOBS = (
     *("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4"),
     *("lora.rank=4", "lora.alpha=8", "lora.save_merged=true", "optimizer.lr=1e-2"),
-    *("pull_every_m_rollouts=1", "rollouts_in_flight=4", "loss.kl_coeff=0.01"),
+    *("pull_every_m_rollouts=1", "rollouts_in_flight=4", "loss.kl_coeff=0.01", "max_staleness=1"),
 )
 
 
 def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, tmp_path):
-    recipe, environment = forked_recipe(tmp_path, [Fault("generator_0", "load_weights", 3)])
+    recipe, environment = forked_recipe(tmp_path, [Fault("generator_0", "load_weights", 2)])
     output, original = succeed(tune, *KNOBS, "push=delta", recipe=recipe, env=environment)
     assert re.search(r"^generator_0 is back", output, re.MULTILINE), output
     assert "reference" not in output.split("step 1/")[0]  # no process of its own
