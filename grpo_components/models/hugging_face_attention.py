@@ -43,7 +43,7 @@ def attention(
     """Compute attention over a column of tokens, with the signature that transformers asks for.
 
     Args:
-        module: attention module that calls.
+        module: attention module.
         query: [1, H, N, D] queries of H heads, of any floating dtype.
         key: [1, K, N, D] keys of K heads; K divides H.
         value: [1, K, N, E] values.
@@ -53,15 +53,14 @@ def attention(
         scaling: factor of the scores; None is 1 / sqrt(D).
         sliding_window: number of tokens that a query sees, itself among them; None is all.
         softcap: bound c of the scores s, which become c * tanh(s / c), as in Gemma 2.
-        s_aux: [H] score of each head's attention sink, which takes part in the softmax without a
-            value, as in gpt-oss.
+        s_aux: [H] score of each head's attention sink, a key without a value, as in gpt-oss.
         others: arguments of other attention functions.
 
     Returns:
         [1, N, H, E] outputs, and None for the attention weights.
 
     Raises:
-        ValueError: the model asks for something that this function does not compute.
+        ValueError: the model asks for what this function does not compute.
     """
     name = type(module).__name__
     if layout is None:

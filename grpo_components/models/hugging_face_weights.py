@@ -73,7 +73,17 @@ def to_file_names(model: nn.Module) -> Callable[[StateDict], StateDict]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return lambda weights: revert_weight_conversion(cast(Any, model), weights)
+    def rename(weights: StateDict) -> StateDict:
+        named = revert_weight_conversion(cast(Any, model), weights)
+        return {name: _alone(tensor) for name, tensor in named.items()}
+
+    return rename
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a copy of a part of a larger tensor, which files cannot store; else the tensor."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor
 
 
 def _dtype_of(path: Path) -> torch.dtype:

@@ -140,8 +140,7 @@ class Trainer:
         self._state = TrainerState(
             self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
         )
-        to_hf = file_converter(self._model, model.model_type, base)
-        dtype = DTYPES[model.dtype]
+        to_hf, dtype = file_converter(self._model, model.model_type, base), DTYPES[model.dtype]
         self._export = WeightExport(self._model, to_hf, dtype, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
