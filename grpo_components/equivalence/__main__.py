@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_components.equivalence import engine_rungs, family_rungs, rungs
 from grpo_components.equivalence.families import FAMILIES
+from grpo_components.equivalence.hf_families import HF_FAMILIES
 from grpo_components.equivalence.resume import resumed_is_uninterrupted
 from grpo_components.equivalence.rungs import Bench
 from grpo_components.quiet import quiet_libraries
@@ -96,6 +97,15 @@ RUNGS = (
         family_rungs.shared_prompts_are_one_row_per_response,
     ),
     Rung(
+        "shared prompts = one row per response, policies of transformers",
+        "as rung 6, of "
+        + ", ".join(HF_FAMILIES)
+        + "; against transformers' eager attention; sliding windows of 8 tokens, capped scores, "
+        "attention sinks, experts",
+        1e-5,
+        family_rungs.shared_prompts_are_rows_of_transformers,
+    ),
+    Rung(
         "FSDP on 2 ranks = 1 rank",
         "weights after one SGD step, relative to the largest weight change of that step; for the "
         "objectives of rung 4",
@@ -133,19 +143,35 @@ RUNGS = (
     Rung(
         "reloaded Hugging Face export = exported weights",
         "every tensor of " + ", ".join(FAMILIES) + ": a checkpoint written by "
-        "Hugging Face, the trainer's copy of it, and the export of a trainer that loaded the copy; "
-        "Qwen3 also with 2 trainer ranks: FSDP, tensor parallel",
+        "Hugging Face and the export of a trainer that loaded it; the weights after a step, pushed "
+        "and saved, and the export of a trainer that loaded the saved ones; Qwen3 also with 2 "
+        "trainer ranks: FSDP, tensor parallel",
         0.0,
         family_rungs.reloaded_is_exported,
     ),
     Rung(
         "generator logprobs = trainer logprobs, every family",
         "every sampled token, in nats, float32; a random model of each family is trained for one "
-        "step, pushed and saved, bit for bit alike; an engine pulls the weights under load and "
-        "samples from them, and a trainer that loaded the saved ones computes the logprobs; Qwen3 "
-        "also with 2 trainer ranks: FSDP, tensor parallel",
+        "step, pushed and saved; an engine pulls the weights under load and samples from them, and "
+        "a trainer that loaded the saved ones computes the logprobs; Qwen3 also with 2 trainer "
+        "ranks: FSDP, tensor parallel",
         1e-4,
         family_rungs.every_family_samples_from_what_it_trained,
+    ),
+    Rung(
+        "reloaded = exported, policies of transformers",
+        "as the rung of torchtune's families, of "
+        + ", ".join(HF_FAMILIES)
+        + "; Qwen3-MoE also with 2 trainer ranks",
+        0.0,
+        family_rungs.reloaded_is_exported_by_transformers,
+    ),
+    Rung(
+        "generator logprobs = trainer logprobs, policies of transformers",
+        "as the rung of torchtune's families, for the same policies; each one's figure is in "
+        "docs/models.md",
+        1e-4,
+        family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
     ),
 )
 """The ladder, in the order of the table."""

@@ -305,11 +305,13 @@ def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
     """Compute the logprobs [R] of a response from the full logits of every position.
 
     Args:
-        model: a torchtune decoder.
+        model: a torchtune decoder, or a transformers model with attention of its own.
         record: the response.
     """
     ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
-    logprobs = torch.log_softmax(model(ids[None])[0].float() / record.temperature, dim=-1)
+    output = model(ids[None])
+    logits = getattr(output, "logits", output)[0].float()
+    logprobs = torch.log_softmax(logits / record.temperature, dim=-1)
     return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(record.prompt_ids) - 1 :]
 
 

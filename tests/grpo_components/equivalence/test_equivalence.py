@@ -23,7 +23,10 @@ SLOW = {  # they start Ray or vLLM
     engine_rungs.pulled_engine_is_fresh_engine,
     engine_rungs.engine_pulled_under_load_is_fresh_engine,
     engine_rungs.two_workers_are_one,
+    family_rungs.reloaded_is_exported,
     family_rungs.every_family_samples_from_what_it_trained,
+    family_rungs.reloaded_is_exported_by_transformers,
+    family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
 }
 
 
