@@ -29,6 +29,7 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
+from grpo_components.training.load_balancing import LoadBalancing
 from grpo_components.training.optimizer_offload import OptimizerOffload
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
@@ -123,18 +124,16 @@ class Trainer:
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
+        coeff = objective.penalties.load_balancing_coeff
+        self._balancing = LoadBalancing(self._model, coeff, self._plan, self._sharding)
         build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(self._model.parameters())
         self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
         self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
-        self._policy_loss = PolicyLoss(
-            objective.loss,
-            objective.penalties,
-            objective.off_policy,
-            compile_loss=model.compile_model,
-        )
+        terms = (objective.loss, objective.penalties, objective.off_policy)
+        self._policy_loss = PolicyLoss(*terms, compile_loss=model.compile_model)
         self._is_first_update, self._skipped_because = True, ""
         base, scheduler = Path(model.base_model_path), self._lr_scheduler
         self._state = TrainerState(
@@ -252,7 +251,7 @@ class Trainer:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
         batch = token_batch(trajectories, masks, device=self._device)
-        with self._activations:
+        with self._activations, self._balancing.recorder:
             return self._logprobs(batch)
 
     @torch.no_grad()
@@ -284,6 +283,7 @@ class Trainer:
             sample.loss_weight = weight
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
+        self._balancing.count(samples, self._forward, measured)
         for indices in self._plan(samples):
             if not indices:  # another rank has one more micro-batch: join its collectives
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
@@ -292,7 +292,8 @@ class Trainer:
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
             measured.add({"loss/total": losses * total_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
-            (losses.sum() * self._num_data_ranks).backward()
+            loss = losses.sum() + self._balancing.loss(members, measured)
+            (loss * self._num_data_ranks).backward()
         if self._supervised is not None:
             self._supervised.backward(index, measured, total_tokens)
         if self._device.type == "cuda":
