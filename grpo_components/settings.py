@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_components.setting_types import (
+    HUGGING_FACE,
     SECTION,
     CheckpointerArguments,
     Coefficient,
@@ -293,7 +294,7 @@ class Settings(BaseModel):
     @property
     def is_hugging_face(self) -> bool:
         """Whether the policy is a model of transformers, which needs no checkpointer."""
-        return self.model["_component_"] == "grpo_components.models.hugging_face"
+        return self.model["_component_"] == HUGGING_FACE
 
     @property
     def model_type(self) -> str | None:

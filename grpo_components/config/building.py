@@ -33,6 +33,7 @@ from grpo_components.models.tensor_parallel import transformers_plan
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.plain_text import one_line, shortened
+from grpo_components.setting_types import HUGGING_FACE
 from grpo_components.settings import Settings
 from grpo_components.training.model_match import sliding_window
 
@@ -94,11 +95,12 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         _check_types(key, getattr(cfg, key)._component_, dataset)
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     vocab_size = hf_config.get("vocab_size")
+    of_transformers = cfg.model.get("_component_") == HUGGING_FACE
     trained = {
         "model.max_seq_len": cfg.model.get("max_seq_len"),
         "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
         # torchtune's attention has no window; longer sequences would differ from the generator's.
-        "the model's sliding_window": None if cfg.is_hugging_face else sliding_window(hf_config),
+        "the model's sliding_window": None if of_transformers else sliding_window(hf_config),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
     name, most = _lowest(trained)
@@ -291,7 +293,7 @@ def check_components(cfg: Settings) -> None:
     with torch.device("meta"):
         model = build("model", cfg.model)
     base = Path(cfg.base_model_path)
-    kind = cfg.model_type
+    kind = cfg.checkpointer and cfg.checkpointer.model_type
     try:
         converted = file_converter(model, kind, base)(model.state_dict())
     except ValueError:

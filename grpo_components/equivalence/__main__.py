@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_components.equivalence import engine_rungs, family_rungs, rungs
+from grpo_components.equivalence import engine_rungs, family_rungs, policy_rungs, rungs
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.hf_families import HF_FAMILIES
 from grpo_components.equivalence.resume import resumed_is_uninterrupted
@@ -98,12 +98,20 @@ RUNGS = (
     ),
     Rung(
         "shared prompts = one row per response, policies of transformers",
-        "as rung 6, of "
+        "as the rung before, of "
         + ", ".join(HF_FAMILIES)
         + "; against transformers' eager attention; sliding windows of 8 tokens, capped scores, "
         "attention sinks, experts",
         1e-5,
         family_rungs.shared_prompts_are_rows_of_transformers,
+    ),
+    Rung(
+        "transformers policy = torchtune policy",
+        "the tiny policy as a model of transformers and as torchtune's decoder: logprobs of every "
+        "response token in nats, and the weights after one SGD step, relative to the largest "
+        "weight change of that step",
+        1e-5,
+        policy_rungs.transformers_is_torchtune,
     ),
     Rung(
         "FSDP on 2 ranks = 1 rank",

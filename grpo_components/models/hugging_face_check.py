@@ -49,13 +49,13 @@ def check_hugging_face(model: nn.Module, longest: int) -> None:
     _check_rope(config, longest)
     name = type(model).__name__
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        own, ours = _small_models(config, name)
+        ours, expected = _small_model(config, name)
         try:
             found = _shared(ours)
         except Exception as error:  # a model's code may raise anything
             cause = " ".join(str(error).split())[:200]
             fail("model", f"{name} cannot compute a prompt once: {cause}", _ALLOWED)
-        difference = float((found - _alone(own)).abs().max())
+        difference = float((found - expected).abs().max())
     if not difference <= _TOLERANCE:
         problem = f"{name} gives other logprobs when a prompt is computed once, by {difference:.1e}"
         fail("model", problem, _ALLOWED)
@@ -68,28 +68,30 @@ def small_config(config: Any, *, narrow: bool = True) -> Any:
         config: config of a transformers model.
         narrow: also shrink the widths; False only shortens the model.
     """
+    small = copy.deepcopy(config)
+    depth, wanted = config.num_hidden_layers, list(_first_layers(config))
     given = config.to_dict()
-    depth, wanted = given["num_hidden_layers"], list(_first_layers(given))
-    small = given | {"num_hidden_layers": len(wanted)}
     for key, value in given.items():
         if isinstance(value, list) and len(value) == depth:
-            small[key] = [value[number] for number in wanted]
-    heads, kv_heads = given.get("num_attention_heads"), given.get("num_key_value_heads")
-    for key, value in given.items():
-        if value is None or not (narrow or key in _NOT_WIDTHS):
-            continue
-        if key in _SIZES:
-            small[key] = _SIZES[key]
-        elif key.endswith("intermediate_size"):
-            small[key] = 48
-        elif key == "num_key_value_heads":
-            small[key] = _HEADS if kv_heads == heads else min(kv_heads, _HEADS // 2)
-    return type(config).from_dict(small)
+            setattr(small, key, [value[number] for number in wanted])
+        elif narrow and key.endswith("intermediate_size") and value is not None:
+            setattr(small, key, 48)
+    small.num_hidden_layers = len(wanted)
+    for key, size in _SIZES.items():
+        if given.get(key) is not None and (narrow or key in _NOT_WIDTHS):
+            setattr(small, key, size)
+    if narrow and given.get("qk_rope_head_dim") is not None:  # DeepSeek's attention
+        small.head_dim, small.qk_head_dim = _SIZES["qk_rope_head_dim"], _HEAD_DIM
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if narrow and kv_heads is not None:
+        has_groups = kv_heads < config.num_attention_heads
+        small.num_key_value_heads = min(kv_heads, _HEADS // 2) if has_groups else _HEADS
+    return small
 
 
-def _first_layers(given: dict[str, Any]) -> Iterator[int]:
+def _first_layers(config: Any) -> Iterator[int]:
     """Yield the numbers of the first layer of each kind, and of at least the first two layers."""
-    depth, kinds = given["num_hidden_layers"], given.get("layer_types") or ()
+    depth, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     seen: set[Any] = set()
     for number in range(depth):
         kind = kinds[number] if number < len(kinds) else None
@@ -98,32 +100,30 @@ def _first_layers(given: dict[str, Any]) -> Iterator[int]:
         seen.add(kind)
 
 
-def _small_models(config: Any, name: str) -> tuple[nn.Module, nn.Module]:
-    """Return the same small random model twice: with the family's own attention, and with ours."""
+def _small_model(config: Any, name: str) -> tuple[nn.Module, Tensor]:
+    """Return a small random model with our attention, and the logprobs by the family's own."""
     from transformers import AutoModelForCausalLM
 
-    for narrow in (True, False):
+    def build(attention: str, narrow: bool) -> Any:
+        small = small_config(config, narrow=narrow)
+        return AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation=attention
+        )
+
+    for narrow in (True, False):  # a family may need other widths than ours
         try:
-            models = []
-            for attention in ("eager", shared.NAME):
-                small = copy.deepcopy(small_config(config, narrow=narrow))
-                small.tie_word_embeddings = config.tie_word_embeddings
-                torch.manual_seed(0)
-                model: Any = AutoModelForCausalLM.from_config(
-                    small, dtype=torch.float32, attn_implementation=attention
-                )
-                models.append(model)
+            own = build("eager", narrow).eval()
+            with torch.no_grad():
+                for parameter in own.parameters():
+                    parameter.normal_(std=0.1 if parameter.ndim > 1 else 0.5)
+            expected, ours = _alone(own), build(shared.NAME, narrow)
             break
-        except Exception as error:  # a family may need other sizes than ours
+        except Exception as error:  # of many types
             if not narrow:
                 cause = " ".join(str(error).split())[:200]
                 fail("model", f"{name} cannot be tried with fewer layers: {cause}", _ALLOWED)
-    own, ours = models
-    with torch.no_grad():
-        for parameter in own.parameters():
-            parameter.normal_(std=0.1 if parameter.ndim > 1 else 0.5)
     ours.load_state_dict(own.state_dict())
-    return own.eval(), prepared(ours)
+    return prepared(ours), expected
 
 
 def _sequences() -> list[TokenSequence]:
@@ -160,7 +160,9 @@ def _check_rope(config: Any, longest: int) -> None:
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:
         kind = rope.get("rope_type")
-        bound = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        bound = rope.get("original_max_position_embeddings") or getattr(
+            config.get_text_config(), "max_position_embeddings", longest
+        )
         if kind in ("dynamic", "longrope") and longest > bound:
             problem = f"rope_type {kind} given with sequences of {longest} tokens, and its table "
             problem += "then depends on the longest sequence of a batch"

@@ -146,6 +146,19 @@ class TiedHead(nn.Module):
         return functional.linear(hidden, self.weight, self.bias)
 
 
+class _BaseOutput:
+    """Output of a base model that has only computed hidden states; its other fields are None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, number: int) -> Tensor:
+        return (self.last_hidden_state,)[number]
+
+
 class _WithHidden:
     """Stands for a model whose base has computed its hidden states already."""
 
@@ -155,10 +168,8 @@ class _WithHidden:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def base(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=cast(Any, self._hidden))
+    def base(self, *args: Any, **kwargs: Any) -> _BaseOutput:
+        return _BaseOutput(self._hidden)
 
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def inference_bytes(options: PolicyOptions, sequences: Sequence[TokenSequence]) 
             with training.set_default_dtype(DTYPES[options.dtype]):
                 model = build_model().requires_grad_(False)
             found = {"weights": live.live}
-            steps = _Steps(live, decoder_layers(model), found)
+            steps = _Steps(live, list(decoder_layers(model)), found)
             logprobs = ResponseLogprobs(model, chunk_tokens=options.logprob_chunk_tokens)
             batch = token_batch(sequences)
             live.mark()
@@ -149,7 +149,7 @@ def _train(
         optimizer.step()  # makes its state
         optimizer.zero_grad(set_to_none=True)
     found["optimizer"] = live.live - found["weights"]
-    steps = _Steps(live, decoder_layers(model), found)
+    steps = _Steps(live, list(decoder_layers(model)), found)
     logprobs = ResponseLogprobs(
         model, chunk_tokens=options.logprob_chunk_tokens, entropy_gradient=options.entropy_gradient
     )
