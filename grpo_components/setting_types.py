@@ -188,8 +188,13 @@ class RewardArguments(TypedDict):
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 """Default clip ranges of the recipe's own loss."""
-PENALTIES: dict[str, Any] = {"kl_coeff": 0.0, "kl_estimator": "k3", "entropy_coeff": 0.0}
-"""Defaults of the KL and entropy terms that are added to every loss."""
+PENALTIES: dict[str, Any] = {
+    "kl_coeff": 0.0,
+    "kl_estimator": "k3",
+    "entropy_coeff": 0.0,
+    "load_balancing_coeff": 0.0,
+}
+"""Defaults of the KL, entropy and load-balancing terms that are added to every loss."""
 ClipLow = Scheduled[Annotated[float, Field(gt=0, le=1)]]
 ClipHigh = Scheduled[Annotated[float, Field(gt=0, le=1e6)]]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -204,6 +209,7 @@ class DefaultLossArguments(TypedDict):
     kl_coeff: Scheduled[Coefficient]
     kl_estimator: KLEstimator
     entropy_coeff: Coefficient
+    load_balancing_coeff: Coefficient
 
 
 @with_config(_ARGUMENTS)
@@ -216,6 +222,7 @@ class LossArguments(TypedDict, total=False):
     kl_coeff: Scheduled[Coefficient]
     kl_estimator: KLEstimator
     entropy_coeff: Coefficient
+    load_balancing_coeff: Coefficient
 
 
 AnyLossArguments = Annotated[

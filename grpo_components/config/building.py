@@ -29,6 +29,7 @@ from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_
 from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.hugging_face_check import check_hugging_face
 from grpo_components.models.hugging_face_policy import is_transformers
+from grpo_components.models.routers import check_has_routers
 from grpo_components.models.tensor_parallel import transformers_plan
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
@@ -309,6 +310,10 @@ def check_components(cfg: Settings) -> None:
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
+    if cfg.loss["load_balancing_coeff"] > 0:
+        check_has_routers(model)
+        if cfg.compile:
+            fail("loss.load_balancing_coeff", "a number above 0 given with compile: true", "0")
     if is_transformers(model):
         if cfg.tensor_parallel_dim > 1:
             transformers_plan(model)

@@ -1,4 +1,4 @@
-"""Checks that vLLM can split the base model over the workers of a generator."""
+"""Checks that vLLM can run the base model, and split it over the workers of a generator."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from grpo_components.errors import fail
 
 _VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this, and splits what results."""
+_CPU_TILE = 32
+"""Widths of experts must be multiples of this for vLLM's kernels on a CPU."""
 
 
 def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
@@ -26,6 +28,27 @@ def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
     possible = [n for n in range(1, heads + 1) if not _unsplit(n, hf_config)]
     allowed = ", ".join(map(str, possible)) or "1"
     fail("generator.tensor_parallel_size", f"{workers} given, {problem}", allowed)
+
+
+def check_cpu_experts(hf_config: dict[str, Any]) -> None:
+    """Check that vLLM has a kernel on the CPU for the experts of a checkpoint.
+
+    Args:
+        hf_config: `config.json` of the checkpoint.
+
+    Raises:
+        ValueError: a width of the experts does not fit; names it.
+    """
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if not any(hf_config.get(name) for name in counts):
+        return
+    # Other families' intermediate sizes are padded.
+    names = ["hidden_size", *["intermediate_size"] * (hf_config.get("model_type") == "gpt_oss")]
+    for name in names:
+        if (size := hf_config.get(name) or 0) % _CPU_TILE:
+            problem = f"a mixture of experts with {name}: {size} given, and vLLM's CPU kernels "
+            allowed = f"on a CPU a multiple of {_CPU_TILE}"
+            fail("base_model_path", f"{problem}cannot compute it", allowed)
 
 
 def _unsplit(workers: int, hf_config: dict[str, Any]) -> str:

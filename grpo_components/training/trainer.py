@@ -30,6 +30,7 @@ from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
+from grpo_components.training.load_balancing import LoadBalancing
 from grpo_components.training.optimizer_offload import OptimizerOffload
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
@@ -112,17 +113,17 @@ class Trainer:
         parts = (self._forward, self._plan, self._num_data_ranks)
         self._is_reference = model.lora is not None and objective.needs_reference
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
+        coeff = objective.penalties.load_balancing_coeff
+        self._balancing = LoadBalancing(self._model, coeff, self._plan, self._sharding)
         build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
         self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
         self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
-        self._policy_loss = PolicyLoss(
-            *(objective.loss, objective.penalties, objective.off_policy),
-            teacher_coeff=objective.teacher_coeff,
-            compile_loss=model.compile_model,
-        )
+        terms = (objective.loss, objective.penalties, objective.off_policy)
+        teacher, is_compiled = objective.teacher_coeff, model.compile_model
+        self._policy_loss = PolicyLoss(*terms, teacher_coeff=teacher, compile_loss=is_compiled)
         self._is_first_update, self._skipped_because = True, ""
         base, scheduler = Path(model.base_model_path), self._lr_scheduler
         self._state = TrainerState(
@@ -250,7 +251,7 @@ class Trainer:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
         batch = token_batch(trajectories, masks, device=self._device)
-        with self._activations:
+        with self._activations, self._balancing.recorder:
             return self._logprobs(batch)
 
     @torch.no_grad()
@@ -282,6 +283,7 @@ class Trainer:
             sample.loss_weight = weight
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
+        self._balancing.count(samples, self._forward, measured)
         for indices in self._plan(samples):
             if not indices:  # another rank has one more micro-batch: join its collectives
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
@@ -290,7 +292,8 @@ class Trainer:
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
             measured.add({"loss/total": losses * total_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
-            (losses.sum() * self._num_data_ranks).backward()
+            loss = losses.sum() + self._balancing.loss(members, measured)
+            (loss * self._num_data_ranks).backward()
         if self._supervised is not None:
             self._supervised.backward(index, measured, total_tokens)
         if self._device.type == "cuda":
