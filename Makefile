@@ -13,6 +13,8 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 # Files of the user's, such as a run's folder, are nobody's business here.
 TRACKED := $(BIN)/python tests/repository/tracked.py
+TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py'
+CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -40,9 +42,9 @@ gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (
 
 # The type checker uses one core: it runs beside the tests, and says what it found after them.
 test: lint  ## Check style and types, run all tests (about 15 minutes on two cores)
-	@$(MAKE) --no-print-directory typecheck >$(VENV)/typecheck.log 2>&1 & types=$$!; \
+	@found=$$(mktemp); { $(CHECK_TYPES); } >$$found 2>&1 & types=$$!; \
 	$(PYTEST) -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py'); failed=$$?; \
-	wait $$types || failed=$$?; cat $(VENV)/typecheck.log; exit $$failed
+	wait $$types || failed=$$?; echo 'pyright:'; cat $$found; rm $$found; exit $$failed
 
 test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 10 minutes)
 	$(BIN)/pytest tests/two_nodes tests/slurm
@@ -54,7 +56,7 @@ lint: install-dev  ## Check style and spelling
 	$(BIN)/codespell $$($(TRACKED) '**')
 
 typecheck: install-dev  ## Check types
-	$(BIN)/pyright $$($(TRACKED) 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py')
+	$(CHECK_TYPES)
 
 format: install-dev  ## Repair style in place
 	$(BIN)/ruff check --fix
