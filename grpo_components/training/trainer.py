@@ -97,9 +97,8 @@ class Trainer:
         self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
         self._batch, self._objective, self._diagnostics = batch, objective, diagnostics
         torch.manual_seed(seed)
-        meshes = join_ranks(
-            rank, num_ranks, rendezvous, device, self._sharding, ranks.collective_timeout_s
-        )
+        timeout_s = ranks.collective_timeout_s
+        meshes = join_ranks(rank, num_ranks, rendezvous, device, self._sharding, timeout_s)
         self._model = load_policy(model, meshes, self._sharding)
         offload = self._sharding.offload_activations
         self._activations = OffloadActivations() if offload else nullcontext()
@@ -115,9 +114,9 @@ class Trainer:
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
         coeff = objective.penalties.load_balancing_coeff
         self._balancing = LoadBalancing(self._model, coeff, self._plan, self._sharding)
-        build_scheduler = optimizer.build_lr_scheduler
         self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
-        self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
+        schedule = optimizer.build_lr_scheduler
+        self._lr_scheduler = schedule and schedule(self._optimizer)
         self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
