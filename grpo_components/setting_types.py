@@ -34,7 +34,7 @@ RayAddress = Annotated[
     str,
     Field(
         pattern=r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5})$",
-        json_schema_extra={"allowed": "null, auto, or host:port of a Ray cluster's head"},
+        json_schema_extra={"allowed": "auto, host:port of a Ray cluster's head"},
     ),
 ]
 DottedPath = Annotated[Text, Field(json_schema_extra={"allowed": "a dotted path"})]

@@ -134,6 +134,8 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
 
 
 def _machine(cfg: Settings) -> str:
+    if cfg.ray.address is not None:
+        return f"the Ray cluster at ray.address: {cfg.ray.address}, which was not asked"
     cpus = f"{available_cpus(cfg.replay_events)} CPU cores"
     return f"{cpus}, {torch.cuda.device_count()} GPUs" if cfg.device == "cuda" else cpus
 

@@ -155,16 +155,14 @@ def _gpu_problems(
 ) -> Iterator[str]:
     if num_gpus is not None and len(gpus) > num_gpus:
         given = f"num_generators: {cfg.num_generators} with num_trainers: {cfg.num_trainers}"
-        problem = f"{given} and the frozen models need {len(gpus)} GPUs, and there are {num_gpus}"
+        problem = f"{given} and the other roles need {len(gpus)} GPUs, and there are {num_gpus}"
         yield f"{problem}; allowed: fewer roles, or gpus_per_<role> below 1"
     for gpu in gpus:
         if sum(role.total for role in gpu) <= device.nbytes:
             continue
         if len(gpu) == 1:
             yield gpu[0].smaller or _less_for_vllm(cfg)
-        elif any(role.role == "generator" for role in gpu) and any(
-            role.role != "generator" for role in gpu
-        ):
+        elif any(role.role == "generator" for role in gpu):
             yield _less_for_vllm(cfg)
         else:
             yield next(role.smaller for role in gpu if role.smaller)

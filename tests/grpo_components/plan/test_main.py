@@ -64,6 +64,7 @@ def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys):
             "num_trainers",
         ),
         ([*ALONE, f"{MODEL}_14b_base"], "num_references"),
+        (["num_generators=2", "generator.kv_cache_gib=10"], "generator.kv_cache_gib"),
         ([*ALONE, f"{MODEL}_32b_base"], "generator.tensor_parallel_size"),
         (["--gpus=1", "gpus_per_trainer=1", "object_store_memory=100000000"], "num_generators"),
     ],
