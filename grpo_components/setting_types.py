@@ -90,6 +90,8 @@ FlagOrPath = Annotated[
 
 # ---- components: `_component_`, and the arguments that have bounds or that the recipe reads -----
 
+HUGGING_FACE = "grpo_components.models.hugging_face"
+"""The model builder that needs no checkpointer."""
 REFUSED_MODEL_TYPES = {
     "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
     "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",

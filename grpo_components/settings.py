@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_components.setting_types import (
+    HUGGING_FACE,
     SECTION,
     CheckpointerArguments,
     Coefficient,
@@ -219,7 +220,7 @@ class Settings(BaseModel):
     model: Annotated[DictConfig, component(ModelArguments)]
     lora: LoraSettings | None = None
     tokenizer: Annotated[DictConfig, component(TokenizerArguments)]
-    checkpointer: Annotated[DictConfig, component(CheckpointerArguments)]
+    checkpointer: Annotated[DictConfig | None, component(CheckpointerArguments, null=True)]
     resume_from_checkpoint: FlagOrPath
     dataset: Annotated[DictConfig, component(DatasetArguments)]
     eval_dataset: Annotated[DictConfig, component(DatasetArguments)]
@@ -304,6 +305,18 @@ class Settings(BaseModel):
     fsdp_cpu_offload: bool = False
     timeouts: Timeouts = Timeouts()
     user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the policy is a model of transformers, which needs no checkpointer."""
+        return self.model["_component_"] == HUGGING_FACE
+
+    @property
+    def model_type(self) -> str | None:
+        """torchtune's name of the policy's family; None for a model of transformers."""
+        if self.is_hugging_face or self.checkpointer is None:
+            return None
+        return self.checkpointer["model_type"]
 
     @model_validator(mode="after")
     def _keep_one_copy(self) -> Settings:

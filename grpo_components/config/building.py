@@ -26,10 +26,14 @@ from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import MAX_MESSAGE, fail
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes, shapes_of
-from grpo_components.models.hf_weights import hf_converter
+from grpo_components.models.hf_weights import file_converter
+from grpo_components.models.hugging_face_check import check_hugging_face
+from grpo_components.models.hugging_face_policy import is_transformers
+from grpo_components.models.tensor_parallel import transformers_plan
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.plain_text import one_line, shortened
+from grpo_components.setting_types import HUGGING_FACE
 from grpo_components.settings import Settings
 from grpo_components.training.model_match import sliding_window
 
@@ -91,11 +95,12 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         _check_types(key, getattr(cfg, key)._component_, dataset)
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     vocab_size = hf_config.get("vocab_size")
+    of_transformers = cfg.model.get("_component_") == HUGGING_FACE
     trained = {
         "model.max_seq_len": cfg.model.get("max_seq_len"),
         "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
-        # The trainer's attention has no window; longer sequences would differ from the generator's.
-        "the model's sliding_window": sliding_window(hf_config),
+        # torchtune's attention has no window; longer sequences would differ from the generator's.
+        "the model's sliding_window": None if of_transformers else sliding_window(hf_config),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
     name, most = _lowest(trained)
@@ -288,9 +293,9 @@ def check_components(cfg: Settings) -> None:
     with torch.device("meta"):
         model = build("model", cfg.model)
     base = Path(cfg.base_model_path)
-    kind = cfg.checkpointer.model_type
+    kind = cfg.checkpointer and cfg.checkpointer.model_type
     try:
-        converted = hf_converter(kind, base)(model.state_dict())
+        converted = file_converter(model, kind, base)(model.state_dict())
     except ValueError:
         raise
     except Exception as error:  # torchtune's converter fails on names of another family
@@ -304,7 +309,13 @@ def check_components(cfg: Settings) -> None:
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
-    check_model(cfg.model, model, kind, base)
+    if is_transformers(model):
+        if cfg.tensor_parallel_dim > 1:
+            transformers_plan(model)
+        prompt, response = cfg.dataset.get("max_prompt_tokens"), cfg.generator.max_response_tokens
+        check_hugging_face(model, cfg.generator.max_model_len or (prompt or 0) + response)
+    elif kind is not None:
+        check_model(cfg.model, model, kind, base)
     check_adapters(cfg, model)
 
 

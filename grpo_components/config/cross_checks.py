@@ -170,7 +170,7 @@ def _check_tokenizer(settings: Settings) -> None:
     path = settings.tokenizer["_component_"]
     lists_tokens = settings.tokenizer.get("special_tokens_path") is not None
     is_older = path.startswith("torchtune.models.qwen2") and not lists_tokens
-    if settings.checkpointer["model_type"] == "QWEN3" and is_older:
+    if settings.model_type == "QWEN3" and is_older:
         problem = f"{path} given, which lacks Qwen3's tokens such as <think>"
         allowed = "grpo_components.models.qwen3.qwen3_tokenizer"
         fail("tokenizer._component_", problem, allowed)

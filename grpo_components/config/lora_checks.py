@@ -8,7 +8,7 @@ from torch import nn
 
 from grpo_components.errors import fail, shown
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
-from grpo_components.models.hf_weights import hf_converter
+from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.lora import (
     AdapterNames,
     adapted_model,
@@ -36,7 +36,8 @@ def check_lora(settings: Settings) -> None:
     if len(set(lora.target_modules)) < len(lora.target_modules):
         problem = f"{shown(list(lora.target_modules))} given, with a name twice"
         fail("lora.target_modules", problem, "each name once")
-    model_type = settings.checkpointer["model_type"]
+    checkpointer = settings.checkpointer  # none for a transformers model
+    model_type = checkpointer["model_type"] if checkpointer else ""
     if fused := fused_targets(model_type, lora):
         problem = f"{', '.join(fused)} given with checkpointer.model_type: {model_type}, whose "
         problem += "Hugging Face models have them in a fused layer"
@@ -68,7 +69,9 @@ def check_adapters(settings: Settings, model: nn.Module) -> None:
         return
     base = Path(settings.base_model_path)
     state = adapted_model(lambda: model, lora, settings.dtype).state_dict()
-    named = AdapterNames(hf_converter(settings.checkpointer.model_type, base))(
+    checkpointer = settings.checkpointer
+    model_type = checkpointer["model_type"] if checkpointer else None
+    named = AdapterNames(file_converter(model, model_type, base))(
         {name: tensor for name, tensor in state.items() if is_adapter(name)}
     )
     try:

@@ -17,7 +17,7 @@ from grpo_components.settings import Settings
 
 _INPUTS = {
     *("base_model_path", "checkpointer.checkpoint_dir", "reward_model.path", "eval_only"),
-    *("train_from", "replay_events", "dataset.source", "eval_dataset.source"),
+    *("train_from", "replay_events", "dataset.source", "eval_dataset.source", "model.path"),
     *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path"),
 }
 """Keys of files and folders that a run reads.

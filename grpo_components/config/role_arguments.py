@@ -87,6 +87,13 @@ def role_arguments(
     )
 
 
+def _checkpointer(cfg: Settings) -> Callable[[], Any] | None:
+    """Return the function that builds the checkpointer; None if transformers reads the files."""
+    if cfg.is_hugging_face or cfg.checkpointer is None:
+        return None
+    return partial(config.instantiate, cfg.checkpointer)
+
+
 def _gpus(cfg: Settings, per_role: float) -> float:
     return per_role if cfg.device == "cuda" else 0
 
@@ -114,9 +121,9 @@ def _trainer(
         "ranks": _rank_options(cfg),
         "model": ModelOptions(
             build_model=partial(config.instantiate, cfg.model),
-            build_checkpointer=partial(config.instantiate, cfg.checkpointer),
+            build_checkpointer=_checkpointer(cfg),
             base_model_path=cfg.base_model_path,
-            model_type=cfg.checkpointer.model_type,
+            model_type=cfg.model_type,
             dtype=cfg.dtype,
             enable_activation_checkpointing=cfg.enable_activation_checkpointing,
             compile_model=cfg.compile,
@@ -190,7 +197,7 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "device": cfg.device,
         "dtype": cfg.dtype,
         "build_model": partial(config.instantiate, cfg.model),
-        "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
+        "build_checkpointer": _checkpointer(cfg),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
         "kl_estimator": cfg.reward_shaping.kl_estimator,

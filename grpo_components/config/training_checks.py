@@ -112,8 +112,8 @@ def _check_optimizer(node: DictConfig, device: str) -> None:
 def _check_ranks(settings: Settings) -> None:
     ranks, tensor = settings.num_trainers, settings.tensor_parallel_dim
     replicate = settings.data_parallel_replicate_dim
-    model_type = settings.checkpointer["model_type"]
-    if tensor > 1 and model_type not in FAMILIES:
+    model_type = settings.model_type
+    if tensor > 1 and model_type is not None and model_type not in FAMILIES:
         problem = f"{tensor} given, and there is no tensor-parallel plan for {model_type}"
         fail("tensor_parallel_dim", problem, f"1, or one of {', '.join(FAMILIES)}")
     if ranks % tensor:

@@ -13,7 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_components.equivalence import engine_rungs, family_rungs, lora_rungs, rungs
+from grpo_components.equivalence import (
+    engine_rungs,
+    family_rungs,
+    lora_rungs,
+    policy_rungs,
+    rungs,
+)
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.resume import resumed_is_uninterrupted
 from grpo_components.equivalence.rungs import Bench
@@ -94,6 +100,14 @@ RUNGS = (
         "of 1, 2 and 5, masked tokens, two temperatures; against torchtune's decoder one by one",
         1e-5,
         family_rungs.shared_prompts_are_one_row_per_response,
+    ),
+    Rung(
+        "transformers policy = torchtune policy",
+        "the tiny policy as a model of transformers and as torchtune's decoder: logprobs of every "
+        "response token in nats, and the weights after one SGD step, relative to the largest "
+        "weight change of that step",
+        1e-5,
+        policy_rungs.transformers_is_torchtune,
     ),
     Rung(
         "FSDP on 2 ranks = 1 rank",

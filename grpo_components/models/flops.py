@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 from torchtune.modules.peft import LoRALinear
 
+from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.micro_batches import micro_batch_cost
 from grpo_components.models.shared_prompts import Part
 
@@ -68,7 +69,9 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Build from the sizes of a torchtune decoder, sharded or not."""
+        """Build from the sizes of a policy, sharded or not."""
+        if is_transformers(model):
+            return cls._of_transformers(model)
         decoder = cast(Any, model)
         kinds = (nn.Linear, LoRALinear)
         matrices = [cast(Any, m).weight for m in decoder.layers.modules() if isinstance(m, kinds)]
@@ -81,6 +84,30 @@ class ModelFlops:
             per_logprob=2.0 * vocabulary * dim,
             frozen_per_token=2.0 * sum(weight.numel() for weight in frozen),
             head_is_frozen=not decoder.tok_embeddings.weight.requires_grad,
+        )
+
+    @classmethod
+    def _of_transformers(cls, model: nn.Module) -> ModelFlops:
+        """Build from a transformers model; experts count as often as a token uses them."""
+        layers, config = decoder_layers(model), cast(Any, model).config.get_text_config()
+        weights = frozen = 0.0
+        for parameter in layers.parameters():
+            if parameter.ndim == 2:
+                weights += parameter.numel()
+                frozen += 0 if parameter.requires_grad else parameter.numel()
+            elif parameter.ndim == 3:  # fused experts
+                used = getattr(config, "num_experts_per_tok", None) or parameter.shape[0]
+                weights += parameter.numel() * used / parameter.shape[0]
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        embedding = cast(Any, model).get_input_embeddings().weight
+        vocabulary, dim = embedding.shape
+        return cls(
+            per_token=2.0 * weights,
+            per_pair=4.0 * heads * head_dim * len(layers),
+            per_logprob=2.0 * vocabulary * dim,
+            frozen_per_token=2.0 * frozen,
+            head_is_frozen=not embedding.requires_grad,
         )
 
     def layers(self, tokens: int, earlier: int = 0) -> float:

@@ -159,30 +159,20 @@ def _adapted(linear: nn.Linear, lora: LoraOptions) -> LoRALinear:
     return layer
 
 
-class AdaptedCheckpoint:
-    """Reads a base model's checkpoint, and adds new adapters: A is random, B is 0.
+def new_adapters(model: nn.Module) -> StateDict:
+    """Return adapters to start from, by the policy's names: A is random, from the seed, and B is 0.
 
     Args:
-        build_checkpointer: builds the checkpointer of the base model.
-        lora: options of the adapters.
+        model: policy with adapters, sharded or not.
     """
-
-    def __init__(self, build_checkpointer: Callable[[], Any], lora: LoraOptions) -> None:
-        self._build_checkpointer, self._lora = build_checkpointer, lora
-
-    def load_checkpoint(self) -> dict[str, StateDict]:
-        """Return the weights by the names of the adapted policy; A comes from torch's seed."""
-        weights = self._build_checkpointer().load_checkpoint()[training.MODEL_KEY]
-        random = torch.Generator().manual_seed(torch.initial_seed())
-        for name in sorted(weights):
-            path = name.removesuffix(".weight")
-            if is_target(name, self._lora):
-                rows, columns = weights[name].shape
-                a = torch.empty(self._lora.rank, columns)
-                nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)  # as LoRALinear does
-                weights[f"{path}.{_A}"] = a
-                weights[f"{path}.{_B}"] = torch.zeros(rows, self._lora.rank)
-        return {training.MODEL_KEY: weights}
+    random = torch.Generator().manual_seed(torch.initial_seed())
+    adapters: StateDict = {}
+    for name, parameter in model.state_dict().items():
+        if is_adapter(name):
+            adapters[name] = torch.zeros(parameter.shape)
+            if name.endswith(_A):  # as LoRALinear does
+                nn.init.kaiming_uniform_(adapters[name], a=math.sqrt(5), generator=random)
+    return adapters
 
 
 def is_target(name: str, lora: LoraOptions) -> bool:

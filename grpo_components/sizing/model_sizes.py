@@ -11,6 +11,7 @@ from torch import nn
 
 from grpo_components.models.flops import ModelFlops
 from grpo_components.models.hf_weights import layer_groups
+from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.lora import (
     LoraOptions,
@@ -22,7 +23,7 @@ from grpo_components.models.lora import (
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a torchtune decoder; build one with `of`."""
+    """Sizes of a policy; build one with `of`."""
 
     parameters: int
     """Number of parameters without adapters; a tied matrix counts once."""
@@ -55,7 +56,6 @@ class ModelSizes:
             trained = model = cast(Any, build_model())
             if lora is not None:
                 trained = adapted_model(build_model, lora, "fp32")
-        attention = model.layers[0].attn
         state = trained.state_dict()
         if lora is not None:
             state = {name: tensor for name, tensor in state.items() if is_adapter(name)}
@@ -64,14 +64,9 @@ class ModelSizes:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             trained=sum(parameter.numel() for parameter in trained_parameters(trained)),
             units=tuple(units),
-            num_layers=len(model.layers),
-            dim=model.tok_embeddings.weight.shape[1],
-            intermediate=model.layers[0].mlp.w1.out_features,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            vocabulary=model.tok_embeddings.weight.shape[0],
+            num_layers=len(decoder_layers(model)),
             flops=ModelFlops.of(trained),
+            **(_of_transformers(model) if is_transformers(model) else _of_torchtune(model)),
         )
 
     def snapshot_bytes(self, dtype: str) -> int:
@@ -96,3 +91,28 @@ class ModelSizes:
         """
         heads = max(self.num_kv_heads // workers, 1)
         return 2 * self.num_layers * heads * self.head_dim * DTYPES[dtype].itemsize
+
+
+def _of_torchtune(model: Any) -> dict[str, int]:
+    attention = model.layers[0].attn
+    return {
+        "dim": model.tok_embeddings.weight.shape[1],
+        "intermediate": model.layers[0].mlp.w1.out_features,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "vocabulary": model.tok_embeddings.weight.shape[0],
+    }
+
+
+def _of_transformers(model: Any) -> dict[str, int]:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "dim": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocabulary": config.vocab_size,
+    }

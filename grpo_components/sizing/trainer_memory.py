@@ -66,7 +66,7 @@ def policy_options(cfg: Settings) -> PolicyOptions:
             tensor=cfg.tensor_parallel_dim,
             reduce_dtype=cfg.reduce_dtype,
         ),
-        model_type=cfg.checkpointer.model_type,
+        model_type=cfg.model_type,
         dtype=cfg.dtype,
         enable_activation_checkpointing=cfg.enable_activation_checkpointing,
         logprob_chunk_tokens=cfg.logprob_chunk_tokens,

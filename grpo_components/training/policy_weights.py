@@ -9,24 +9,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtune.modules import TransformerDecoder
 
 from grpo_components.exchange.weights import StateDict
-from grpo_components.models.hf_weights import hf_converter
+from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.lora import (
-    AdaptedCheckpoint,
     AdapterNames,
     adapted_model,
     is_adapter,
     merged,
+    new_adapters,
 )
 from grpo_components.models.meshes import Meshes, Sharding
 from grpo_components.training.trainer_options import ModelOptions
 from grpo_components.training.weight_export import WeightExport
 
 
-def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> TransformerDecoder:
+def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
     """Load the policy, sharded over the ranks; only rank 0 reads the base model's files.
 
     Args:
@@ -34,19 +33,19 @@ def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> Tran
         meshes: device meshes of the trainer ranks.
         sharding: layout of the ranks, and where shards are kept.
     """
-    build_model, build_checkpointer = model.build_model, model.build_checkpointer
+    build_model = model.build_model
     if model.lora is not None:
         build_model = partial(adapted_model, build_model, model.lora, model.dtype)
-        build_checkpointer = partial(AdaptedCheckpoint, build_checkpointer, model.lora)
     return load_sharded_model(
         build_model,
-        build_checkpointer,
+        model.build_checkpointer,
         meshes,
         sharding,
         model_type=model.model_type,
         dtype=model.dtype,
         enable_activation_checkpointing=model.enable_activation_checkpointing,
         compile_layers=model.compile_model,
+        new_weights=new_adapters,
     )
 
 
@@ -62,7 +61,7 @@ def weight_exports(
         rank: rank of this process.
         num_ranks: number of ranks, each of which exports its share.
     """
-    to_hf = hf_converter(model.model_type, Path(model.base_model_path))
+    to_hf = file_converter(policy, model.model_type, Path(model.base_model_path))
 
     def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:
         return WeightExport(policy, convert, DTYPES[model.dtype], device, rank, num_ranks, **which)

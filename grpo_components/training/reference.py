@@ -21,8 +21,9 @@ class Reference:
     """Computes the base model's logprobs of sampled tokens, with the trainer's own code.
 
     Args:
-        build_model: builds the torchtune decoder.
-        build_checkpointer: builds the torchtune checkpointer of the base model.
+        build_model: builds the torchtune decoder or transformers model.
+        build_checkpointer: builds the torchtune checkpointer of the base model; None for
+            transformers models.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
         kl_estimator: estimator of the KL divergence that is reported: k1, k2 or k3.
@@ -34,7 +35,7 @@ class Reference:
         self,
         *,
         build_model: Callable[[], nn.Module],
-        build_checkpointer: Callable[[], Any],
+        build_checkpointer: Callable[[], Any] | None,
         device: str,
         dtype: str,
         kl_estimator: str,

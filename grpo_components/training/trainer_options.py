@@ -43,13 +43,14 @@ class ModelOptions:
     """The policy, and how its forward pass is computed."""
 
     build_model: Callable[[], nn.Module]
-    """Builds the torchtune decoder."""
-    build_checkpointer: Callable[[], Any]
-    """Builds the torchtune checkpointer of the base model."""
+    """Builds the torchtune decoder or transformers model."""
+    build_checkpointer: Callable[[], Any] | None
+    """Builds the torchtune checkpointer of the base model; None for transformers models."""
     base_model_path: str
     """Folder of the base model."""
-    model_type: str
-    """torchtune's name of the model family, for the conversion to Hugging Face names."""
+    model_type: str | None
+    """torchtune's name of the model family, for the conversion to Hugging Face names; None for
+    transformers models."""
     dtype: str
     """Compute dtype, fp32 or bf16; master weights are fp32."""
     enable_activation_checkpointing: bool
