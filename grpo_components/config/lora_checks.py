@@ -37,8 +37,9 @@ def check_lora(settings: Settings) -> None:
     if len(set(lora.target_modules)) < len(lora.target_modules):
         problem = f"{shown(list(lora.target_modules))} given, with a name twice"
         fail("lora.target_modules", problem, "each name once")
-    model_type = settings.model_type
-    if model_type and (fused := fused_targets(model_type, lora)):
+    checkpointer = settings.checkpointer  # none for a transformers model
+    model_type = checkpointer["model_type"] if checkpointer else ""
+    if fused := fused_targets(model_type, lora):
         problem = f"{', '.join(fused)} given with checkpointer.model_type: {model_type}, whose "
         problem += "Hugging Face models have them in a fused layer"
         fail("lora.target_modules", problem, "o_proj, down_proj")
@@ -70,9 +71,7 @@ def check_adapters(settings: Settings, model: nn.Module) -> None:
     base = Path(settings.base_model_path)
     policy = adapted_model(lambda: model, lora, settings.dtype)
     if lacking := set(lora.target_modules) - (present := adapted_layers(policy)):
-        problem = (
-            f"{', '.join(sorted(lacking))} given, and {type(model).__name__} has no such layer"
-        )
+        problem = f"{', '.join(sorted(lacking))} given, of which `model` has no layer"
         fail("lora.target_modules", problem, ", ".join(sorted(present)) or "lora: null")
     state = policy.state_dict()
     named = AdapterNames(file_converter(model, settings.model_type, base))(

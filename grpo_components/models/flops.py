@@ -90,20 +90,24 @@ class ModelFlops:
     def _of_transformers(cls, model: nn.Module) -> ModelFlops:
         """Build from a transformers model; experts count as often as a token uses them."""
         layers, config = decoder_layers(model), cast(Any, model).config.get_text_config()
-        weights = 0.0
+        weights = frozen = 0.0
         for parameter in layers.parameters():
             if parameter.ndim == 2:
                 weights += parameter.numel()
+                frozen += 0 if parameter.requires_grad else parameter.numel()
             elif parameter.ndim == 3:  # fused experts
                 used = getattr(config, "num_experts_per_tok", None) or parameter.shape[0]
                 weights += parameter.numel() * used / parameter.shape[0]
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        vocabulary, dim = cast(Any, model).get_input_embeddings().weight.shape
+        embedding = cast(Any, model).get_input_embeddings().weight
+        vocabulary, dim = embedding.shape
         return cls(
             per_token=2.0 * weights,
             per_pair=4.0 * heads * head_dim * len(layers),
             per_logprob=2.0 * vocabulary * dim,
+            frozen_per_token=2.0 * frozen,
+            head_is_frozen=not embedding.requires_grad,
         )
 
     def layers(self, tokens: int, earlier: int = 0) -> float:

@@ -62,7 +62,7 @@ def load_sharded_model(
     dtype: str,
     enable_activation_checkpointing: bool,
     compile_layers: bool,
-    add_weights: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    new_weights: Callable[[nn.Module], dict[str, Tensor]] = lambda model: {},
 ) -> nn.Module:
     """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint.
 
@@ -77,7 +77,7 @@ def load_sharded_model(
         dtype: compute dtype, fp32 or bf16.
         enable_activation_checkpointing: recompute each layer in the backward pass.
         compile_layers: compile each layer with torch.compile.
-        add_weights: function from the checkpoint's weights to those that the policy has besides.
+        new_weights: function of the policy; returns weights that no file has. Called on rank 0.
     """
     model = shard_model(
         build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
@@ -91,8 +91,7 @@ def load_sharded_model(
         else:
             assert build_checkpointer is not None, "preflight asks for it"
             full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
-        if add_weights is not None:
-            full |= add_weights(full)
+        full |= new_weights(model)
     device = torch.device(meshes.layers.device_type)
     _scatter(model, full, device, sharding.cpu_offload)
     if path is not None:

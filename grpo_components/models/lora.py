@@ -159,23 +159,19 @@ def _adapted(linear: nn.Linear, lora: LoraOptions) -> LoRALinear:
     return layer
 
 
-def new_adapters(lora: LoraOptions, weights: StateDict) -> StateDict:
-    """Return adapters for a base model's weights: A is random, from torch's seed, and B is 0.
+def new_adapters(model: nn.Module) -> StateDict:
+    """Return adapters to start from, by the policy's names: A is random, from the seed, and B is 0.
 
     Args:
-        lora: options of the adapters.
-        weights: weights of the base model by the policy's names.
+        model: policy with adapters, sharded or not.
     """
     random = torch.Generator().manual_seed(torch.initial_seed())
     adapters: StateDict = {}
-    for name in sorted(weights):
-        path = name.removesuffix(".weight")
-        if is_target(name, lora):
-            rows, columns = weights[name].shape
-            a = torch.empty(lora.rank, columns)
-            nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)  # as LoRALinear does
-            adapters[f"{path}.{_A}"] = a
-            adapters[f"{path}.{_B}"] = torch.zeros(rows, lora.rank)
+    for name, parameter in model.state_dict().items():
+        if is_adapter(name):
+            adapters[name] = torch.zeros(parameter.shape)
+            if name.endswith(_A):  # as LoRALinear does
+                nn.init.kaiming_uniform_(adapters[name], a=math.sqrt(5), generator=random)
     return adapters
 
 
@@ -199,12 +195,8 @@ def is_adapter(name: str) -> bool:
 
 def adapted_layers(model: nn.Module) -> set[str]:
     """Return Hugging Face's names of the kinds of linear layers that have an adapter."""
-    names = {
-        name.removesuffix(f".{_A}").rpartition(".")[2]
-        for name in model.state_dict()
-        if name.endswith(f".{_A}")
-    }
-    return {_HF_NAMES.get(name, name) for name in names}
+    paths = (name.removesuffix(f".{_A}") for name in model.state_dict() if name.endswith(f".{_A}"))
+    return {_HF_NAMES.get(name, name) for name in (path.rpartition(".")[2] for path in paths)}
 
 
 def pushed_shapes(base: Path, lora: LoraOptions | None) -> dict[str, tuple[int, ...]]:

@@ -33,10 +33,9 @@ def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.M
         meshes: device meshes of the trainer ranks.
         sharding: layout of the ranks, and where shards are kept.
     """
-    build_model, add_weights = model.build_model, None
+    build_model = model.build_model
     if model.lora is not None:
         build_model = partial(adapted_model, build_model, model.lora, model.dtype)
-        add_weights = partial(new_adapters, model.lora)
     return load_sharded_model(
         build_model,
         model.build_checkpointer,
@@ -46,7 +45,7 @@ def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.M
         dtype=model.dtype,
         enable_activation_checkpointing=model.enable_activation_checkpointing,
         compile_layers=model.compile_model,
-        add_weights=add_weights,
+        new_weights=new_adapters,
     )
 
 

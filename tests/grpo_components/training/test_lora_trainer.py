@@ -20,10 +20,13 @@ from trainer_ranks import (
     export,
     exported,
     hf_weights,
+    random_policy,
     step,
     to_tune,
 )
+from transformers import AutoConfig
 
+from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.lora import LoraOptions, pushed_shapes
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.penalties import Penalties
@@ -83,6 +86,19 @@ def test_the_policy_without_adapters_is_the_reference(ranks, base, expected, num
         assert_weights_close(adapter, exported(expected, number))
     assert {name: tuple(t.shape) for name, t in adapter.items()} == pushed_shapes(base, LORA)
     assert all(tensor.any() for tensor in adapter.values())
+
+
+def test_a_transformers_policy_trains_the_same_adapters(ranks, expected, tmp_path):
+    base = random_policy(tmp_path)
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    numbers = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+    AutoConfig.for_model("qwen2", **sizes, **heads, **numbers).save_pretrained(base)
+    policy = {"build_model": partial(hugging_face, str(base)), "model_type": None}
+    calls = [step(PLAIN, ADVANTAGES), *export(1), step(PLAIN, ADVANTAGES, 1), *export(2)]
+    results = ranks.run(base, 2, calls, **ADAPTED, **policy, build_checkpointer=None)
+    for number in (2, 5):
+        assert_weights_close(exported(results, number), exported(expected, number))
 
 
 def test_a_checkpoint_has_the_adapter_its_moments_and_merged_weights(ranks, base, tmp_path):
