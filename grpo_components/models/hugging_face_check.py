@@ -26,8 +26,10 @@ _SIZES = {
     **{"v_head_dim": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 1.0),
 }
-"""Sizes of the small model, for those of these keys that a config has."""
+"""Sizes of the small model, for those of these keys that a config has; its scores are small, and so
+are the caps."""
 _NOT_WIDTHS = ("vocab_size", "sliding_window", "pad_token_id", "bos_token_id", "eos_token_id")
 _ALLOWED = "a decoder whose layers mix tokens by causal attention alone, or a torchtune decoder"
 
@@ -86,6 +88,13 @@ def small_config(config: Any, *, narrow: bool = True) -> Any:
     if narrow and kv_heads is not None:
         has_groups = kv_heads < config.num_attention_heads
         small.num_key_value_heads = min(kv_heads, _HEADS // 2) if has_groups else _HEADS
+    if narrow and isinstance(getattr(small, "rope_parameters", None), dict):
+        rope = small.rope_parameters
+        rotated = int(_HEAD_DIM * rope.get("partial_rotary_factor", 1.0))
+        small.rope_parameters = {
+            key: value[: rotated // 2] if isinstance(value, list) else value
+            for key, value in rope.items()
+        }
     return small
 
 
