@@ -11,6 +11,7 @@ from grpo_components.equivalence import __main__ as equivalence
 from grpo_components.equivalence import engine_rungs, family_rungs, lora_rungs, resume, rungs
 from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
 from grpo_components.equivalence.families import FAMILIES
+from grpo_components.equivalence.hf_families import HF_FAMILIES
 from grpo_components.equivalence.rungs import Bench, max_difference, ragged_batch
 from grpo_components.setting_types import ModelType
 
@@ -57,6 +58,17 @@ def test_a_rung_holds(bench, rung):
 
 def test_the_families_are_those_that_a_config_may_name():
     assert {family.model_type for family in FAMILIES.values()} == set(get_args(ModelType))
+
+
+def test_the_documented_families_of_transformers_are_those_of_the_rungs():
+    lines = (PAGE.parent / "models.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    documented = {row[0]: row for row in rows if len(row) == 6 and row[-1] == "yes"}
+    assert documented.keys() == HF_FAMILIES.keys()
+    for name, (_, model_type, _, shared, logprobs, _) in documented.items():
+        assert model_type == f"`{HF_FAMILIES[name]().model_type}`"
+        assert float(shared) < 1e-5
+        assert float(logprobs) < 1e-4
 
 
 def test_the_documented_table_is_up_to_date_and_every_rung_holds():
