@@ -41,7 +41,7 @@ gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (
 	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
 
 # The type checker uses one core: it runs beside the tests, and says what it found after them.
-test: lint  ## Check style and types, run all tests (about 15 minutes on two cores)
+test: lint  ## Check style and types, run all tests (about 20 minutes on two cores)
 	@found=$$(mktemp); { $(CHECK_TYPES); } >$$found 2>&1 & types=$$!; \
 	$(PYTEST) -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py'); failed=$$?; \
 	wait $$types || failed=$$?; echo 'pyright:'; cat $$found; rm $$found; exit $$failed

@@ -433,3 +433,6 @@ def test_this_fuzz_knows_what_is_accepted(recipe):
     assert recipe() == ""
     assert recipe(CONFIG.read_text().replace("group_size: 8", "group_size: 1")) != ""
     assert "group_size" in recipe(overrides=["group_size=1"])
+    for _ in range(2):  # also where the rewards were tried before
+        failing = recipe(overrides=["rewards.correctness._component_=unittest.mock.Mock"])
+        assert "unittest.mock.Mock raised TypeError" in failing

@@ -133,9 +133,22 @@ def assert_nothing_reserved(two):
     assert float(free) == 10
 
 
-def cut_for_20_seconds(two):
-    two.link("down")
-    threading.Timer(20, two.link, ["up"]).start()
+def without_link(two, run, pattern):
+    """A function of a printed line that cuts the link for 20 seconds at the first one like that.
+
+    Also returns a list that tells, afterwards, whether the run was still under way then.
+    """
+    outlived = []
+
+    def back():
+        outlived.append(run.poll() is None)
+        two.link("up")
+
+    def cut():
+        two.link("down")
+        threading.Timer(20, back).start()
+
+    return once(pattern, cut), outlived
 
 
 def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two):
@@ -145,9 +158,9 @@ def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two
     code, output = finish(alone)
     assert code == 0, output
     both = start(two, "/tmp/both", *mine, recipe="my_grpo.py")
-    cuts = []
-    code, output = finish(both, once(r"step +1/", lambda: cuts.append(cut_for_20_seconds(two))))
-    assert (code, len(cuts)) == (0, 1), output
+    on_line, outlived = without_link(two, both, "evaluating")
+    code, output = finish(both, on_line)
+    assert (code, outlived) == (0, [True]), output
     assert "node-b (10.77.0.2) does not see /tmp/both: its files come through Ray" in output
     started = assert_whole(two, "/tmp/both", "2 steps, policy version 2")
     assert Counter(started.values())["node-b"] >= 2
@@ -179,8 +192,9 @@ def test_a_run_resumed_on_nodes_without_its_checkpoint_outlives_20_seconds_witho
 
     resumed = [*SPLIT, "resume_from_checkpoint=true", "num_steps=8", "save_every_n_steps=3"]
     run = start(two, "/tmp/again", *SYNCHRONOUS[:2], *resumed)
-    code, output = finish(run, once(r"step +4/", lambda: cut_for_20_seconds(two)))
-    assert code == 0, output
+    on_line, outlived = without_link(two, run, r"step +4/")
+    code, output = finish(run, on_line)
+    assert (code, outlived) == (0, [True]), output
     assert_whole(two, "/tmp/again", "8 steps, policy version 8")
     assert_clean(two.a, two.b)
 
