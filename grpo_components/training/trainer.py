@@ -275,8 +275,7 @@ class Trainer:
         if not samples:  # the same on every rank
             return {}
         counts = np.array([sample.num_tokens for sample in part])
-        total_tokens = int(counts.sum())
-        measured, watch = TokenMetrics(), UpdateWatch()
+        total_tokens, measured, watch = int(counts.sum()), TokenMetrics(), UpdateWatch()
         weights = checked_aggregation(self._objective.aggregation, counts)
         for sample, weight in zip(part, weights.tolist(), strict=True):
             sample.loss_weight = weight
