@@ -292,7 +292,7 @@ def check_components(cfg: Settings) -> None:
     with torch.device("meta"):
         model = build("model", cfg.model)
     base = Path(cfg.base_model_path)
-    kind = cfg.checkpointer and cfg.checkpointer.model_type
+    kind: str | None = None if cfg.checkpointer is None else cfg.checkpointer.model_type
     try:
         converted = file_converter(model, kind, base)(model.state_dict())
     except ValueError:
