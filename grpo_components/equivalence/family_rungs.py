@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -209,6 +209,18 @@ def every_policy_of_transformers_samples_from_what_it_trained(bench: Bench) -> f
     return max(chain.logprobs for chain in hf_chains(bench))
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context manager, or decorator: small models are slower with two threads on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
 def shared_prompts_are_one_row_per_response(bench: Bench) -> float:
     """Compare logprobs, loss and gradient with those of torchtune's own decoder, row by row."""
     worst = 0.0
@@ -222,6 +234,7 @@ def shared_prompts_are_one_row_per_response(bench: Bench) -> float:
     return worst
 
 
+@_one_thread()
 def shared_prompts_are_rows_of_transformers(bench: Bench) -> float:
     """Compare logprobs, loss and gradient with transformers' own eager attention, row by row."""
     return max(hf_shared_difference(bench, name) for name in HF_FAMILIES)
