@@ -69,7 +69,7 @@ class LoraSettings(BaseModel):
     target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = Field(
         default_factory=lambda: list(get_args(LoraTarget))
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0
     save_merged: bool = False
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from grpo_components.config.checkpointer_checks import checkpoint_files
-from grpo_components.config.generator_checks import check_cpu_experts, check_tensor_parallel
+from grpo_components.config.generator_checks import check_cpu_engine, check_tensor_parallel
 from grpo_components.config.paths import read_hf_config
 from grpo_components.config.teacher_checks import check_teacher
 from grpo_components.config.training_checks import check_heads
@@ -49,7 +49,7 @@ def check_files(settings: Settings) -> None:
     check_heads(settings.tensor_parallel_dim, hf_config)
     check_tensor_parallel(settings.generator.tensor_parallel_size, hf_config)
     if settings.device == "cpu":
-        check_cpu_experts(hf_config)
+        check_cpu_engine(hf_config)
 
 
 def _check_same_folder(settings: Settings, base: Path) -> None:

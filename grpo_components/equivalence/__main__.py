@@ -22,7 +22,10 @@ from grpo_components.equivalence import (
 )
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.hf_families import HF_FAMILIES
-from grpo_components.equivalence.resume import resumed_is_uninterrupted
+from grpo_components.equivalence.resume import (
+    resumed_is_uninterrupted,
+    resumed_is_uninterrupted_by_transformers,
+)
 from grpo_components.equivalence.rungs import Bench
 from grpo_components.quiet import quiet_libraries
 
@@ -80,6 +83,12 @@ RUNGS = (
         resumed_is_uninterrupted,
     ),
     Rung(
+        "resumed = uninterrupted, policy of transformers",
+        "as the rung before, with the tiny policy as a model of transformers",
+        0.0,
+        resumed_is_uninterrupted_by_transformers,
+    ),
+    Rung(
         "micro-batched = whole batch",
         "weights after one SGD step, relative to the largest weight change of that step; for token "
         "mean, sequence mean, and constant length with an off-policy correction",
@@ -122,7 +131,7 @@ RUNGS = (
     Rung(
         "FSDP on 2 ranks = 1 rank",
         "weights after one SGD step, relative to the largest weight change of that step; for the "
-        "objectives of rung 4",
+        "objectives of the rung of micro-batches",
         1e-5,
         rungs.two_ranks_are_one,
     ),

@@ -15,12 +15,20 @@ KNOBS = (
     *("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4"),
     *("lora.rank=4", "lora.alpha=8", "lora.save_merged=true", "optimizer.lr=1e-2"),
     *("pull_every_m_rollouts=1", "rollouts_in_flight=4", "loss.kl_coeff=0.01", "max_staleness=1"),
+    "push=delta",
+)
+SIZES = "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len"
+TRANSFORMERS = (
+    *("checkpointer=null", "model._component_=grpo_components.models.hugging_face"),
+    "model.path=/tmp/torchtune-async-grpo/tiny_policy",
+    *(f"~model.{key}" for key in f"{SIZES} norm_eps tie_word_embeddings".split()),
 )
 
 
 def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, tmp_path):
+    """On a policy of transformers; the ladder has the adapters of torchtune's decoders."""
     recipe, environment = forked_recipe(tmp_path, [Fault("generator_0", "load_weights", 2)])
-    output, original = succeed(tune, *KNOBS, "push=delta", recipe=recipe, env=environment)
+    output, original = succeed(tune, *KNOBS, *TRANSFORMERS, recipe=recipe, env=environment)
     assert re.search(r"^generator_0 is back", output, re.MULTILINE), output
     assert "reference" not in output.split("step 1/")[0]  # no process of its own
     code, table = audit(original)
@@ -32,7 +40,7 @@ def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, t
     base = Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors")
     sizes = [record["push/bytes"] for record in steps if record["push/bytes"]]
     assert 0 < max(sizes) < 0.05 * base.stat().st_size
-    output, replay = succeed(tune, *KNOBS, "push=delta", f"replay_events={original}")
+    output, replay = succeed(tune, *KNOBS, *TRANSFORMERS, f"replay_events={original}")
     assert "events in the recorded order" in output
     merged = assert_same_run(original, replay, num_steps=4)
     adapter = load_file(replay / "checkpoints/latest/adapter/adapter_model.safetensors")

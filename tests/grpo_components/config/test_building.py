@@ -128,6 +128,8 @@ def cfg(tmp_path):
             "num_steps": 10,
             "model": {"_component_": "torchtune.models.qwen2.qwen2", **MODEL},
             "checkpointer": {"model_type": "QWEN2"},
+            "model_type": "${checkpointer.model_type}",
+            "lora": None,
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
             "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
             "loss": {"load_balancing_coeff": 0.0},

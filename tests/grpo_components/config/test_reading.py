@@ -35,7 +35,13 @@ def leaves(schema=SCHEMA, prefix=""):
 
 
 NUMBERS = {key: schema for key, schema in leaves() if schema.get("type") in ("integer", "number")}
-COMPONENT = {"lr_scheduler": "a.Scheduler", "ptx": "a.Dataset"}  # null in the tiny config
+NULL = {
+    "lr_scheduler": {"_component_": "a.Scheduler"},
+    "ptx": {"_component_": "a.Dataset"},
+    "lora": {"rank": 8, "alpha": 16},
+    "teacher": {"path": "a/folder"},
+}
+"""Sections that are null in the tiny config, each with what it needs."""
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def refusal(values_with):
 
 def with_changes(values_with, changes):
     sections = {key.partition(".")[0] for key in changes if "." in key}
-    nodes = {name: {"_component_": COMPONENT[name]} for name in sections & COMPONENT.keys()}
+    nodes = {name: dict(NULL[name]) for name in sections & NULL.keys()}
     return values_with(**nodes, **{key.replace(".", "__"): v for key, v in changes.items()})
 
 

@@ -20,6 +20,7 @@ SLOW = {  # they start Ray or vLLM
     rungs.recipe_is_plain_loop,
     rungs.synchronous_runs_are_identical,
     resume.resumed_is_uninterrupted,
+    resume.resumed_is_uninterrupted_by_transformers,
     rungs.generator_is_trainer,
     engine_rungs.pulled_engine_is_fresh_engine,
     engine_rungs.engine_pulled_under_load_is_fresh_engine,

@@ -190,6 +190,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "aggregation": TokenMean(),
         "off_policy": NoCorrection(),
         "token_advantages": None,
+        "teacher_coeff": 0.0,
         "needs_reference": False,
         "ptx": None,
         "log_peak_memory_stats": False,
