@@ -137,6 +137,8 @@ def _allowed(schema: _JsonSchema) -> str:
         form = "d" if schema["type"] == "integer" else ".10g"
         bounds = [f"{word} {schema[k]:{form}}" for k, word in _LIMITS.items() if k in schema]
         return f"{_NUMBERS[schema['type']]} {' and '.join(bounds)}"
+    if names := schema.get("items", {}).get("enum"):
+        return f"a list of {', '.join(names)}"
     if schema["type"] != "object":
         return _WORDS[schema["type"]]
     if "minProperties" in schema:

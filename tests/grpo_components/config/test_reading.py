@@ -254,3 +254,9 @@ def test_a_wrong_schedule_names_what_is_wrong_in_it(key, change, wrong, refusal)
 def test_a_schedule_lacks_nothing(name, refusal):
     given = {key: value for key, value in LINEAR.items() if key != name}
     assert refusal({"loss.kl_coeff": given})[:2] == (f"loss.kl_coeff.{name}", "missing")
+
+
+def test_a_wrong_name_in_a_list_is_refused_with_the_names(refusal):
+    key, problem, allowed = refusal({"lora": {"rank": 8, "alpha": 16, "target_modules": ["q"]}})
+    assert key == "lora.target_modules" and "'q'" in problem
+    assert allowed.startswith("a list of q_proj, ") and "down_proj" in allowed
