@@ -89,6 +89,7 @@ def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
         if leaf != "_component_"
     }
     anywhere |= {key: key for key in whole}
+    anywhere = {leaf: key for leaf, key in anywhere.items() if key != f"{prefix}{name}"}
     if near := get_close_matches(name, anywhere, n=1, cutoff=0.8):
         return f"did you mean {anywhere[near[0]]}?"
     return ", ".join(keys) or "none" if prefix else "the keys that `tune cat tiny_async_grpo` shows"
