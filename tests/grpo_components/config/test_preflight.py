@@ -92,7 +92,7 @@ def test_an_enabled_profiler_traces_into_the_folder_of_the_run(cfg, check, refus
 
 def test_arguments_that_are_left_of_another_component_are_refused_with_its_own(refusal):
     policy = "model._component_=grpo_components.models.hugging_face"
-    message = refusal(policy, "model.path=/tmp/torchtune-async-grpo/tiny_policy")
+    message = refusal(policy, "model.path=${base_model_path}")
     assert message.startswith("model.vocab_size: unknown argument") and message.endswith(": path")
 
 
