@@ -13,7 +13,7 @@ from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import CHECKPOINT_LANE, TrainersHandle
 from grpo_components.cluster.weight_transfer import WeightTransfer
-from grpo_components.errors import RoleLostError
+from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 
 GRACE_S = 30.0
@@ -247,11 +247,20 @@ class ReplayBufferHandle:
                 )
 
     async def texts(self, entries: Sequence[LedgerEntry]) -> list[dict[str, Any] | None]:
-        """Return each group as text, for the rollout log; None if restored from a checkpoint."""
-        return [
-            entry.text and await self.role.answer(entry.text, "a group's text", 60)
-            for entry in entries
-        ]
+        """Return each group as text, for the rollout log; None for one that is not there any more.
+
+        A group that was restored from a checkpoint has no text, nor has one whose text was in the
+        memory of a node that died. The group itself is in the batch.
+        """
+        return [entry.text and await self._text(entry.text) for entry in entries]
+
+    async def _text(self, text: Any) -> dict[str, Any] | None:
+        try:
+            return await self.role.answer(text, "a group's text", 60)
+        except RoleFailedError as failure:
+            if failure.kind != "lost":
+                raise
+            return None
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
         """Write buffered groups to a checkpoint, while other calls go on.

@@ -16,7 +16,7 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     TrainersHandle,
 )
-from grpo_components.errors import RoleLostError
+from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -198,6 +198,23 @@ def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered(local_role
         setting.buffer_role.target = ReplayBuffer(contract=contract, timeout_s=0.01)
         await setting.buffer_role.recover()
         assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not(local_role):
+    async def run():
+        setting = Setting(local_role)
+        group = await setting.generated()
+
+        async def failing(kind):
+            raise RoleFailedError("replay_buffer", "cannot go on", "its.log", kind)
+
+        group.entry.text = failing("lost")
+        assert await setting.buffer.texts([group.entry]) == [None]
+        group.entry.text = failing("silent")
+        with pytest.raises(RoleFailedError):
+            await setting.buffer.texts([group.entry])
 
     asyncio.run(run())
 
