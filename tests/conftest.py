@@ -31,6 +31,7 @@ def pytest_unconfigure():
 
 LONGEST = (
     "equivalence/test_equivalence.py",
+    "benchmarks/test_plan.py",
     "recipes/test_async_grpo.py",
     "two_nodes/test_two_nodes.py",
     "recipes/test_replayed_run.py",
@@ -41,7 +42,10 @@ LONGEST = (
     "recipes/test_colocated_run.py",
     "models/test_meshes.py",
 )
-"""The files that take longest, the longest first."""
+"""The files that take longest, the longest first.
+
+On a fresh machine, the first one waits for the tiny policy to be built; the second does without.
+"""
 
 
 def pytest_collection_modifyitems(items):

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from slow_cable import NAME as SLOW
+
 ROOT, BIN = Path(__file__).parents[2], Path(sys.executable).parent
 INIT = """
 import os, signal
@@ -35,7 +37,7 @@ def why_not() -> str:
     """Say why machines cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if missing := [name for name in ("ip", "tc", "unshare", "nsenter") if not shutil.which(name)]:
+    if missing := [name for name in ("ip", "unshare", "nsenter") if not shutil.which(name)]:
         return f"{', '.join(missing)} not found"
     unshare = ("unshare", "-mnpu", "--propagation", "private", "--kill-child")
     command = [*unshare, "sh", "-ec", " && ".join(_OWN_SET_UP)]
@@ -176,6 +178,7 @@ class TwoMachines:
             machine.run("ip", "link", "set", "eth0", "up")
             machine.run("ip", "link", "set", "br0", "up")
         self.cpus = cpus
+        self._cable: subprocess.Popen[str] | None = None
 
     def start_ray(self) -> None:
         """Start a Ray cluster of both."""
@@ -188,21 +191,32 @@ class TwoMachines:
         self.b.run("ip", "link", "set", "eth0", state)
 
     def slow_down(self) -> None:
-        """Make the link slow: 10 Mbit/s and 100 ms, without netem only while packets queue."""
-        delay = ("netem", "delay", "100ms", "rate", "10mbit", "limit", "10000")
-        queue = ("tbf", "rate", "10mbit", "burst", "32kbit", "latency", "100ms")
-        for machine in (self.a, self.b):
-            rule = machine.command("tc", "qdisc", "add", "dev", "eth0", "root")
-            if subprocess.run([*rule, *delay], capture_output=True).returncode:
-                run(*rule, *queue)
+        """Take a slow cable instead of the fast one: 100 ms and 10 Mbit/s, each way."""
+        pids = [str(machine.pid) for machine in (self.a, self.b)]
+        command = [sys.executable, str(Path(__file__).with_name("slow_cable.py")), *pids]
+        self._cable = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._cable.stdout is not None and self._cable.stdout.readline() == "connected\n"
+        self._use("eth0", SLOW)
 
     def speed_up(self) -> None:
-        """Make the link fast again."""
+        """Take the fast cable again."""
+        self._use(SLOW, "eth0")
+        self._drop_cable()
+
+    def _use(self, old: str, new: str) -> None:
         for machine in (self.a, self.b):
-            machine.run("tc", "qdisc", "del", "dev", "eth0", "root")
+            machine.run("ip", "link", "set", new, "master", "br0")
+            machine.run("ip", "link", "set", old, "nomaster")
+            machine.run("ip", "link", "set", new, "up")
+
+    def _drop_cable(self) -> None:
+        if self._cable is not None:
+            self._cable.kill()
+            self._cable.wait()
 
     def close(self) -> None:
         """End both machines."""
+        self._drop_cable()
         for machine in (self.a, self.b):
             machine.kill()
         shutil.rmtree(self._work, ignore_errors=True)
