@@ -174,7 +174,9 @@ class Curriculum:
             by_part[number][place] = result
         for part, results in zip(self._parts, by_part, strict=True):
             part.end_step(results)
-        successes, responses = (sum(column) for column in zip((0, 0), *self._results.values()))
+        successes, responses = (
+            sum(column) for column in zip((0, 0), *self._results.values(), strict=True)
+        )
         self._results = {}
         tried = np.concatenate([part.draws > 0 for part in self._parts])
         rates = np.concatenate([part.rates for part in self._parts])[tried]
@@ -236,7 +238,7 @@ def curriculum_of(described: Mapping[str, Any]) -> Curriculum:
         ranges = part["rows"]
         if not ranges or sum(max(0, last - first) + 1 for first, last in ranges) > MAX_PROMPTS:
             raise ValueError(f"a data set has no row, or more than {MAX_PROMPTS}")
-        if any(first > last for first, last in ranges) or not 0 < part["weight"]:
+        if any(first > last for first, last in ranges) or part["weight"] <= 0:
             raise ValueError("the rows or the weight of a data set are impossible")
         rows = [row for first, last in ranges for row in range(first, last + 1)]
         parts.append((rows, part["weight"]))
