@@ -86,11 +86,9 @@ def start_roles(
     ]
     waits, weights_s, files = cfg.stale_groups == "wait", timeouts.weights_s, cluster.remote_files
     limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
-    counts = cfg.curriculum is not None
+    handle = partial(GeneratorHandle, counts_successes=cfg.curriculum is not None)
     roles = Roles(
-        generators=[
-            GeneratorHandle(role, ledger, *limits, counts_successes=counts) for role in generators
-        ],
+        generators=[handle(role, ledger, *limits) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
         server=ParameterServerHandle(server, weights_s),
