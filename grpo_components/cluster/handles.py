@@ -37,7 +37,6 @@ class GeneratorHandle:
         ledger: Ledger,
         timeout_s: float,
         weights_s: float,
-        *,
         counts_successes: bool = False,
     ) -> None:
         self.role, self.name = role, role.name
