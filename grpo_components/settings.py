@@ -73,6 +73,16 @@ class LoraSettings(BaseModel):
     save_merged: bool = False
 
 
+class CurriculumSettings(BaseModel):
+    """Draws of prompts by their success rate; the weight is 1 from `low` to `high`."""
+
+    model_config = SECTION
+    low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    high: Annotated[float, Field(ge=0, le=1)] = 0.8
+    floor: Annotated[float, Field(ge=1e-3, le=1)] = 0.1
+    decay: Annotated[float, Field(ge=0.01, le=1)] = 0.95
+
+
 class DynamicSamplingSettings(BaseModel):
     """Replacement of groups whose rewards are all equal."""
 
@@ -234,6 +244,7 @@ class Settings(BaseModel):
     dataset: Annotated[DictConfig, component(DatasetArguments)]
     eval_dataset: Annotated[DictConfig, component(DatasetArguments)]
     shuffle: bool
+    curriculum: CurriculumSettings | None = None
     environment: Annotated[DictConfig, component(EnvironmentArguments)]
     rewards: Annotated[Rewards, Field(min_length=1)]
     reward_workers: Processes = 1  # of each generator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -282,6 +283,12 @@ class GroupSummary:
     """[G] unweighted rewards of each response by name; those of a failed sample may be missing."""
     turns: list[int]
     """[G] turns of the policy in each response: its stretches between the environment's tokens."""
+
+    @property
+    def scored_successes(self) -> list[bool]:
+        """Success of each response that did not fail."""
+        pairs = zip(self.successes, self.rewards, strict=True)
+        return [success for success, reward in pairs if not math.isnan(reward)]
 
 
 def summarize(group: PackedTrajectories) -> GroupSummary:

@@ -38,8 +38,8 @@ from grpo_components.config.building import build_data
 from grpo_components.config.objective import build_objective
 from grpo_components.config.open_run import open_run
 from grpo_components.config.preflight import read_config
+from grpo_components.config.prompts import build_prompts
 from grpo_components.config.start_roles import start_roles
-from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.errors import RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.staleness import StalenessContract
@@ -140,7 +140,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 
         self.groups_per_step, self.timeouts = cfg.groups_per_step, cfg.timeouts
         contract = StalenessContract(cfg.max_staleness, cfg.groups_per_step)
-        prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
+        prompts = build_prompts(cfg, dataset)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
         self.records = open_run(
             cfg, self.ledger, prompts, self.temperature, dataset, held_out, __file__

@@ -7,6 +7,7 @@ from copy import deepcopy
 
 from grpo_components.audit.chain import Chain
 from grpo_components.audit.cross_checks import CrossCheck
+from grpo_components.audit.draws import begin_draws
 from grpo_components.audit.findings import Findings
 from grpo_components.audit.groups import check_ends, follow_events
 from grpo_components.audit.history import History, Record
@@ -132,6 +133,7 @@ class RunAudit:
             f"starts with version {start['policy_version']}, but step {step} ended with {left}",
         )
         self._weights = Weights(self._history, self._findings)
+        begin_draws(start, self._start, self._history, self._findings)
         self._start, self._ended = start, False
 
     def _step(self, record: Record) -> None:
@@ -173,6 +175,8 @@ class RunAudit:
                 "correction_mass is null, but the step was not skipped",
             )
 
+        if h.curriculum is not None:
+            h.curriculum.end_step()
         h.step, h.policy_version = step, after
         if step in self._resume_points:
             self._snapshots[step] = deepcopy(h)

@@ -80,8 +80,22 @@ class ConfigCheck:
             setting = settings[key]
             if key == "num_steps" and settings.get("eval_only", "false") != "false":
                 setting = "0"
+            if isinstance(start[key], dict):
+                self._compare_section(key, start[key], setting)
+                continue
             holds = setting == str(start[key])
             self._check("config", holds, f"{key} is {start[key]}, but {setting} in the config")
+
+    def _compare_section(self, key: str, recorded: Record, setting: Any) -> None:
+        section = setting if isinstance(setting, dict) else {}
+        for name, value in recorded.items():
+            try:
+                holds = float(section[name]) == value
+            except (KeyError, ValueError):
+                holds = False
+            given = section.get(name, "missing")
+            problem = f"{key}.{name} is {value}, but {given} in the config"
+            self._check("config", holds, problem)
 
     def _check_mass(self, mass: float | None, settings: Settings) -> None:
         low, high = correction_bounds(settings.get("off_policy"))

@@ -21,6 +21,7 @@ RULES = {
     "issued": "groups are issued once, numbered 0, 1, 2, ...",
     "prompts": "a prompt is issued again only if it was handed back, and trained at most once",
     "reissued": "prompts that were handed back are issued before new ones",
+    "curriculum": "each new prompt of a curriculum is what seed and success rates draw",
     "generated": "a group is generated at most once, after it was issued or restarted",
     "ended": "a group is trained or dropped once, after it was generated",
     "batches": "every step trains groups_per_step groups",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from grpo_components.audit.draws import check_draw, check_result
 from grpo_components.audit.findings import Findings
 from grpo_components.audit.history import Group, History, Prompt, Record
 
@@ -39,6 +40,7 @@ def follow_events(
                 again = group.response_tokens is not None
                 check("generated", not again, f"group {number} is generated twice")
                 group.response_tokens = event["response_tokens"]
+                check_result(event, group.prompt, start, h, findings)
             totals.add("generated", event["response_tokens"])
         elif "restarted" in event:
             number = event["restarted"]
@@ -111,6 +113,8 @@ def _issue(event: Record, h: History, findings: Findings) -> None:
         f"group {number} issues prompt {_name(prompt)} again",
     )
     first = next(iter(+h.waiting), None)
+    if not handed_back:
+        check_draw(prompt, number, h, findings)
     findings.check(
         "reissued",
         handed_back or known or first is None,

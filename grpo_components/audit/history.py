@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_components.data.curriculum import Curriculum
+
 Record = dict[str, Any]
 Prompt = tuple[int, int]
 """(row of the data set, epoch)."""
@@ -40,3 +42,5 @@ class History:
     """Policy version that a generator acknowledged -> checksum of its weights."""
     unacknowledged: dict[int, int] = field(default_factory=dict)
     """Policy version that no generator acknowledged yet -> last step that trained its tokens."""
+    curriculum: Curriculum | None = None
+    """Draws the prompts once more; None if the run has no curriculum, or an impossible one."""

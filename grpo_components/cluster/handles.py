@@ -28,9 +28,17 @@ class GeneratorHandle:
         ledger: ledger (account of all groups) of the run.
         timeout_s: longest wait for a group, in seconds.
         weights_s: longest wait for the generator to load weights, in seconds.
+        counts_successes: whether the ledger records each group's successes, for a curriculum.
     """
 
-    def __init__(self, role: Role, ledger: Ledger, timeout_s: float, weights_s: float) -> None:
+    def __init__(
+        self,
+        role: Role,
+        ledger: Ledger,
+        timeout_s: float,
+        weights_s: float,
+        counts_successes: bool = False,
+    ) -> None:
         self.role, self.name = role, role.name
         self.version = 0
         """Policy version of the generator's weights; -1 if it has none, or another attempt's."""
@@ -42,6 +50,7 @@ class GeneratorHandle:
         self.swapping = ledger.events.lock()
         """Lock held while the generator's weights are swapped, or must stay as they are."""
         self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s
+        self._counts_successes = counts_successes
         self._reserved = 0
         """Number of groups for which the generator keeps room."""
 
@@ -92,7 +101,8 @@ class GeneratorHandle:
         )
         turn = self._ledger.events.replay_wait("finish", group=entry.group_id)
         summary = await self.role.result(packed_summary, "generate_group", self._timeout_s, turn)
-        await self._ledger.finish_generation(entry.group_id, summary.response_tokens)
+        scored = summary.scored_successes if self._counts_successes else None
+        await self._ledger.finish_generation(entry.group_id, summary.response_tokens, scored)
         return Group(entry, packed, packed_summary, summary)
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> tuple[int, str] | None:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from grpo_components.config.colocate_checks import check_colocated
 from grpo_components.config.lora_checks import check_lora
+from grpo_components.config.prompts import check_curriculum
 from grpo_components.config.training_checks import check_training
 from grpo_components.config.transfer_checks import check_transfer
 from grpo_components.errors import fail, shown
@@ -54,6 +55,7 @@ def check_together(settings: Settings) -> None:
     check_lora(settings)
     check_transfer(settings)
     check_keep_best(settings)
+    check_curriculum(settings)
     _check_rewards(settings)
     _check_logging(settings)
 

@@ -11,6 +11,9 @@ from grpo_components._plugin import recipes_folder
 from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.command_line import resume_command
 from grpo_components.config.component_trial import check_logger
+from grpo_components.data.curriculum import Curriculum
+from grpo_components.data.prompt_curriculum import PromptCurriculum
+from grpo_components.errors import fail
 from grpo_components.evaluation.evaluation import build_evaluation
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.objective.schedules import Schedule
@@ -53,11 +56,13 @@ def open_run(
     Raises:
         ValueError: the checkpoint does not exist, or the data set has changed.
     """
+    _check_prompts(cfg, prompts)
     start = begin_run(cfg, ledger, prompts)
     save_code(start.output_dir, start.attempt, recipe)
     original = read_original(cfg.replay_events) if cfg.replay_events else None
     event_log = EventLog(Path(cfg.output_dir))
     ledger.events = open_event_order(cfg, start.attempt, event_log, original)
+    curriculum = _follow(ledger, prompts)
     log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
@@ -69,7 +74,7 @@ def open_run(
         start,
         ledger,
         prompts,
-        build_receipts(cfg, ledger, start.attempt, start.identity),
+        build_receipts(cfg, ledger, start.attempt, start.identity, curriculum),
         checkpoints,
         original=original,
         save_every_n_steps=cfg.save_every_n_steps,
@@ -85,7 +90,23 @@ def open_run(
         agreement=GeneratorAgreement(cfg.max_generator_kl),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
+        curriculum=curriculum,
     )
+
+
+def _check_prompts(cfg: Settings, prompts: Stateful) -> None:
+    """Refuse a curriculum that a fork of the recipe would ignore."""
+    if cfg.curriculum is not None and not isinstance(prompts, PromptCurriculum):
+        problem = "given, but the recipe takes its prompts from another stream"
+        fail("curriculum", problem, "null, or a recipe with `build_prompts(cfg, dataset)`")
+
+
+def _follow(ledger: Ledger, prompts: Stateful) -> Curriculum | None:
+    """Let a curriculum follow the ledger's events; return it, or None if there is none."""
+    if not isinstance(prompts, PromptCurriculum):
+        return None
+    ledger.events.listen(prompts.follow)
+    return prompts.curriculum
 
 
 def open_log(

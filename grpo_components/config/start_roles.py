@@ -67,7 +67,7 @@ def start_roles(
         longest_prompt=longest_prompt,
         scratch=cluster.scratch,
     )
-    spawn, timeouts = cluster.spawn, cfg.timeouts
+    spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
     cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
@@ -84,10 +84,10 @@ def start_roles(
         spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
         for n in range(cfg.num_generators)
     ]
-    waits, weights_s, files = cfg.stale_groups == "wait", timeouts.weights_s, cluster.remote_files
+    waits, counts, files = cfg.stale_groups == "wait", bool(cfg.curriculum), cluster.remote_files
     limits, batch_limits = (timeouts.rollout_s, weights_s), (timeouts.batch_s, weights_s)
     roles = Roles(
-        generators=[GeneratorHandle(role, ledger, *limits) for role in generators],
+        generators=[GeneratorHandle(role, ledger, *limits, counts) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
         server=ParameterServerHandle(server, weights_s),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
 from torch.utils.data import default_convert
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from grpo_components.data.part_turns import PartTurns
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
 
 Prompt = dict[str, Any]
@@ -37,27 +37,18 @@ class PromptStream:
             _Passes(part, shuffle, seed + number * _SEED_STRIDE)
             for number, part in enumerate(parts)
         ]
-        self._weights = [part.weight for part in parts]
-        phases = random.Random(seed)
-        self._phases = [phases.random() for _ in parts]
-        self._drawn = [0] * len(parts)
+        self._turns = PartTurns([part.weight for part in parts], seed)
 
     def __iter__(self) -> PromptStream:
         return self
 
     def __next__(self) -> tuple[Prompt, int]:
-        # The k-th prompt of a part is due at time (k + phase) / weight; take the earliest.
-        due = [
-            (drawn + phase) / weight
-            for drawn, phase, weight in zip(self._drawn, self._phases, self._weights, strict=True)
-        ]
-        number = due.index(min(due))
-        self._drawn[number] += 1
-        return next(self._passes[number])
+        return next(self._passes[self._turns.next()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: prompts drawn from each part, and the state of each loader."""
-        return {"drawn": list(self._drawn), "parts": [part.state_dict() for part in self._passes]}
+        drawn = list(self._turns.taken)
+        return {"drawn": drawn, "parts": [part.state_dict() for part in self._passes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position of another stream over the same data.
@@ -71,12 +62,12 @@ class PromptStream:
             raise ValueError(
                 f"dataset: it has {rows} rows; allowed: the {before} rows of the checkpoint"
             )
-        self._drawn = list(state["drawn"])
+        self._turns.taken = list(state["drawn"])
         for part, position in zip(self._passes, state["parts"], strict=True):
             part.load_state_dict(position)
 
 
-def _converted(row: Any) -> Any:
+def converted(row: Any) -> Any:
     """Return a row as PyTorch's own `default_convert` does, which visits every token id."""
     if not isinstance(row, dict) or not isinstance(row.get("prompt_ids"), list):
         return default_convert(row)
@@ -96,7 +87,7 @@ class _Passes:
             batch_size=None,
             shuffle=shuffle,
             generator=self._generator,
-            collate_fn=_converted,
+            collate_fn=converted,
         )
         self._begin(epoch=0)
 

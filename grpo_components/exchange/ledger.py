@@ -162,15 +162,9 @@ class Ledger:
             entry = LedgerEntry(self.issued, prompt, epoch, needed, needed, target_step)
             self.issued += 1
         self._living[entry.group_id] = entry
-        self.events.record(
-            "issue",
-            role=generator,
-            group=entry.group_id,
-            prompt=entry.prompt_index,
-            epoch=entry.epoch,
-            target_step=target_step,
-            needed_version=needed,
-        )
+        group = {"group": entry.group_id, "prompt": entry.prompt_index, "epoch": entry.epoch}
+        need = {"target_step": target_step, "needed_version": needed}
+        self.events.record("issue", role=generator, **group, **need)
         return entry
 
     def give_back(self, entry: LedgerEntry) -> None:
@@ -240,15 +234,22 @@ class Ledger:
             "the training loop waited for groups in flight that its next step would make stale",
         )
 
-    async def finish_generation(self, group_id: int, response_tokens: Sequence[int]) -> None:
+    async def finish_generation(
+        self, group_id: int, response_tokens: Sequence[int], scored: Sequence[bool] | None = None
+    ) -> None:
         """Record that a group was generated.
 
         Args:
             group_id: id of a group in flight.
             response_tokens: [G] number of sampled tokens of each response.
+            scored: success of each response that did not fail, for a curriculum; None without one.
         """
-        await self.events.take("finish", group=group_id, response_tokens=list(response_tokens))
-        self._living[group_id].response_tokens = sum(response_tokens) / len(response_tokens)
+        entry, result = self._living[group_id], {}
+        if scored is not None:
+            result = {"prompt": entry.prompt_index, "successes": sum(scored), "scored": len(scored)}
+        tokens = list(response_tokens)
+        await self.events.take("finish", group=group_id, response_tokens=tokens, **result)
+        entry.response_tokens = sum(response_tokens) / len(response_tokens)
 
     async def enter_buffer(self, group_id: int) -> None:
         """Record that a group is in the replay buffer, unless a step has taken it already."""

@@ -52,7 +52,8 @@ class RecentEvents:
             case "issue":
                 self._issue(event["group"], event["prompt"], event["epoch"])
             case "finish":
-                self._finish(event["group"], event["response_tokens"])
+                result = {name: event[name] for name in ("successes", "scored") if name in event}
+                self._finish(event["group"], event["response_tokens"], result)
             case "interrupt":
                 self._interrupt(event["group"])
             case "drop":
@@ -94,11 +95,11 @@ class RecentEvents:
             self._count("issued", None)
             self._events.append({"issued": group_id, "prompt_index": prompt_index, "epoch": epoch})
 
-    def _finish(self, group_id: int, response_tokens: list[int]) -> None:
+    def _finish(self, group_id: int, response_tokens: list[int], result: dict[str, int]) -> None:
         mean = sum(response_tokens) / len(response_tokens)
         self._groups[group_id].response_tokens = mean
         self._count("generated", mean)
-        self._events.append({"generated": group_id, "response_tokens": mean})
+        self._events.append({"generated": group_id, "response_tokens": mean, **result})
 
     def _interrupt(self, group_id: int) -> None:
         self._groups[group_id].response_tokens = None

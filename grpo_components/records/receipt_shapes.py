@@ -42,6 +42,7 @@ def _before_rounding(number: Any) -> Any:
 
 
 _Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+_Range = Annotated[list[_Whole], Field(min_length=2, max_length=2)]
 _Number = Annotated[
     float, Field(ge=0, le=LARGEST, allow_inf_nan=False), BeforeValidator(_before_rounding)
 ]
@@ -53,7 +54,8 @@ _EVENTS = "issued", "generated", "restarted", "dropped", "trained"
 
 def _tag_of_event(event: Any) -> str | None:
     names = _EVENTS if isinstance(event, dict) else ()
-    return next((f"<{name}>" for name in names if name in event), None)
+    tag = next((f"<{name}>" for name in names if name in event), None)
+    return "<scored>" if tag == "<generated>" and event.keys() & {"successes", "scored"} else tag
 
 
 _AMOUNT = _object(count=_Whole, response_tokens_mean=_Number | None)
@@ -66,12 +68,14 @@ _GROUPS = _object(
 )
 _ISSUED = _object(issued=_Whole, prompt_index=_Whole, epoch=_Whole)
 _GENERATED = _object(generated=_Whole, response_tokens=_Number)
+_SCORED = _object(generated=_Whole, response_tokens=_Number, successes=_Whole, scored=_Whole)
 _RESTARTED = _object(restarted=_Whole)
 _DROPPED = _object(dropped=_Whole, reason=str, reissue=bool)
 _TRAINED = _object(trained=_Whole)
 _Event = Annotated[
     Annotated[_ISSUED, Tag("<issued>")]
     | Annotated[_GENERATED, Tag("<generated>")]
+    | Annotated[_SCORED, Tag("<scored>")]
     | Annotated[_RESTARTED, Tag("<restarted>")]
     | Annotated[_DROPPED, Tag("<dropped>")]
     | Annotated[_TRAINED, Tag("<trained>")],
@@ -100,9 +104,25 @@ _START = {
 }
 _PROMPT = {"prompt_index": _Whole, "epoch": _Whole}
 _IDS = {"run": str, "incarnation": str}  # records of older versions have none
+_RULE = {"low": _Number, "high": _Number, "floor": _Number, "decay": _Number}
+_DRAWS = {  # only with a curriculum
+    "seed": _Whole,
+    "curriculum": _object(**_RULE),
+    "prompts": list[_object(weight=_Number, rows=list[_Range])],
+}
+
+
+def _tag_of_start(record: Any) -> str:
+    names = record.keys() if isinstance(record, dict) else ()
+    return f"<{'ids' if names & _IDS else 'old'}{' draws' if names & _DRAWS else ''}>"
+
+
 _Start = Annotated[
-    Annotated[_object(**_START, **_IDS), Tag("<ids>")] | Annotated[_object(**_START), Tag("<old>")],
-    Discriminator(lambda record: "<ids>" if record.keys() & _IDS else "<old>"),
+    Annotated[_object(**_START, **_IDS), Tag("<ids>")]
+    | Annotated[_object(**_START), Tag("<old>")]
+    | Annotated[_object(**_START, **_IDS, **_DRAWS), Tag("<ids draws>")]
+    | Annotated[_object(**_START, **_DRAWS), Tag("<old draws>")],
+    Discriminator(_tag_of_start),
 ]
 _RECORDS: dict[str, TypeAdapter[Any]] = {
     "start": TypeAdapter(_Start),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_components.data.curriculum import Curriculum
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.exchange.staleness import StalenessContract
@@ -35,6 +36,7 @@ class Receipts:
         group_size: number of responses per group.
         generators: names of all generators, also of those that never pull weights.
         identity: ids of the run and its process; None if the folder has none.
+        curriculum: draws the run's prompts; None if they come in turn.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Receipts:
         group_size: int,
         generators: Iterable[str] = (),
         identity: RunIdentity | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._path, self._ledger, self._generators = path, ledger, tuple(generators)
         self._settings = {
@@ -55,6 +58,7 @@ class Receipts:
             "groups_per_step": groups_per_step,
             "group_size": group_size,
             **(identity.as_dict() if identity else {}),
+            **(curriculum.describe() if curriculum else {}),
         }
         self.begin_attempt(attempt)
         ledger.events.listen(self._add)
@@ -162,7 +166,13 @@ class Receipts:
         self._file.append({"record": record, "attempt": self._attempt, **fields})
 
 
-def build_receipts(cfg: Settings, ledger: Ledger, attempt: int, identity: RunIdentity) -> Receipts:
+def build_receipts(
+    cfg: Settings,
+    ledger: Ledger,
+    attempt: int,
+    identity: RunIdentity,
+    curriculum: Curriculum | None,
+) -> Receipts:
     """Build `Receipts` from the config.
 
     Args:
@@ -170,6 +180,7 @@ def build_receipts(cfg: Settings, ledger: Ledger, attempt: int, identity: RunIde
         ledger: ledger of the run, whose events are recorded.
         attempt: number of the run's attempt, from 0.
         identity: ids of the run and this process.
+        curriculum: draws the run's prompts; None if they come in turn.
     """
     return Receipts(
         Path(cfg.output_dir) / "receipts.jsonl",
@@ -180,4 +191,5 @@ def build_receipts(cfg: Settings, ledger: Ledger, attempt: int, identity: RunIde
         group_size=cfg.group_size,
         generators=[f"generator_{i}" for i in range(cfg.num_generators)],
         identity=identity,
+        curriculum=curriculum,
     )

@@ -30,7 +30,14 @@ from grpo_components.state_files import read_state
 FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
     *("lora.rank", "lora.alpha", "lora.target_modules"),
-    *("dataset", "shuffle", "group_size", "optimizer._component_", "lr_scheduler._component_"),
+    *(
+        "dataset",
+        "shuffle",
+        "curriculum",
+        "group_size",
+        "optimizer._component_",
+        "lr_scheduler._component_",
+    ),
 )
 """Config keys that a resume must not change, because the state depends on them. All others may
 change: steps, roles, batch size, learning rate, asynchrony, loss, rewards, ..."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.data.curriculum import Curriculum
 from grpo_components.evaluation.evaluation import Evaluation
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.agreement import GeneratorAgreement
@@ -49,6 +50,8 @@ class RunRecords:
     """Reports steps that trained nothing."""
     rollouts_logged: int
     """Number of groups of each step that are logged as text."""
+    curriculum: Curriculum | None = None
+    """Draws the run's prompts; None if they come in turn."""
 
     def run_with(self, roles: Roles, weights: WeightSync) -> Run:
         """Return a run with these records and with roles that have been started."""
@@ -109,6 +112,7 @@ class Run:
         """
         metrics = self._metrics(batch, result)
         step = await self._journal.commit(batch.batch_hash, result)
+        metrics |= self._records.curriculum.metrics if self._records.curriculum else {}
         metrics["time/step"] = time.perf_counter() - batch.began
         if self._evaluation.due(step):
             await self._evaluate(step)

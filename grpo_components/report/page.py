@@ -10,6 +10,7 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from grpo_components.report.curves import MAX_OTHER_CHARTS, metric_charts
+from grpo_components.report.difficulty import difficulty_charts
 from grpo_components.report.dropped import dropped_section
 from grpo_components.report.held_out import held_out_table
 from grpo_components.report.history import history_tables, phases_table, state_line
@@ -124,6 +125,8 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
         parts.add("Rollouts", rollouts_section(rollouts))
     history = parts.charts(over_time) + history_tables(receipts, failures, role_events)
     history += phases_table(list(read_records(logs / "phases.jsonl", _Phase, unread)))
+    if prompts := difficulty_charts(receipts):
+        parts.add("Prompts", parts.charts(prompts))
     parts.add("Timeline", history)
     dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
     parts.add("Dropped groups", dropped)

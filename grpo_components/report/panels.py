@@ -91,6 +91,12 @@ PANELS = {
             {"rollout/turns_mean": "mean", "rollout/turns_max": "most"},
             from_zero=True,
         ),
+        Panel(
+            "Curriculum",
+            "share of tried prompts within the band, and of right responses among the generated",
+            {"curriculum/in_band": "in the band", "curriculum/generated_success": "right"},
+            range=_SHARE,
+        ),
         Panel("Entropy", "of the trainer's next-token distribution, nats", {"entropy": "entropy"}),
         Panel(
             "Loss",

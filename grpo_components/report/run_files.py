@@ -43,6 +43,12 @@ class _Receipt(TypedDict):
     attempt: int
 
 
+class _Generated(TypedDict):
+    generated: int
+    successes: int
+    scored: int
+
+
 class _Failure(TypedDict):
     attempt: int
     error: str | None
@@ -139,6 +145,8 @@ class Receipts:
     """Number of trained tokens in each step, from the last attempt that trained it."""
     drops: list[Record] = field(default_factory=list)
     """Dropped groups with step, attempt, group_id, prompt_index, epoch, reason and reissue."""
+    results: list[Record] = field(default_factory=list)
+    """Groups generated in a run with a curriculum: step, attempt, prompt, successes and scored."""
 
 
 def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
@@ -176,6 +184,12 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
             elif "issued" in event:
                 prompt = {key: event.get(key) for key in ("prompt_index", "epoch")}
                 prompts[event["issued"]] = prompt
+            elif fits(event, _Generated):
+                prompt = prompts.get(event["generated"], {}).get("prompt_index")
+                if fits(prompt, int):
+                    result = {key: event[key] for key in ("successes", "scored")}
+                    where = {"step": record["step"], "attempt": attempt, "prompt": prompt}
+                    receipts.results.append(where | result)
             elif "trained" in event:
                 prompts.pop(event["trained"], None)
             elif "dropped" in event:
@@ -184,6 +198,7 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
                 why = {key: event.get(key) for key in ("reason", "reissue")}
                 receipts.drops.append({**drop, **prompts.pop(group_id, {}), **why})
     receipts.drops = [drop for drop in receipts.drops if receipts.attempts.counts(drop)]
+    receipts.results = [each for each in receipts.results if receipts.attempts.counts(each)]
     return receipts
 
 

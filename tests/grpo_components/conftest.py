@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from grpo_components.data.curriculum import CurriculumRule
+from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
@@ -26,22 +28,34 @@ def _write_receipts():
     return write_receipts
 
 
-def write_run(path, eta=2, num_steps=6):
+RULE = CurriculumRule(low=0.2, high=0.8, floor=0.1, decay=0.9)
+
+
+def write_run(path, eta=2, num_steps=6, draws=False):
     """Two groups a step; a skipped step, a filtered, a failed and a stale group."""
     for name in ("receipts.jsonl", "receipts.end"):
         path.with_name(name).unlink(missing_ok=True)
     logs = path.parent / "logs"
     logs.mkdir(exist_ok=True)
     config = f"max_staleness: {eta}\ngroups_per_step: 2\ngroup_size: {GROUP_SIZE}\n"
-    (path.parent / "config.yaml").write_text(f"{config}num_steps: {num_steps}\n")
+    config += f"num_steps: {num_steps}\n"
+    if draws:
+        config += "seed: 7\ncurriculum: {low: 2e-1, high: 0.8, floor: 0.1, decay: 0.9}\n"
+    (path.parent / "config.yaml").write_text(config)
     for name in ("metrics.jsonl", "events.jsonl"):
         (logs / name).write_text("")
 
     async def run():
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
+        if draws:
+            prompts = PromptCurriculum([{"prompt_index": i} for i in (3, 4, 5, 9)], RULE, 7)
         ledger = Ledger(StalenessContract(eta, 2), num_steps, prompts)
         log = EventLog(path.parent)
         ledger.events = EventOrder(listeners=[log.write])
+        curriculum = None
+        if draws:
+            ledger.events.listen(prompts.follow)
+            curriculum = prompts.curriculum
         receipts = Receipts(
             path,
             ledger,
@@ -50,12 +64,14 @@ def write_run(path, eta=2, num_steps=6):
             groups_per_step=2,
             group_size=GROUP_SIZE,
             generators=["generator_0", "generator_1"],
+            curriculum=curriculum,
         )
 
         async def buffered(reason=None, reissue=False):
             entry = await ledger.admit("test", 1)
             if reason != "failed":
-                await ledger.finish_generation(entry.group_id, [3, 4])
+                scored = [entry.prompt_index % 2 == 0, entry.epoch > 0] if draws else None
+                await ledger.finish_generation(entry.group_id, [3, 4], scored)
             if reason:
                 await ledger.drop([entry.group_id], reason, reissue)
             else:

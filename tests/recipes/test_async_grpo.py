@@ -313,6 +313,7 @@ OBJECTIVE = (
     "reward_shaping.overlong_tokens=4",
     "mask_overlong=true",
     "dynamic_sampling.enabled=true",
+    "curriculum.floor=0.2",
     "stale_tokens=mask",
     "max_staleness=1",
     "push_every_n_steps=2",
@@ -354,6 +355,7 @@ def test_a_copied_recipe_with_an_edited_loss_every_part_of_the_objective_and_par
     assert_the_objective_is_as_set(steps)
     filtered = [record["groups"]["filtered"]["count"] for record in receipts(output_dir)]
     assert sum(filtered) > 0
+    assert sum(r["curriculum/generated_success"] or 0 for r in steps) > 0
     assert all(record["loss/negative"] == 0 for record in steps)  # by the key's value
     assert all(record["loss/policy"] <= 0 for record in steps)
     user = yaml.safe_load((output_dir / "config.yaml").read_text())["user"]

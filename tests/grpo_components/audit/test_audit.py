@@ -51,7 +51,8 @@ def test_a_synchronous_run_passes(tmp_path, audit, write_run):
 def test_every_rule_is_checked_and_listed(tmp_path, capsys, records, write_run, write_receipts):
     sync = write_run(tmp_path / "receipts.jsonl", eta=0)
     checked = set()
-    for run in (records, sync):
+    drawn = write_run(tmp_path / "receipts.jsonl", draws=True)
+    for run in (records, sync, drawn):
         write_receipts(tmp_path, run)
         main([str(tmp_path)])
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -287,7 +288,8 @@ def test_one_changed_value_fails_and_its_rule_is_named(records, rule, where, val
 
 
 def test_every_rule_has_a_corruption():
-    elsewhere = {"chain", "config", "metrics", "loads"}  # in test_chain.py and test_cross_checks.py
+    # In test_chain.py, test_cross_checks.py and test_draws.py.
+    elsewhere = {"chain", "config", "metrics", "loads", "curriculum"}
     assert {*CORRUPTIONS, *(rule for rule, _, _ in EDITS)} == RULES.keys() - elsewhere
 
 

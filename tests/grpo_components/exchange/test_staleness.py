@@ -13,6 +13,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from grpo_components.audit.__main__ import audit
+from grpo_components.data.curriculum import CurriculumRule
+from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.recent_events import RecentEvents
@@ -91,6 +93,8 @@ class Schedule:
     rollouts_in_flight: int
     wait: bool
     stale_tokens: str
+    curriculum: bool
+    """Whether prompts are drawn by their success rates."""
     rates: dict[str, float]
     """Of groups that fail, straggle or are filtered, of generator restarts, of skipped steps."""
     seed: int
@@ -109,6 +113,7 @@ def schedules(draw):
         rollouts_in_flight=draw(st.integers(1, 4)),
         wait=draw(st.booleans()),
         stale_tokens=draw(st.sampled_from(["drop", "mask"])),
+        curriculum=draw(st.booleans()),
         rates={name: draw(st.sampled_from([0, rate])) for name, rate in rates.items()},
         seed=draw(st.integers(0, 2**32)),
     )
@@ -128,10 +133,13 @@ class Run:
         s = self.schedule = schedule
         contract = StalenessContract(s.max_staleness, s.groups_per_step)
         self.attempt, self.folder, self.turns = attempt, folder, turns
-        self.prompts = PromptStream(
-            [{"prompt_index": i} for i in range(7)], shuffle=True, seed=s.seed % 2**30
-        )
+        rows, seed = [{"prompt_index": i} for i in range(7)], s.seed % 2**30
+        self.prompts = PromptStream(rows, shuffle=True, seed=seed)
+        if s.curriculum:
+            self.prompts = PromptCurriculum(rows, CurriculumRule(0.3, 0.7, 0.1, 0.9), seed)
         self.ledger = Ledger(contract, NUM_STEPS, self.prompts)
+        if s.curriculum:
+            self.ledger.events.listen(self.prompts.follow)
         self.buffer = ReplayBuffer(
             contract=contract,
             timeout_s=TIMEOUT_S,
@@ -151,6 +159,7 @@ class Run:
             max_staleness=s.max_staleness,
             groups_per_step=s.groups_per_step,
             group_size=GROUP_SIZE,
+            curriculum=self.prompts.curriculum if s.curriculum else None,
         )
         self.journal = Journal(
             MagicMock(),
@@ -164,6 +173,8 @@ class Run:
         self.generators = [Generator(f"generator_{i}", v) for i, v in enumerate(s.speeds)]
         self.random = random.Random(s.seed + attempt)
         self.buffered_at, self.waited = {}, {}
+        self.filters = False
+        """Whether groups that succeed or fail as a whole are filtered."""
 
     async def main(self):
         if self.saved:
@@ -225,10 +236,14 @@ class Run:
         if generator.restarts != restarts:  # a restart loses what was in flight
             return await self.ledger.drop([entry.group_id], "failed", reissue=True)
         summary = summarize(pack(group))
-        await self.ledger.finish_generation(entry.group_id, summary.response_tokens)
+        # The same for the same draw, whenever it is generated.
+        chance = random.Random(f"{entry.prompt_index} {entry.epoch}")
+        scored = [chance.random() < entry.prompt_index / 6 for _ in range(GROUP_SIZE)]
+        result = scored if self.schedule.curriculum else None
+        await self.ledger.finish_generation(entry.group_id, summary.response_tokens, result)
         if self.happens("failed"):
             await self.ledger.drop([entry.group_id], "failed")
-        elif self.happens("filtered"):
+        elif self.happens("filtered") or (self.filters and len(set(scored)) == 1):
             await self.ledger.drop([entry.group_id], "filtered")
         else:
             await self.work(3)
@@ -394,6 +409,25 @@ def test_after_kills_and_resumes_no_prompt_is_lost_or_trained_twice(schedule, ki
     assert_trained_once(run)
     if not smaller:  # else the last steps may need fewer groups than are alive
         assert_complete(run)
+
+
+@settings(max_examples=30)
+@given(schedules(), st.lists(st.integers(0, 12), min_size=1, max_size=3), st.booleans())
+def test_a_synchronous_curriculum_draws_the_same_whoever_is_faster(schedule, speeds, filters):
+    rates = dict.fromkeys(schedule.rates, 0) | {"straggles": 0.1}
+    push = {"max_staleness": 0, "push_every": 1}
+    schedule = replace(schedule, curriculum=True, rates=rates, **push)
+    batches = []
+    for each in (schedule, replace(schedule, speeds=speeds, rollouts_in_flight=1)):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Run(each, Path(folder))
+            run.filters = filters
+            asyncio.run(run.main())
+            report, _ = audit(Path(folder) / "receipts.jsonl")
+        assert not report.broken
+        size = schedule.groups_per_step
+        batches.append([set(run.trained[i : i + size]) for i in range(0, len(run.trained), size)])
+    assert batches[0] == batches[1] and len(batches[0]) == NUM_STEPS
 
 
 def test_a_resume_with_a_smaller_batch_admits_no_more_than_the_contract_lets_in():

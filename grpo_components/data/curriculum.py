@@ -1,0 +1,258 @@
+"""Draws prompts by their own success rate; the same records and seed give the same draws."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_components.data.part_turns import PartTurns
+
+MAX_PROMPTS = 10**7
+"""Largest number of prompts that a curriculum weighs."""
+_PRIOR_RESPONSES = 0.25
+"""Weight, in responses, of the assumption that a prompt's rate is in the middle of the band."""
+
+
+@dataclass(frozen=True)
+class CurriculumRule:
+    """How success rates become weights; the fields are the keys of the config's `curriculum`."""
+
+    low: float
+    """Lower end of the band of success rates with weight 1."""
+    high: float
+    """Upper end of the band."""
+    floor: float
+    """Weight at the success rates 0 and 1, above 0: so any prompt may be drawn."""
+    decay: float
+    """Factor of the weight of all earlier responses, at each training step."""
+
+    @property
+    def prior(self) -> float:
+        """Success rate that is assumed of a prompt without responses."""
+        return (self.low + self.high) / 2
+
+    def weights(self, rates: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return weights [N]: 1 in the band, and linear from its ends to `floor` at 0 and 1.
+
+        Args:
+            rates: [N] success rates, 0 to 1.
+        """
+        # Only basic operations, which give the same bits on every machine: the audit repeats them.
+        below = rates / (self.low or 1.0)
+        above = (1.0 - rates) / ((1.0 - self.high) or 1.0)
+        near = np.where(rates < self.low, below, np.where(rates > self.high, above, 1.0))
+        return self.floor + (1.0 - self.floor) * near
+
+
+class _Rates:
+    """The success rates of one data set's prompts, and how often each was drawn."""
+
+    def __init__(self, prompt_indices: Sequence[int], rule: CurriculumRule) -> None:
+        self.prompt_indices = list(prompt_indices)
+        self.draws = np.zeros(len(self.prompt_indices), dtype=np.int64)
+        self._successes = np.zeros(len(self.draws))
+        self._responses = np.zeros(len(self.draws))
+        self._rule, self._blocked = rule, np.zeros(len(self.draws), dtype=bool)
+        self._weigh()
+
+    def draw(self, share: float) -> tuple[int, int]:
+        """Draw a prompt that was not drawn since the last step, while there is one.
+
+        Args:
+            share: random number, at least 0 and below 1.
+
+        Returns:
+            Row of the source, and how often the prompt was drawn before.
+        """
+        if self._blocked.all():
+            self._blocked[:] = False
+        cumulated = np.cumsum(np.where(self._blocked, 0.0, self._weights))
+        place = int(np.searchsorted(cumulated, share * cumulated[-1], side="right"))
+        place = min(place, len(cumulated) - 1)
+        while self._blocked[place]:  # the product may round up to the whole sum
+            place -= 1
+        self._blocked[place] = True
+        self.draws[place] += 1
+        return self.prompt_indices[place], int(self.draws[place]) - 1
+
+    def end_step(self, results: Mapping[int, tuple[int, int]]) -> None:
+        self._successes *= self._rule.decay
+        self._responses *= self._rule.decay
+        for place, (successes, responses) in results.items():
+            self._successes[place] += successes
+            self._responses[place] += responses
+        self._blocked[:] = False
+        self._weigh()
+
+    def _weigh(self) -> None:
+        prior = _PRIOR_RESPONSES * self._rule.prior
+        self.rates = (self._successes + prior) / (self._responses + _PRIOR_RESPONSES)
+        self._weights = self._rule.weights(self.rates)
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        known = np.flatnonzero((self.draws > 0) | (self._responses > 0))
+        columns = (known, self.draws, self._successes, self._responses)
+        names = ("places", "draws", "successes", "responses")
+        return {
+            name: (column if name == "places" else column[known]).tolist()
+            for name, column in zip(names, columns, strict=True)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
+        columns = {"draws": self.draws, "successes": self._successes, "responses": self._responses}
+        for name, column in columns.items():
+            column[:] = 0
+            column[np.asarray(state["places"], dtype=np.int64)] = state[name]
+        self._blocked[:] = False
+        self._weigh()
+
+
+class Curriculum:
+    """Draws rows of data sets by weights that follow the success rates of their prompts.
+
+    The weights change at the end of each training step only: then the results of the groups that
+    were generated since the step before are counted. Between two steps, no prompt is drawn twice
+    before all prompts of its data set were drawn. So the draws depend on nothing but the results by
+    step and the number of draws in each.
+
+    Args:
+        parts: for each data set of a mix, the `prompt_index` of each prompt, and the weight of the
+            data set. A single data set is a mix of one.
+        rule: how success rates become weights.
+        seed: seed of the draws.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Sequence[int], float]], rule: CurriculumRule, seed: int
+    ) -> None:
+        self.rule, self.seed = rule, seed
+        self._part_weights = [weight for _, weight in parts]
+        self._turns = PartTurns(self._part_weights, seed)
+        self._parts = [_Rates(prompt_indices, rule) for prompt_indices, _ in parts]
+        self._places = {
+            index: (number, place)
+            for number, part in enumerate(self._parts)
+            for place, index in enumerate(part.prompt_indices)
+        }
+        self._results: dict[int, tuple[int, int]] = {}
+        """prompt_index -> successes and responses since the last step."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last step."""
+
+    def draw(self) -> tuple[int, int]:
+        """Return `prompt_index` and `epoch` of the next prompt; `epoch` counts its draws, from 0.
+
+        So a pair of the two never occurs twice.
+        """
+        number = sum(self._turns.taken)
+        digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
+        share = (int.from_bytes(digest[:8]) >> 11) / 2**53
+        return self._parts[self._turns.next()].draw(share)
+
+    def add_result(self, prompt_index: int, successes: int, responses: int) -> None:
+        """Add the result of a generated group; it counts from the end of the step on.
+
+        Args:
+            prompt_index: the group's prompt, one of the curriculum.
+            successes: number of responses that succeeded.
+            responses: number of responses that were scored.
+        """
+        before = self._results.get(prompt_index, (0, 0))
+        self._results[prompt_index] = before[0] + successes, before[1] + responses
+
+    def end_step(self) -> None:
+        """Let the results since the last step count, and compute the metrics of the step."""
+        by_part: list[dict[int, tuple[int, int]]] = [{} for _ in self._parts]
+        for index, result in self._results.items():
+            number, place = self._places[index]
+            by_part[number][place] = result
+        for part, results in zip(self._parts, by_part, strict=True):
+            part.end_step(results)
+        successes, responses = (
+            sum(column) for column in zip((0, 0), *self._results.values(), strict=True)
+        )
+        self._results = {}
+        tried = np.concatenate([part.draws > 0 for part in self._parts])
+        rates = np.concatenate([part.rates for part in self._parts])[tried]
+        inside = (rates >= self.rule.low) & (rates <= self.rule.high)
+        self.metrics = {
+            "curriculum/tried": float(tried.mean()),
+            "curriculum/in_band": float(inside.mean()) if len(rates) else math.nan,
+            "curriculum/generated_success": successes / responses if responses else math.nan,
+        }
+
+    def knows(self, prompt_index: int) -> bool:
+        """Whether a prompt is one of the curriculum's."""
+        return prompt_index in self._places
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the draws depend on beside the results, for the receipts.
+
+        Returns:
+            `seed`, `curriculum` (the rule) and `prompts`: for each data set its weight, and its
+            rows as [first, last] of each run of consecutive numbers.
+        """
+        return {
+            "seed": self.seed,
+            "curriculum": asdict(self.rule),
+            "prompts": [
+                {"weight": weight, "rows": _ranges(part.prompt_indices)}
+                for part, weight in zip(self._parts, self._part_weights, strict=True)
+            ],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two training steps, as plain values."""
+        assert not self._results, "a checkpoint lies between two steps"
+        return {
+            "turns": list(self._turns.taken),
+            "parts": [part.state_dict() for part in self._parts],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of another curriculum over the same prompts."""
+        self._turns.taken, self._results = list(state["turns"]), {}
+        for part, saved in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+
+
+def curriculum_of(described: Mapping[str, Any]) -> Curriculum:
+    """Build the curriculum that `Curriculum.describe` described, for the audit.
+
+    Args:
+        described: start record of a run's receipts, its types already checked.
+
+    Raises:
+        ValueError: there is no such curriculum; says why.
+    """
+    rule, parts = CurriculumRule(**described["curriculum"]), []
+    if not (0 <= rule.low <= rule.high <= 1 and 0 < rule.floor <= 1 and 0 < rule.decay <= 1):
+        raise ValueError("the rule of the curriculum is impossible")
+    for part in described["prompts"]:
+        ranges = part["rows"]
+        if not ranges or sum(max(0, last - first) + 1 for first, last in ranges) > MAX_PROMPTS:
+            raise ValueError(f"a data set has no row, or more than {MAX_PROMPTS}")
+        if any(first > last for first, last in ranges) or part["weight"] <= 0:
+            raise ValueError("the rows or the weight of a data set are impossible")
+        rows = [row for first, last in ranges for row in range(first, last + 1)]
+        parts.append((rows, part["weight"]))
+    rows = [row for part_rows, _ in parts for row in part_rows]
+    if not 0 < len(rows) == len(set(rows)):
+        raise ValueError("there are no prompts, or two have the same prompt_index")
+    return Curriculum(parts, rule, described["seed"])
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges
