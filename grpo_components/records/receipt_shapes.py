@@ -113,8 +113,9 @@ _DRAWS = {  # only with a curriculum
 
 
 def _tag_of_start(record: Any) -> str:
-    names = record.keys() if isinstance(record, dict) else ()
-    return f"<{'ids' if names & _IDS else 'old'}{' draws' if names & _DRAWS else ''}>"
+    names = set(record) if isinstance(record, dict) else set()
+    ids, draws = names & _IDS.keys(), names & _DRAWS.keys()
+    return f"<{'ids' if ids else 'old'}{' draws' if draws else ''}>"
 
 
 _Start = Annotated[

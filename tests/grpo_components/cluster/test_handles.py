@@ -1,6 +1,8 @@
 """The handles call the roles by their methods, and record in the ledger what comes of it."""
 
 import asyncio
+import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +48,7 @@ class Sampler:
 
     def __init__(self, version=0):
         self.version, self.asked, self.room = version, [], []
+        self.scores = [(math.nan, False)] * G
 
     def reserve(self, patience_s):
         return self.room.pop(0)
@@ -56,7 +59,10 @@ class Sampler:
     def generate_group(self, prompt, epoch, group_id, attempt, temperature):
         self.asked.append((prompt["prompt_index"], epoch, group_id, attempt, temperature))
         entry = SimpleNamespace(prompt_index=prompt["prompt_index"], epoch=0, group_id=group_id)
-        group = [trajectory(entry, self.version) for _ in range(G)]
+        group = [
+            replace(trajectory(entry, self.version), reward=reward, success=success)
+            for reward, success in self.scores
+        ]
         return pack(group), summarize(pack(group)), {"text of": group_id}
 
     def evaluate(self, prompts, temperature, samples, logged):
@@ -98,6 +104,26 @@ def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded(local_role
         assert group.summary.response_tokens == [3, 3] and group.entry.response_tokens == 3.0
         assert await group.entry.text == {"text of": 0}
         assert setting.names() == ["issue", "finish"]
+
+    asyncio.run(run())
+
+
+def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded(local_role):
+    async def run():
+        setting = Setting(local_role, eta=3)
+        role = setting.generator.role
+        setting.generator = GeneratorHandle(role, setting.ledger, 7.0, 9.0, counts_successes=True)
+        for scores, result in (
+            ([(1.0, True), (0.5, False)], {"successes": 1, "scored": 2}),
+            ([(1.0, True), (math.nan, False)], {"successes": 1, "scored": 1}),
+            ([(math.nan, False)] * G, {"successes": 0, "scored": 0}),
+        ):
+            setting.sampler.scores = scores
+            entry = (await setting.generated()).entry
+            assert setting.events[-1] == {
+                **{"event": "finish", "attempt": 3, "group": entry.group_id},
+                **{"response_tokens": [3, 3], "prompt": entry.prompt_index, **result},
+            }
 
     asyncio.run(run())
 

@@ -411,7 +411,7 @@ def test_after_kills_and_resumes_no_prompt_is_lost_or_trained_twice(schedule, ki
         assert_complete(run)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(schedules(), st.lists(st.integers(0, 12), min_size=1, max_size=3), st.booleans())
 def test_a_synchronous_curriculum_draws_the_same_whoever_is_faster(schedule, speeds, filters):
     rates = dict.fromkeys(schedule.rates, 0) | {"straggles": 0.1}
