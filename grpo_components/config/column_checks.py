@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.data.columns import CALL, other_columns
+from grpo_components.data.columns import CALL, OF_AGENTS, other_columns
 from grpo_components.errors import fail
 from grpo_components.settings import Settings
 
@@ -52,8 +52,11 @@ def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
         for key, dataset in data.items()
         if not (cfg.train_from or (cfg.eval_only and key == "dataset"))
     }
+    environment = _get_component_from_path(cfg.environment._component_)
+    added = OF_AGENTS if getattr(environment, "runs_agents", False) else ()
     for name, node in cfg.rewards.items():
         taken = columns_taken(_get_component_from_path(node._component_))
+        taken = [column for column in taken if column not in added]
         for key, dataset in used.items() if taken else ():
             for row in range(len(dataset)):
                 columns = other_columns(dataset[row])

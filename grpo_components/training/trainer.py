@@ -25,7 +25,6 @@ from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_ba
 from grpo_components.models.meshes import Meshes, Sharding, join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
-from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.checkpoint import TrainerState
@@ -35,7 +34,13 @@ from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
-from grpo_components.training.sample import TrainSample, make_samples, spread_advantages
+from grpo_components.training.sample import (
+    TrainSample,
+    make_samples,
+    set_loss_weights,
+    split_responses,
+    spread_advantages,
+)
 from grpo_components.training.skip_reasons import UpdateWatch, nothing_to_train
 from grpo_components.training.skipped_steps import dump_batch
 from grpo_components.training.step_result import StepResult
@@ -156,8 +161,8 @@ class Trainer:
         """Train on one global batch; each rank computes its part.
 
         Args:
-            batch: S = B * G packed trajectories (B groups of G), in the order of group ids.
-            advantages: [S] float32, one per trajectory.
+            batch: packed trajectories of S = B * G responses (B groups of G), by group id.
+            advantages: [S] float32, one per response.
             step: number of training steps done before this one, for the schedules.
 
         Returns:
@@ -169,8 +174,8 @@ class Trainer:
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
-        trajectories, logged = unpack(batch), self._diagnostics.logged_responses
-        samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
+        logged = self._diagnostics.logged_responses
+        samples = make_samples(batch, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._objective.token_advantages, step)
         with self._offload.on_device() as moves:
             updates, start_known = self._updates(samples, step)
@@ -196,7 +201,7 @@ class Trainer:
             "time/train": seconds,
             "time/train_cpu": time.process_time() - cpu_started,
         }
-        why = "" if trained else self._skipped_because or nothing_to_train(trajectories)
+        why = "" if trained else self._skipped_because or nothing_to_train(unpack(batch))
         if why and self._rank == 0:
             folder, outcome = Path(self._diagnostics.skipped_folder), {"skipped_because": why}
             dump_batch(folder, step + 1, batch, advantages, metrics | outcome)
@@ -221,8 +226,7 @@ class Trainer:
             policy that the step starts from.
         """
         epochs = self._batch.ppo_epochs
-        split = np.array_split(np.arange(len(samples)), self._batch.updates_per_batch)
-        parts = [[samples[i] for i in indices] for indices in split]
+        parts = split_responses(samples, self._batch.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
         start_known = needs_start and epochs * len(parts) > 1
         if start_known:
@@ -277,12 +281,9 @@ class Trainer:
         samples = [sample for sample in part if sample.num_tokens]
         if not samples:  # the same on every rank
             return {}
-        counts = np.array([sample.num_tokens for sample in part])
-        total_tokens = int(counts.sum())
+        total_tokens = sum(sample.num_tokens for sample in part)
         measured, watch = TokenMetrics(), UpdateWatch()
-        weights = checked_aggregation(self._objective.aggregation, counts)
-        for sample, weight in zip(part, weights.tolist(), strict=True):
-            sample.loss_weight = weight
+        set_loss_weights(part, self._objective.aggregation)
         learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
         for indices in self._plan(samples):

@@ -1,0 +1,283 @@
+"""The calls of one session: which of them continue each other, and the trajectories they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Texts(Protocol):
+    """What a session needs of the tokenizer and of the model's format of turns."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without tokens for beginning or end of sequence."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, control tokens included."""
+        ...
+
+    def turn_length(self, text: str, turn: str) -> int | None:
+        """Return how many characters at the start of a text are a turn; None if it is another."""
+        ...
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer that the policy sampled."""
+
+    token_ids: NDArray[np.int64]
+    """[R] sampled tokens, up to the end that the request asked for."""
+    logprobs: NDArray[np.float32]
+    """[R] log-probability of each token, in nats."""
+    versions: NDArray[np.int32]
+    """[R] policy version that sampled each token."""
+    finish_reason: str
+    """stop or length."""
+    text: str
+    """Text of all tokens, control tokens included."""
+    num_sampled: int
+    """Tokens that the engine sampled for it, also those after the end."""
+    delivered: bool = False
+    """Whether the client was there to get it; only then it is trained and may be continued."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One request of the agent."""
+
+    number: int
+    """Place in the order of arrival, from 1."""
+    key: tuple[int, str, int]
+    """Length and digest of the prompt, and how many equal ones came before: the same in a replay,
+    also if requests run in parallel and arrive in another order."""
+    prompt_ids: list[int]
+    prompt_text: str
+    """What the request says, as text."""
+    parent: tuple[Call, Choice] | None
+    """Call and answer that the prompt continues, token for token."""
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def context(self) -> int:
+        """Number of tokens before the first sampled one of the conversation."""
+        return len(self.prompt_ids) if self.parent is None else self.parent[0].context
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a prompt belongs among the calls so far."""
+
+    prompt_ids: list[int]
+    parent: tuple[Call, Choice] | None
+    fork: dict[str, Any] | None
+    """Why no call is continued: `after` (a call), `token` (the first that differs) and `why`."""
+
+
+@dataclass(frozen=True)
+class SessionPart:
+    """Tokens of one trajectory of a session; R is the number of its response tokens."""
+
+    prompt_ids: NDArray[np.int64]
+    response_ids: NDArray[np.int64]
+    response_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish_reason: str
+
+
+class CallTree:
+    """Keeps what was sampled as token ids, and lets later calls continue it.
+
+    A prompt whose text begins with an earlier prompt and its answer continues these tokens: only
+    the rest of the text is tokenized. Any other prompt is tokenized as a whole, and begins a
+    trajectory of its own.
+
+    Args:
+        texts: see `Texts`.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+        self.calls: list[Call] = []
+        self.forks: list[dict[str, Any]] = []
+        """For each later call that begins anew: `call`, and the fields of `Place.fork`."""
+
+    def place(self, text: str) -> Place:
+        """Find the longest conversation that a prompt's text continues.
+
+        Args:
+            text: prompt as text.
+        """
+        best, end = None, -1
+        for call, choice in self._answers():
+            if not text.startswith(call.prompt_text):
+                continue
+            begin = len(call.prompt_text)
+            length = self._texts.turn_length(text[begin:], choice.text)
+            if length is not None and begin + length > end:
+                best, end = (call, choice), begin + length
+        if best is not None:
+            known = [*best[0].prompt_ids, *best[1].token_ids.tolist()]
+            added = encode_after(self._texts, known, text[end:])
+            if added is not None:
+                return Place([*known, *added], best, None)
+        return Place(self._texts.encode(text), None, self._fork(text))
+
+    def place_ids(self, prompt_ids: list[int]) -> Place:
+        """Find the longest conversation that a prompt of token ids continues.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+        """
+        best, end = None, -1
+        for call, choice in self._answers():
+            known = [*call.prompt_ids, *choice.token_ids.tolist()]
+            if len(known) > end and prompt_ids[: len(known)] == known:
+                best, end = (call, choice), len(known)
+        fork = None if best else self._fork(self._texts.decode(prompt_ids))
+        return Place(prompt_ids, best, fork)
+
+    def add(self, key: tuple[str, int], text: str, place: Place) -> Call:
+        """Add a call that is about to be sampled.
+
+        Args:
+            key: digest of the request, and how many equal ones came before.
+            text: prompt as text.
+            place: its place.
+        """
+        call_key = (len(place.prompt_ids), *key)
+        call = Call(len(self.calls) + 1, call_key, place.prompt_ids, text, place.parent)
+        self.calls.append(call)
+        if place.fork is not None:
+            self.forks.append({"call": call.number, **place.fork})
+        return call
+
+    def parts(self) -> list[SessionPart]:
+        """Return the session's trajectories, which have each delivered token exactly once."""
+        parents = {id(call.parent[1]) for call, _ in self._answers() if call.parent is not None}
+        leaves = [pair for pair in self._answers() if id(pair[1]) not in parents]
+        paths = [_path(*leaf) for leaf in leaves]
+        # Not by arrival, which may differ in a replay.
+        paths.sort(key=lambda path: [(c.key, c.choices.index(choice)) for c, choice in path])
+        used: set[int] = set()
+        parts: list[SessionPart] = []
+        for path in paths:
+            new = [step for step in path if id(step[1]) not in used]
+            used |= {id(choice) for _, choice in new}
+            parts.append(_joined(new))
+        return parts
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the engine sampled for all calls."""
+        return sum(choice.num_sampled for call in self.calls for choice in call.choices)
+
+    def _answers(self) -> Iterator[tuple[Call, Choice]]:
+        for call in self.calls:
+            yield from ((call, choice) for choice in call.choices if choice.delivered)
+
+    def _fork(self, text: str) -> dict[str, Any] | None:
+        """Compare a prompt with the call that it shares most with; None if there is no call."""
+        most: tuple[int, Call, Choice] | None = None
+        for call, choice in self._answers():
+            common = _common_length(call.prompt_text + choice.text, text)
+            if most is None or common > most[0]:
+                most = common, call, choice
+        if most is None:
+            return None
+        common, call, choice = most
+        token_ids = [*call.prompt_ids, *choice.token_ids.tolist()]
+        fits = partial_length(self._texts.decode, token_ids, common)
+        what = "the text before its answer" if common < len(call.prompt_text) else "its answer"
+        return {"after": call.number, "token": fits, "why": f"{what} was rewritten"}
+
+
+def partial_length(
+    decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], characters: int
+) -> int:
+    """Return how many tokens have at most a number of characters together.
+
+    Args:
+        decode: function that converts token ids to text.
+        token_ids: token ids.
+        characters: number of characters.
+    """
+    low, high = 0, len(token_ids)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(decode(token_ids[:middle])) <= characters:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_length(one: str, other: str) -> int:
+    """Return how many characters two texts share at their start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+_BEFORE = 8
+"""Tokens before a text with which it is decoded: some tokenizers drop a leading space."""
+
+
+def decode_after(texts: Texts, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Return the text of tokens that follow others.
+
+    Args:
+        texts: see `Texts`.
+        before: the tokens before; may be empty.
+        token_ids: tokens to decode.
+    """
+    tail = list(before[-_BEFORE:])
+    return texts.decode([*tail, *token_ids])[len(texts.decode(tail)) :]
+
+
+def encode_after(texts: Texts, before: Sequence[int], text: str) -> list[int] | None:
+    """Tokenize a text that follows tokens; None if these tokens would read as another text.
+
+    Args:
+        texts: see `Texts`.
+        before: the tokens before.
+        text: text to encode.
+    """
+    found = texts.encode(text)
+    return found if decode_after(texts, before, found) == text else None
+
+
+def _path(call: Call, choice: Choice) -> list[tuple[Call, Choice]]:
+    """Return the conversation that ends with an answer, from its first call on."""
+    path = [(call, choice)]
+    while path[-1][0].parent is not None:
+        path.append(path[-1][0].parent)
+    return path[::-1]
+
+
+def _joined(steps: Sequence[tuple[Call, Choice]]) -> SessionPart:
+    """Join answers and what lies between them; what lies before the first one is the prompt."""
+    ids: list[NDArray[np.int64]] = []
+    masks: list[NDArray[np.bool_]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    versions: list[NDArray[np.int32]] = []
+    prompt_ids = steps[0][0].prompt_ids
+    end = len(prompt_ids)
+    for call, choice in steps:
+        between = np.array(call.prompt_ids[end:], np.int64)
+        size, sampled = len(between), len(choice.token_ids)
+        ids += [between, choice.token_ids]
+        masks += [np.zeros(size, bool), np.ones(sampled, bool)]
+        logprobs += [np.zeros(size, np.float32), choice.logprobs]
+        versions += [np.full(size, -1, np.int32), choice.versions]
+        end = len(call.prompt_ids) + sampled
+    columns = [np.concatenate(column) for column in (ids, masks, logprobs, versions)]
+    reason = steps[-1][1].finish_reason
+    return SessionPart(np.array(prompt_ids, np.int64), *columns, reason)  # pyright: ignore
