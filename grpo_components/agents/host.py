@@ -57,7 +57,9 @@ class AgentHost:
         try:
             while True:
                 for key, _ in self._selector.select():
-                    key.data()
+                    # One that ended was reported with its pipe, which may be in this list, too.
+                    if self._selector.get_map().get(key.fileobj) is key:
+                        key.data()
         except (EOFError, ConnectionError):
             return
         finally:
@@ -225,9 +227,9 @@ def main() -> None:
     agent, parent = json.loads(sys.argv[2]), os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     _die_with(parent)  # while the agent's own code runs here, which may hang
-    command = agent if isinstance(agent, list) else []
+    command = [] if isinstance(agent, str) else agent
     try:
-        function = None if command else imported(agent)
+        function = imported(agent) if isinstance(agent, str) else None
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         problem = failure_text(f"environment.agent: {agent} cannot be imported", error)
         owner.sendall(json.dumps({"problem": problem}).encode() + b"\n")

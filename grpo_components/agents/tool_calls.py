@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
@@ -49,7 +49,8 @@ class TurnParser:
         message = [{"role": "user", "content": ""}]
         given: dict[str, Any] = {"model": "policy", "messages": message, "tools": [*tools]}
         request = ChatCompletionRequest(**given)
-        found = self._parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        parser = self._parser(self._tokenizer, cast(Any, request.tools))
+        found = parser.extract_tool_calls(text, request)
         if not found.tools_called:
             return Turn(text, [])
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
