@@ -47,6 +47,7 @@ class AgentProcesses:
         self._name = agent if isinstance(agent, str) else " ".join(agent)
         self._starting = asyncio.Lock()
         self._host: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._running: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -90,12 +91,10 @@ class AgentProcesses:
             self._running.pop(number, None)
 
     def close(self) -> None:
-        """Kill all agents, and the process that starts them."""
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._writer is not None:
-            self._writer.close()  # the host notices, ends its agents and itself
-        if self._host is not None:
+        """Kill all agents, and the process that starts them. Any thread may call this."""
+        if self._host is not None and self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)  # it ends its agents and itself
             try:
                 self._host.wait(_KILL_S)
             except subprocess.TimeoutExpired:
@@ -125,7 +124,7 @@ class AgentProcesses:
                 await self._start_host()
 
     async def _start_host(self) -> None:
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         local = os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
         no_proxy = ",".join(filter(None, ["127.0.0.1", "localhost", local]))
         self._host = subprocess.Popen(
@@ -146,7 +145,7 @@ class AgentProcesses:
             start_new_session=True,
         )
         theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE)
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_MAX_LINE)
         problem: str | None = f"its process did not start within {_START_S:g} s"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_START_S):
@@ -156,9 +155,9 @@ class AgentProcesses:
             self._host.kill()
             self._host.wait()
             raise AgentImportError(problem)
-        self._reading = asyncio.create_task(self._read(reader))
+        self._reading = asyncio.create_task(self._read(reader, self._writer))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             answer = json.loads(line)
             ended = self._running.get(answer["session"])
@@ -167,3 +166,4 @@ class AgentProcesses:
         for ended in self._running.values():
             if not ended.done():
                 ended.set_result({"lost": "the process that starts agents ended"})
+        writer.close()

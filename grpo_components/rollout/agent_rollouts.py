@@ -151,7 +151,7 @@ class AgentRollouts:
 
     def close(self) -> None:
         """End all agents and the server."""
-        self._server.submit(asyncio.to_thread(self._processes.close)).result()
+        self._processes.close()
         self._server.close()
 
 

@@ -228,7 +228,7 @@ def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
 
 def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):
     chat = make_chat()
-    prompt = chat.encode("q") + [*chat.encode("a"), *chat.encode("b")]
+    prompt = [*chat.encode("q"), *chat.encode("a"), *chat.encode("b")]
 
     async def run():
         engine = ScriptedEngine(chat, "ab", "c<|im_end|>")
