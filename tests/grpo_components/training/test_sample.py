@@ -1,0 +1,116 @@
+"""Trajectories of one session weigh as one response, whatever counts responses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
+from grpo_components.objective.component_errors import ComponentError
+from grpo_components.training.sample import make_samples, set_loss_weights, split_responses
+from grpo_components.trajectory import (
+    Trajectory,
+    batch_hash,
+    concatenate,
+    pack,
+    response_numbers,
+    summarize,
+    unpack,
+)
+
+
+def trajectory(tokens, group=0, session=None, reward=1.0):
+    return Trajectory(
+        prompt_ids=np.array([1, 2]),
+        response_ids=np.arange(tokens),
+        response_mask=np.ones(tokens, bool),
+        generator_logprobs=np.full(tokens, -0.5, np.float32),
+        token_versions=np.zeros(tokens, np.int32),
+        prompt_index=4,
+        epoch=0,
+        group_id=group,
+        attempt=0,
+        finish_reason="stop",
+        reward=reward,
+        session=session,
+    )
+
+
+def batch_of(sizes):
+    """For each response the lengths of its trajectories; two responses to a prompt."""
+    return pack(
+        [
+            trajectory(tokens, number // 2, {"sample": number % 2} if len(parts) > 1 else None)
+            for number, parts in enumerate(sizes)
+            for tokens in parts
+        ]
+    )
+
+
+SIZES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=8)
+
+
+@given(SIZES, st.integers(1, 3))
+def test_a_session_weighs_as_one_response_of_all_its_tokens(sizes, num_parts):
+    batch = batch_of(sizes)
+    joined = pack([trajectory(sum(parts), n // 2) for n, parts in enumerate(sizes)])
+    advantages = np.arange(len(sizes), dtype=np.float32)
+    for aggregation in (TokenMean(), SequenceMean(), ConstantLength(7)):
+        totals = []
+        for packed in (batch, joined):
+            samples = make_samples(packed, advantages, lambda t: t.response_mask, 0)
+            assert [s.response for s in samples] == response_numbers(packed).tolist()
+            loss = 0.0
+            for part in split_responses(samples, num_parts):
+                if part:
+                    set_loss_weights(part, aggregation)
+                    loss += sum(
+                        s.loss_weight * s.num_tokens * s.trajectory.advantage for s in part
+                    )
+            totals.append(loss)
+        assert totals[0] == pytest.approx(totals[1])
+
+
+@given(SIZES)
+def test_every_response_is_in_one_part_and_one_number(sizes):
+    samples = make_samples(batch_of(sizes), np.zeros(len(sizes)), lambda t: t.response_mask, 1)
+    parts = split_responses(samples, 2)
+    where = [{s.response for s in part} for part in parts]
+    assert not where[0] & where[1]
+    assert sorted(where[0] | where[1]) == list(range(len(sizes)))
+    assert {s.number for s in samples} <= {0, 1}
+    assert [s.logged for s in samples] == [s is samples[0] for s in samples]
+
+
+def test_advantages_are_one_number_per_response():
+    with pytest.raises(ComponentError, match="for 2 responses; allowed: one number per response"):
+        make_samples(batch_of([[1, 2], [3]]), np.zeros(3), lambda t: t.response_mask, 0)
+
+
+@given(SIZES)
+def test_summaries_count_responses(sizes):
+    batch = batch_of([parts for parts in sizes[:2]])
+    summary = summarize(batch)
+    assert summary.response_tokens == [sum(parts) for parts in sizes[:2]]
+    assert summary.response_lengths == [max(parts) for parts in sizes[:2]]
+    assert summary.rewards == [1.0] * len(sizes[:2])
+    assert summary.turns == [len(parts) for parts in sizes[:2]]
+
+
+def test_tokens_that_no_trajectory_has_count_as_sampled():
+    facts = {"sample": 0, "sampled_tokens": 50}
+    assert summarize(pack([trajectory(3, session=facts)])).response_tokens == [50]
+
+
+def test_the_hash_tells_sessions_apart_and_is_that_of_older_versions_without_them():
+    rows = [trajectory(2), trajectory(3)]
+    apart = [replace(row, session={"sample": i}) for i, row in enumerate(rows)]
+    together = [replace(row, session={"sample": 0}) for row in rows]
+    plain = pack(rows)
+    older = {name: column for name, column in plain.items() if name != "session"}
+    assert batch_hash(older) == batch_hash(plain)
+    assert batch_hash(pack(together)) not in (batch_hash(pack(apart)), batch_hash(plain))
+    joined = concatenate([older, pack(apart)])
+    assert [t.session for t in unpack(joined)] == [None, None, {"sample": 0}, {"sample": 1}]
