@@ -42,8 +42,20 @@ class Choice:
     """Text of all tokens, control tokens included."""
     num_sampled: int
     """Tokens that the engine sampled for it, also those after the end."""
+    content: str
+    """Text that the client gets: without what ended it."""
+    content_tokens: int
+    """Number of first tokens that are exactly this text; 0 if no number of them is."""
     delivered: bool = False
     """Whether the client was there to get it; only then it is trained and may be continued."""
+    continued: bool = False
+    """Whether a later call continues it."""
+
+    def drop_end(self) -> None:
+        """Forget the tokens after the content: a prompt goes on without them."""
+        size = self.content_tokens
+        self.token_ids, self.logprobs = self.token_ids[:size], self.logprobs[:size]
+        self.versions, self.text = self.versions[:size], self.content
 
 
 @dataclass(eq=False)
@@ -75,7 +87,8 @@ class Place:
     prompt_ids: list[int]
     parent: tuple[Call, Choice] | None
     fork: dict[str, Any] | None
-    """Why no call is continued: `after` (a call), `token` (the first that differs) and `why`."""
+    """Why it begins another trajectory: `after` (a call), `token` (the first that differs) and
+    `why`; None if it begins none, or is the first."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,8 @@ class CallTree:
     """Keeps what was sampled as token ids, and lets later calls continue it.
 
     A prompt whose text begins with an earlier prompt and its answer continues these tokens: only
-    the rest of the text is tokenized. Any other prompt is tokenized as a whole, and begins a
+    the rest of the text is tokenized. If it goes on without what ended the answer (a stop, an end
+    of turn), these tokens leave the record. Any other prompt is tokenized as a whole, and begins a
     trajectory of its own.
 
     Args:
@@ -105,7 +119,7 @@ class CallTree:
         self._texts = texts
         self.calls: list[Call] = []
         self.forks: list[dict[str, Any]] = []
-        """For each later call that begins anew: `call`, and the fields of `Place.fork`."""
+        """For each call that begins another trajectory: `call`, and the fields of `Place.fork`."""
 
     def place(self, text: str) -> Place:
         """Find the longest conversation that a prompt's text continues.
@@ -115,18 +129,41 @@ class CallTree:
         """
         best, end = None, -1
         for call, choice in self._answers():
-            if not text.startswith(call.prompt_text):
-                continue
-            begin = len(call.prompt_text)
-            length = self._texts.turn_length(text[begin:], choice.text)
-            if length is not None and begin + length > end:
-                best, end = (call, choice), begin + length
+            if text.startswith(call.prompt_text):
+                begin = len(call.prompt_text)
+                length = self._length_of(choice, text[begin:])
+                if length is not None and begin + length > end:
+                    best, end = (call, choice), begin + length
         if best is not None:
-            known = [*best[0].prompt_ids, *best[1].token_ids.tolist()]
+            call, choice = best
+            if text[len(call.prompt_text) : end] == choice.content != choice.text:
+                choice.drop_end()
+            known = [*call.prompt_ids, *choice.token_ids.tolist()]
             added = encode_after(self._texts, known, text[end:])
             if added is not None:
-                return Place([*known, *added], best, None)
+                return self._continuing([*known, *added], best, len(known), self._fork(text, end))
         return Place(self._texts.encode(text), None, self._fork(text))
+
+    def _length_of(self, choice: Choice, text: str) -> int | None:
+        """Return how many characters at the start of a text are an answer, or its content."""
+        length = self._texts.turn_length(text, choice.text)
+        if length is None and choice.content_tokens and not choice.continued:
+            return len(choice.content) if text.startswith(choice.content) else None
+        return length
+
+    def _continuing(
+        self,
+        prompt_ids: list[int],
+        parent: tuple[Call, Choice],
+        known: int,
+        fork: dict[str, Any] | None,
+    ) -> Place:
+        """Return the place of a call that continues an answer; a second such call is a fork."""
+        call, choice = parent
+        if fork is None and choice.continued:
+            fork = {"after": call.number, "token": known, "why": "its answer is continued twice"}
+        choice.continued = True
+        return Place(prompt_ids, parent, fork)
 
     def place_ids(self, prompt_ids: list[int]) -> Place:
         """Find the longest conversation that a prompt of token ids continues.
@@ -139,8 +176,11 @@ class CallTree:
             known = [*call.prompt_ids, *choice.token_ids.tolist()]
             if len(known) > end and prompt_ids[: len(known)] == known:
                 best, end = (call, choice), len(known)
-        fork = None if best else self._fork(self._texts.decode(prompt_ids))
-        return Place(prompt_ids, best, fork)
+        text = self._texts.decode(prompt_ids)
+        if best is None:
+            return Place(prompt_ids, None, self._fork(text))
+        shared = len(self._texts.decode(prompt_ids[:end]))
+        return self._continuing(prompt_ids, best, end, self._fork(text, shared))
 
     def add(self, key: tuple[str, int], text: str, place: Place) -> Call:
         """Add a call that is about to be sampled.
@@ -181,8 +221,17 @@ class CallTree:
         for call in self.calls:
             yield from ((call, choice) for choice in call.choices if choice.delivered)
 
-    def _fork(self, text: str) -> dict[str, Any] | None:
-        """Compare a prompt with the call that it shares most with; None if there is no call."""
+    def _fork(self, text: str, end: int = -1) -> dict[str, Any] | None:
+        """Compare a prompt with the call that it shares most with.
+
+        Args:
+            text: prompt as text.
+            end: number of its characters that continue another call; -1 if it continues none.
+
+        Returns:
+            The fields of `Place.fork`; None if there is no call, or if the prompt continues one and
+            shares no longer one's whole prompt.
+        """
         most: tuple[int, Call, Choice] | None = None
         for call, choice in self._answers():
             common = _common_length(call.prompt_text + choice.text, text)
@@ -191,6 +240,8 @@ class CallTree:
         if most is None:
             return None
         common, call, choice = most
+        if end >= 0 and (common <= end or common < len(call.prompt_text)):
+            return None
         token_ids = [*call.prompt_ids, *choice.token_ids.tolist()]
         fits = partial_length(self._texts.decode, token_ids, common)
         what = "the text before its answer" if common < len(call.prompt_text) else "its answer"

@@ -117,7 +117,7 @@ class Session:
         self._equal[digest] += 1
         call = self._tree.add(key, text, place)
         await self._sample(call, request, room)
-        answers = [self._read(call, index, request, tools) for index in range(len(call.choices))]
+        answers = [self._read(call, index, tools) for index in range(len(call.choices))]
         if kind == "chat":
             self._keep_transcript(body["messages"], answers[-1])
         self.last_text, self.finish_reason = answers[-1].content, call.choices[-1].finish_reason
@@ -235,31 +235,29 @@ class Session:
     def _cut(self, call: Call, completion: Any, stop: Sequence[str]) -> Choice:
         """Make a choice of what the engine sampled, up to the token that completes a stop."""
         ids = completion.token_ids
-        text = decode_after(self._chat, call.prompt_ids, ids.tolist())
-        size, reason = len(ids), completion.finish_reason
+
+        def decode(first: Sequence[int]) -> str:
+            return decode_after(self._chat, call.prompt_ids, first)
+
+        text, size, reason = decode(ids.tolist()), len(ids), completion.finish_reason
+        content = text.removesuffix(self._chat.stop_text(text))
         if found := _first_stop(text, stop):
-
-            def decode(first: Sequence[int]) -> str:
-                return decode_after(self._chat, call.prompt_ids, first)
-
-            end = found[0] + len(found[1])
+            content, end = text[: found[0]], found[0] + len(found[1])
             size = min(partial_length(decode, ids.tolist(), end - 1) + 1, len(ids))
             text, reason = decode(ids[:size].tolist()), "stop"
-        versions = completion.token_versions[:size]
-        sampled = ids[:size], completion.logprobs[:size], versions
-        return Choice(*sampled, reason, text, num_sampled=len(ids))
+        fits = partial_length(decode, ids.tolist(), len(content))
+        return Choice(
+            *(ids[:size], completion.logprobs[:size], completion.token_versions[:size]),
+            *(reason, text, len(ids), content),
+            content_tokens=fits if decode(ids[:fits].tolist()) == content else 0,
+        )
 
-    def _read(
-        self, call: Call, index: int, request: SamplingRequest, tools: Sequence[Mapping[str, Any]]
-    ) -> Answer:
+    def _read(self, call: Call, index: int, tools: Sequence[Mapping[str, Any]]) -> Answer:
         """Return a choice as the client gets it."""
         choice = call.choices[index]
-        content = choice.text.removesuffix(self._chat.stop_text(choice.text))
-        if found := _first_stop(choice.text, request.stop):
-            content = choice.text[: found[0]]
         if not tools:
-            return Answer(content, [], choice.finish_reason)
-        turn = self._chat.parse(content, tools)
+            return Answer(choice.content, [], choice.finish_reason)
+        turn = self._chat.parse(choice.content, tools)
         calls = [
             {
                 # Not random: a template may show it, and a replay must repeat it.

@@ -226,6 +226,42 @@ def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
     assert chat.encode("=3")[0] not in engine.requests[0][2]["stop_token_ids"]
 
 
+def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_it(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "abab\nc", "d\n", "e<|im_end|>")
+        session, text = make_session(chat, engine), "q"
+        for _ in range(3):
+            call, body = await session.answer("text", {"prompt": text, "stop": "\n"})
+            session.deliver(call)
+            text += json.loads(body)["choices"][0]["text"] + "!"
+        return engine, session
+
+    engine, session = asyncio.run(run())
+    (part,) = session.parts()
+    assert chat.decode(part.response_ids.tolist()) == "abab!d!e<|im_end|>"
+    assert chat.decode(sampled(part)) == "ababde<|im_end|>"
+    assert engine.requests[1][0][1:3] == [*chat.encode("a"), *chat.encode("b")]
+    assert session.facts()["forks"] == []
+    assert session.facts()["sampled_tokens"] == 6 + 2 + 2
+
+
+def test_a_second_continuation_of_an_answer_is_a_fork_that_is_recorded(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat, "abc<|im_end|>"))
+        first = await ask(session, USER)
+        for text in "pq":
+            await ask(session, said(first, text))
+        return session
+
+    (fork,) = asyncio.run(run()).facts()["forks"]
+    assert (fork["call"], fork["after"]) == (3, 1)
+    assert fork["why"] == "its answer is continued twice"
+
+
 def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):
     chat = make_chat()
     prompt = [*chat.encode("q"), *chat.encode("a"), *chat.encode("b")]
@@ -344,7 +380,7 @@ def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
 )
 @given(st.data())
 def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
-    """Random trees of calls, some of whose answers nobody got."""
+    """Random trees of calls; some answers nobody got, some are continued without their end."""
     chat = make_chat(CHATML)
     tree, texts = CallTree(chat), ["abq"]
     token = 0
@@ -358,10 +394,13 @@ def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
             unique = np.arange(token, token + len(ids), dtype=np.float32)  # marks the tokens
             token += len(ids)
             versions = np.zeros(len(ids), np.int32)
-            choice = Choice(ids, unique, versions, "stop", letters, len(ids))
+            end = data.draw(st.integers(0, len(ids)))
+            fields = "stop", letters, len(ids), letters[:end], end
+            choice = Choice(ids, unique, versions, *fields)
             choice.delivered = data.draw(st.booleans())
             call.choices.append(choice)
-            texts.append(f"{text}{letters}{data.draw(st.text('ab-', max_size=3))}")
+            said = data.draw(st.sampled_from([letters, letters[:end]]))
+            texts.append(f"{text}{said}{data.draw(st.text('ab-', max_size=3))}")
     found = [part.logprobs[part.response_mask].tolist() for part in tree.parts()]
     delivered = [c.logprobs.tolist() for call in tree.calls for c in call.choices if c.delivered]
     assert sorted(chain(*found)) == sorted(chain(*delivered))

@@ -66,9 +66,7 @@ def test_a_session_weighs_as_one_response_of_all_its_tokens(sizes, num_parts):
             for part in split_responses(samples, num_parts):
                 if part:
                     set_loss_weights(part, aggregation)
-                    loss += sum(
-                        s.loss_weight * s.num_tokens * s.trajectory.advantage for s in part
-                    )
+                    loss += sum(s.loss_weight * s.num_tokens * s.trajectory.advantage for s in part)
             totals.append(loss)
         assert totals[0] == pytest.approx(totals[1])
 
@@ -91,7 +89,7 @@ def test_advantages_are_one_number_per_response():
 
 @given(SIZES)
 def test_summaries_count_responses(sizes):
-    batch = batch_of([parts for parts in sizes[:2]])
+    batch = batch_of(sizes[:2])
     summary = summarize(batch)
     assert summary.response_tokens == [sum(parts) for parts in sizes[:2]]
     assert summary.response_lengths == [max(parts) for parts in sizes[:2]]
