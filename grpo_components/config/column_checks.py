@@ -52,11 +52,10 @@ def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
         for key, dataset in data.items()
         if not (cfg.train_from or (cfg.eval_only and key == "dataset"))
     }
-    environment = _get_component_from_path(cfg.environment._component_)
-    added = OF_AGENTS if getattr(environment, "runs_agents", False) else ()
     for name, node in cfg.rewards.items():
         taken = columns_taken(_get_component_from_path(node._component_))
-        taken = [column for column in taken if column not in added]
+        if set(taken) & set(OF_AGENTS) and _has_agents(cfg):
+            taken = [column for column in taken if column not in OF_AGENTS]
         for key, dataset in used.items() if taken else ():
             for row in range(len(dataset)):
                 columns = other_columns(dataset[row])
@@ -65,3 +64,8 @@ def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
                     problem = f"{node._component_} takes {lacking[0]}, which row {index} of {key}"
                     has = ", ".join(list(columns)[:_MAX_SHOWN]) or "none"
                     fail(f"rewards.{name}", f"{problem} lacks", f"its other columns: {has}")
+
+
+def _has_agents(cfg: Settings) -> bool:
+    environment = _get_component_from_path(cfg.environment._component_)
+    return bool(getattr(environment, "runs_agents", False))

@@ -7,6 +7,7 @@ are in the environment, and returns its reward.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from openai import AsyncOpenAI
 
@@ -20,14 +21,14 @@ def calculator(expression: str) -> str:
     return str(int(left) + int(right) if sign == "+" else int(left) - int(right))
 
 
-async def run(task: dict) -> dict[str, float]:
+async def run(task: dict[str, Any]) -> dict[str, float]:
     """Answer one task.
 
     Args:
         task: a row of the data set; its `prompt_text` is the question.
     """
     async with AsyncOpenAI() as client:
-        messages = [{"role": "user", "content": task["prompt_text"]}]
+        messages: list[Any] = [{"role": "user", "content": task["prompt_text"]}]
         ask = client.chat.completions.create
         first = await ask(model="policy", messages=messages, stop=["="], max_tokens=8)
         expression = first.choices[0].message.content or ""
