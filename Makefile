@@ -13,6 +13,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 # Files of the user's, such as a run's folder, are nobody's business here.
 TRACKED := $(BIN)/python tests/repository/tracked.py
+TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py'
+CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
@@ -37,8 +40,11 @@ crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at giv
 gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)
 	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
 
-test: lint typecheck  ## Check style and types, run all tests (about 20 minutes on two cores)
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py')
+# The type checker uses one core: it runs beside the tests, and says what it found after them.
+test: lint  ## Check style and types, run all tests (about 20 minutes on two cores)
+	@found=$$(mktemp); { $(CHECK_TYPES); } >$$found 2>&1 & types=$$!; \
+	$(PYTEST) -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py'); failed=$$?; \
+	wait $$types || failed=$$?; echo 'pyright:'; cat $$found; rm $$found; exit $$failed
 
 test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 10 minutes)
 	$(BIN)/pytest tests/two_nodes tests/slurm
@@ -50,7 +56,7 @@ lint: install-dev  ## Check style and spelling
 	$(BIN)/codespell $$($(TRACKED) '**')
 
 typecheck: install-dev  ## Check types
-	$(BIN)/pyright $$($(TRACKED) 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py')
+	$(CHECK_TYPES)
 
 format: install-dev  ## Repair style in place
 	$(BIN)/ruff check --fix
@@ -78,14 +84,16 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Few package indexes have the CPU build of torch: where pip is configured first, then PyTorch's own.
+# pip unpacks on one core: several side by side, each with a part of the set.
 $(VENV)/.runtime: requirements/cpu.txt | $(BIN)/python
-	@echo 'Installing $(TORCH) (about half a minute)'
-	@$(PIP_INSTALL) $(TORCH) 2>$(VENV)/torch.log || { \
-		grep -q 'No matching distribution' $(VENV)/torch.log || { cat $(VENV)/torch.log >&2; exit 1; }; \
-		echo '  not found by pip as configured: taking it from $(TORCH_CPU_INDEX)'; \
-		$(PIP_INSTALL) --index-url $(TORCH_CPU_INDEX) $(TORCH); }
 	@echo "Installing $$(wc -l < $<) pinned packages into $(VENV) (about a minute)"
-	@$(PIP_INSTALL) -r $<
+	@grep -v '^torch==' $< | xargs -n 32 -P 2 $(PIP_INSTALL) & others=$$!; \
+	$(PIP_INSTALL) $(TORCH) 2>$(VENV)/torch.log || { \
+		grep -q 'No matching distribution' $(VENV)/torch.log || { \
+			cat $(VENV)/torch.log >&2; kill $$others; exit 1; }; \
+		echo '  $(TORCH) not found by pip as configured: taking it from $(TORCH_CPU_INDEX)'; \
+		$(PIP_INSTALL) --index-url $(TORCH_CPU_INDEX) $(TORCH) || { kill $$others; exit 1; }; }; \
+	wait $$others
 	@touch $@
 
 # After the run-time set, always: Ray also installs a command named `tune`, and the last one stays.

@@ -201,7 +201,7 @@ class TrainerSide:
         from safetensors.torch import save_file
 
         weights: dict[str, torch.Tensor] = {}
-        for tensors in self._trainer._export.layers():
+        for tensors in self._trainer._exports[0].layers():
             weights |= {name: tensor.cpu() for name, tensor in tensors.items()}
         save_file(weights, file, metadata={"format": "pt"})
         return self._trainer.policy_version

@@ -34,7 +34,7 @@ RayAddress = Annotated[
     str,
     Field(
         pattern=r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5})$",
-        json_schema_extra={"allowed": "null, auto, or host:port of a Ray cluster's head"},
+        json_schema_extra={"allowed": "auto, host:port of a Ray cluster's head"},
     ),
 ]
 DottedPath = Annotated[Text, Field(json_schema_extra={"allowed": "a dotted path"})]
@@ -90,6 +90,8 @@ FlagOrPath = Annotated[
 
 # ---- components: `_component_`, and the arguments that have bounds or that the recipe reads -----
 
+HUGGING_FACE = "grpo_components.models.hugging_face"
+"""The model builder that needs no checkpointer."""
 REFUSED_MODEL_TYPES = {
     "GEMMA2": "torchtune 0.6.1 swaps Gemma 2's norms and caps its hidden state, not its logits",
     "LLAMA3_VISION": "it is multimodal, and prompts and responses are text here",
@@ -108,6 +110,9 @@ def _trainable(model_type: Any) -> Any:
 ModelType = Literal[
     "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "GEMMA", "PHI3_MINI", "PHI4", "QWEN2", "QWEN3"
 ]
+
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @with_config(_ARGUMENTS)
@@ -183,8 +188,13 @@ class RewardArguments(TypedDict):
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 """Default clip ranges of the recipe's own loss."""
-PENALTIES: dict[str, Any] = {"kl_coeff": 0.0, "kl_estimator": "k3", "entropy_coeff": 0.0}
-"""Defaults of the KL and entropy terms that are added to every loss."""
+PENALTIES: dict[str, Any] = {
+    "kl_coeff": 0.0,
+    "kl_estimator": "k3",
+    "entropy_coeff": 0.0,
+    "load_balancing_coeff": 0.0,
+}
+"""Defaults of the KL, entropy and load-balancing terms that are added to every loss."""
 ClipLow = Scheduled[Annotated[float, Field(gt=0, le=1)]]
 ClipHigh = Scheduled[Annotated[float, Field(gt=0, le=1e6)]]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -199,6 +209,7 @@ class DefaultLossArguments(TypedDict):
     kl_coeff: Scheduled[Coefficient]
     kl_estimator: KLEstimator
     entropy_coeff: Coefficient
+    load_balancing_coeff: Coefficient
 
 
 @with_config(_ARGUMENTS)
@@ -211,6 +222,7 @@ class LossArguments(TypedDict, total=False):
     kl_coeff: Scheduled[Coefficient]
     kl_estimator: KLEstimator
     entropy_coeff: Coefficient
+    load_balancing_coeff: Coefficient
 
 
 AnyLossArguments = Annotated[

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_components.setting_types import (
+    HUGGING_FACE,
     SECTION,
     CheckpointerArguments,
     Coefficient,
@@ -19,6 +20,7 @@ from grpo_components.setting_types import (
     EnvironmentArguments,
     FlagOrPath,
     GpuShare,
+    LoraTarget,
     LrSchedulerArguments,
     ModelArguments,
     OptimizerArguments,
@@ -56,6 +58,19 @@ class RewardShapingSettings(BaseModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     overlong_tokens: Annotated[int, Field(ge=0, le=2**22)] = 0
     overlong_penalty: Coefficient = 1.0
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adapters, which alone are trained; the names of layers are Hugging Face's."""
+
+    model_config = SECTION
+    rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
+    alpha: Annotated[float, Field(gt=0, le=1e6)]
+    target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = Field(
+        default_factory=lambda: list(get_args(LoraTarget))
+    )
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0
+    save_merged: bool = False
 
 
 class DynamicSamplingSettings(BaseModel):
@@ -145,6 +160,14 @@ class RewardModelSettings(BaseModel):
     tokens_per_micro_batch: TokenBudget = 8192
 
 
+class TeacherSettings(BaseModel):
+    """A model that the policy is distilled from, with the weight of its term in the advantages."""
+
+    model_config = SECTION
+    path: PathText
+    coeff: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+
+
 _FROM_LENGTHS: Any = None
 
 
@@ -181,6 +204,7 @@ class CpuThreads(BaseModel):
     generator: Processes | None = None
     reference: Processes | None = None
     reward_model: Processes | None = None
+    teacher: Processes | None = None
 
 
 class RaySettings(BaseModel):
@@ -203,8 +227,9 @@ class Settings(BaseModel):
     dry_run: bool = False
 
     model: Annotated[DictConfig, component(ModelArguments)]
+    lora: LoraSettings | None = None
     tokenizer: Annotated[DictConfig, component(TokenizerArguments)]
-    checkpointer: Annotated[DictConfig, component(CheckpointerArguments)]
+    checkpointer: Annotated[DictConfig | None, component(CheckpointerArguments, null=True)]
     resume_from_checkpoint: FlagOrPath
     dataset: Annotated[DictConfig, component(DatasetArguments)]
     eval_dataset: Annotated[DictConfig, component(DatasetArguments)]
@@ -242,6 +267,7 @@ class Settings(BaseModel):
     advantages: Component
     aggregation: Component
     off_policy: Component
+    teacher: TeacherSettings | None = None
     reward_shaping: RewardShapingSettings = RewardShapingSettings()
     mask_overlong: bool = False
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
@@ -272,6 +298,8 @@ class Settings(BaseModel):
     replay_events: PathText | None = None
     reward_model: RewardModelSettings = RewardModelSettings()
     gpus_per_reward_model: GpuShare = 1.0
+    num_teachers: Processes = 1  # where there is a teacher
+    gpus_per_teacher: GpuShare = 1.0
     max_failed_samples: Count = 64  # between two training steps
     object_store_memory: Annotated[int, Field(ge=75 * 2**20, le=2**50)] | None = None  # bytes
     max_skipped_steps: Count = 10  # in a row
@@ -289,6 +317,25 @@ class Settings(BaseModel):
     fsdp_cpu_offload: bool = False
     timeouts: Timeouts = Timeouts()
     user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the policy is a model of transformers, which needs no checkpointer."""
+        return self.model["_component_"] == HUGGING_FACE
+
+    @property
+    def model_type(self) -> str | None:
+        """torchtune's name of the policy's family; None for a model of transformers."""
+        if self.is_hugging_face or self.checkpointer is None:
+            return None
+        return self.checkpointer["model_type"]
+
+    @model_validator(mode="after")
+    def _keep_one_copy(self) -> Settings:
+        """Start no reference beside adapters: without them, the policy is the reference."""
+        if self.lora is not None:
+            self.num_references = 0
+        return self
 
     @model_validator(mode="after")
     def _derive_timeouts(self) -> Settings:
@@ -311,3 +358,13 @@ class Settings(BaseModel):
         fields = cls.model_fields.items()
         sections = {name for name, field in fields if isinstance(field.default, BaseModel)}
         return {k: v for k, v in given.items() if v is not None or k not in sections}
+
+
+def teachers_of(settings: Settings) -> int:
+    """Return the number of teachers that a run starts: none if nothing is trained.
+
+    Args:
+        settings: a whole config.
+    """
+    trains = not (settings.eval_only or settings.rollout_only)
+    return settings.num_teachers if settings.teacher is not None and trains else 0

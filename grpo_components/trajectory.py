@@ -24,6 +24,7 @@ _RAGGED: dict[str, type[np.generic]] = {
     "generator_logprobs": np.float32,
     "token_versions": np.int32,
     "reference_logprobs": np.float32,
+    "teacher_logprobs": np.float32,
 }
 _SCALAR: dict[str, type[np.generic]] = {
     "prompt_index": np.int64,
@@ -78,6 +79,8 @@ class Trajectory:
     """Error message if `finish_reason` is error."""
     reference_logprobs: NDArray[np.float32] | None = None
     """[R] natural log probabilities under the frozen reference; None without a reference."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[R] natural log probabilities under the frozen teacher; None without a teacher."""
     advantage: float = float("nan")
     """Advantage of the response; NaN until its batch is formed."""
     session: dict[str, Any] | None = None
@@ -97,9 +100,9 @@ class Trajectory:
         sampled = self.response_mask
         assert np.isfinite(self.generator_logprobs[sampled]).all(), "generator_logprobs: not finite"
         assert (self.token_versions[sampled] >= 0).all(), "token_versions: missing"
-        if self.reference_logprobs is not None:
-            expected = f"reference_logprobs: expected {length} entries"
-            assert len(self.reference_logprobs) == length, expected
+        for name in ("reference_logprobs", "teacher_logprobs"):
+            values = getattr(self, name)
+            assert values is None or len(values) == length, f"{name}: expected {length} entries"
 
     @property
     def failed(self) -> bool:
@@ -117,7 +120,8 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
     """Turn records into flat arrays plus lengths.
 
     Args:
-        trajectories: any number of records, all with or all without `reference_logprobs`.
+        trajectories: any number of records, all with or all without `reference_logprobs`, and
+            likewise `teacher_logprobs`.
 
     Returns:
         A dictionary by field: `(flat, lengths)` for [P] and [R] fields, an array for scalars, a
@@ -143,7 +147,7 @@ def split(packed: PackedTrajectories, name: str) -> list[NDArray[Any]]:
 
     Args:
         packed: packed trajectories, from `pack`.
-        name: name of the field; `reference_logprobs` only if the trajectories have them.
+        name: name of the field; logprobs of reference or teacher only if there are any.
 
     Returns:
         The arrays in order, as views of the flat one.
@@ -200,8 +204,8 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     """Join packed groups into one packed batch, in the order given.
 
     Args:
-        groups: any number of packed groups, all with or all without `reference_logprobs`. Groups
-            without trajectories are skipped.
+        groups: any number of packed groups, all alike with or without `reference_logprobs` and
+            `teacher_logprobs`. Groups without trajectories are skipped.
 
     Returns:
         The same as `pack` of all their trajectories, bit for bit, in new arrays.

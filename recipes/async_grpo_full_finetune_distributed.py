@@ -14,6 +14,7 @@ The whole algorithm is in this file. Its loops run side by side and meet in the 
       generate   a group, rewards included           push        weights every n steps
       filter     drop if failed or rewards all equal finish_step record, evaluate, log, save
       reference  logprobs, where a KL needs them
+      teacher    logprobs, where the config names one
       buffer     the group; wait while it is full
 
 The default loss is `grpo_loss`, below. EDIT ME marks the places that a fork usually edits.
@@ -101,6 +102,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             return await self.ledger.drop([entry.group_id], "filtered")
         if self.roles.references:
             group = await self.roles.references.add_logprobs(group)
+        if self.roles.teachers:
+            group = await self.roles.teachers.add_logprobs(group)
         await self.roles.buffer.add(group)
 
     async def training_loop(self, loops: asyncio.TaskGroup) -> None:

@@ -1,5 +1,6 @@
 """Settings and fixtures that all tests share."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,15 +16,46 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
+# What tests import stays until the end: a collection of garbage would look at all of it each time.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries report leaks
+
+
+LONGEST = (
+    "equivalence/test_equivalence.py",
+    "recipes/test_async_grpo.py",
+    "two_nodes/test_two_nodes.py",
+    "recipes/test_replayed_run.py",
+    "survival/test_config_fuzz.py",
+    "recipes/test_run_ends.py",
+    "survival/test_killed_roles.py",
+    "recipes/test_tensor_parallel_run.py",
+    "recipes/test_colocated_run.py",
+    "models/test_meshes.py",
+)
+"""The files that take longest, the longest first."""
+
+
 def pytest_collection_modifyitems(items):
-    """Start with the longest end-to-end runs, so that no worker is left with one at the end."""
+    """Start with the longest files, so that no worker is left with one at the end.
 
-    def longest_first(item):
-        limit = item.get_closest_marker("timeout")
-        is_long = item.get_closest_marker("slow") or "tiny_policy" in item.fixturenames
-        return not is_long, -limit.args[0] if limit else 0
+    A file is one worker's (`--dist loadfile`): its tests share clusters, engines and runs.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
 
-    items.sort(key=longest_first)
+    def rank(item):
+        longest = [n for n, end in enumerate(LONGEST) if item.path.as_posix().endswith(end)]
+        return longest[0] if longest else len(LONGEST) + (item.path not in slow)
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.replay.recorded_run import available_cpus
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, teachers_of
 
 
 def threads_of(cfg: Settings, role: str, num_references: int) -> int:
@@ -17,13 +17,14 @@ def threads_of(cfg: Settings, role: str, num_references: int) -> int:
 
     Args:
         cfg: config, checked by preflight.
-        role: trainer, generator, reference or reward_model.
+        role: trainer, generator, reference, teacher or reward_model.
         num_references: number of references that will be started.
     """
     if cfg.ray.address is not None:  # as Ray does: the cores of this machine say nothing there
         return getattr(cfg.cpu_threads, role) or 1
     num_reward_models = int(cfg.reward_model.path is not None)
-    num_roles = cfg.num_generators + cfg.num_trainers + num_references + num_reward_models
+    num_frozen = num_references + teachers_of(cfg) + num_reward_models
+    num_roles = cfg.num_generators + cfg.num_trainers + num_frozen
     share = max(1, available_cpus(cfg.replay_events) // num_roles)
     return getattr(cfg.cpu_threads, role) or share
 

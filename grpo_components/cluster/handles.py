@@ -13,7 +13,7 @@ from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import CHECKPOINT_LANE, TrainersHandle
 from grpo_components.cluster.weight_transfer import WeightTransfer
-from grpo_components.errors import RoleLostError
+from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
 
 GRACE_S = 30.0
@@ -169,21 +169,24 @@ class RewardModelHandle:
 
 
 class ReferencesHandle:
-    """Calls the frozen reference models; each group goes to one of them.
+    """Calls the frozen models of one kind, references or teachers; each group goes to one of them.
 
     Args:
-        roles: roles of all references.
+        roles: roles of all of them.
         timeout_s: longest wait for the logprobs of a group, in seconds.
+        keep_kl: keep the KL to the model in the ledger, where reward shaping finds the reference's.
     """
 
-    def __init__(self, roles: Sequence[Role], timeout_s: float) -> None:
-        self._roles, self._timeout_s = roles, timeout_s
+    def __init__(self, roles: Sequence[Role], timeout_s: float, *, keep_kl: bool = True) -> None:
+        self._roles, self._timeout_s, self._keep_kl = roles, timeout_s, keep_kl
 
     async def add_logprobs(self, group: Group) -> Group:
-        """Return the group with reference logprobs; set its `entry.reference_kl`."""
+        """Return the group with the models' logprobs."""
         role = self._roles[group.entry.group_id % len(self._roles)]
         packed, kl = role.submit("add_logprobs", group.packed, num_returns=2)
-        group.entry.reference_kl = await role.result(kl, "add_logprobs", self._timeout_s)
+        divergences = await role.result(kl, "add_logprobs", self._timeout_s)
+        if self._keep_kl:
+            group.entry.reference_kl = divergences
         return replace(group, packed=packed)
 
 
@@ -244,11 +247,20 @@ class ReplayBufferHandle:
                 )
 
     async def texts(self, entries: Sequence[LedgerEntry]) -> list[dict[str, Any] | None]:
-        """Return each group as text, for the rollout log; None if restored from a checkpoint."""
-        return [
-            entry.text and await self.role.answer(entry.text, "a group's text", 60)
-            for entry in entries
-        ]
+        """Return each group as text, for the rollout log; None for one that is not there any more.
+
+        A group that was restored from a checkpoint has no text, nor has one whose text was in the
+        memory of a node that died. The group itself is in the batch.
+        """
+        return [entry.text and await self._text(entry.text) for entry in entries]
+
+    async def _text(self, text: Any) -> dict[str, Any] | None:
+        try:
+            return await self.role.answer(text, "a group's text", 60)
+        except RoleFailedError as failure:
+            if failure.kind != "lost":
+                raise
+            return None
 
     async def write_state(self, folder: Path, parts: Sequence[Any]) -> str | None:
         """Write buffered groups to a checkpoint, while other calls go on.
@@ -333,6 +345,7 @@ class Roles:
     server: ParameterServerHandle
     references: ReferencesHandle | None
     reward_model: RewardModelHandle | None
+    teachers: ReferencesHandle | None = None
     transfer: WeightTransfer | None = None
     """Brings weights to the generators; None: each fetches them from the object store."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import ray
-from ray._private import parameter, ray_constants
+from ray._private import parameter, ray_constants, services
 from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 
@@ -58,7 +58,11 @@ def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -
         include_log_monitor=False,  # pyright: ignore[reportArgumentType] a wrong annotation of Ray
         setup_worker_path=str(Path(__file__).with_name("setup_worker.py")),
     )
-    with _own_sigterm(), mock.patch.object(parameter, "RayParams", parameters):
+    with (
+        _own_sigterm(),
+        mock.patch.object(parameter, "RayParams", parameters),
+        mock.patch.object(services, "start_api_server", _no_api_server),
+    ):
         ray.init(
             address="local",
             include_dashboard=False,
@@ -68,6 +72,11 @@ def start_ray(temp_dir: Path, log_level: str, object_store_memory: int | None) -
             _temp_dir=str(temp_dir),
             _system_config=dict(_SYSTEM_CONFIG),  # Ray writes into it, e.g. where it spills
         )
+
+
+def _no_api_server(*_: Any, **__: Any) -> tuple[str, None]:
+    """Start no API server: without a dashboard it only reports usage, and `ray.init` waits."""
+    return "", None
 
 
 def join_ray(address: str, log_level: str) -> None:

@@ -21,14 +21,20 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.column_checks import check_columns
+from grpo_components.config.lora_checks import check_adapters
 from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import MAX_MESSAGE, fail
-from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
-from grpo_components.models.hf_weights import hf_converter
+from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes, shapes_of
+from grpo_components.models.hf_weights import file_converter
+from grpo_components.models.hugging_face_check import check_hugging_face
+from grpo_components.models.hugging_face_policy import is_transformers
+from grpo_components.models.routers import check_has_routers
+from grpo_components.models.tensor_parallel import transformers_plan
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.plain_text import one_line, shortened
+from grpo_components.setting_types import HUGGING_FACE
 from grpo_components.settings import Settings
 from grpo_components.training.model_match import sliding_window
 
@@ -90,11 +96,12 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         _check_types(key, getattr(cfg, key)._component_, dataset)
     hf_config = json.loads((Path(cfg.base_model_path) / "config.json").read_text())
     vocab_size = hf_config.get("vocab_size")
+    of_transformers = cfg.model.get("_component_") == HUGGING_FACE
     trained = {
         "model.max_seq_len": cfg.model.get("max_seq_len"),
         "the model's max_position_embeddings": hf_config.get("max_position_embeddings"),
-        # The trainer's attention has no window; longer sequences would differ from the generator's.
-        "the model's sliding_window": sliding_window(hf_config),
+        # torchtune's attention has no window; longer sequences would differ from the generator's.
+        "the model's sliding_window": None if of_transformers else sliding_window(hf_config),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
     }
     name, most = _lowest(trained)
@@ -294,9 +301,9 @@ def check_components(cfg: Settings) -> None:
     with torch.device("meta"):
         model = build("model", cfg.model)
     base = Path(cfg.base_model_path)
-    kind = cfg.checkpointer.model_type
+    kind = cfg.model_type
     try:
-        converted = hf_converter(kind, base)(model.state_dict())
+        converted = file_converter(model, kind, base)(model.state_dict())
     except ValueError:
         raise
     except Exception as error:  # torchtune's converter fails on names of another family
@@ -305,13 +312,23 @@ def check_components(cfg: Settings) -> None:
             f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
             f"as such, {what}; allowed: the family of both model and {base / 'config.json'}"
         ) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
     try:
-        check_names_and_shapes(shapes, checkpoint_shapes(base))
+        check_names_and_shapes(shapes_of(converted), checkpoint_shapes(base))
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
-    check_model(cfg.model, model, kind, base)
+    if cfg.loss["load_balancing_coeff"] > 0:
+        check_has_routers(model)
+        if cfg.compile:
+            fail("loss.load_balancing_coeff", "a number above 0 given with compile: true", "0")
+    if is_transformers(model):
+        if cfg.tensor_parallel_dim > 1:
+            transformers_plan(model)
+        prompt, response = cfg.dataset.get("max_prompt_tokens"), cfg.generator.max_response_tokens
+        check_hugging_face(model, cfg.generator.max_model_len or (prompt or 0) + response)
+    elif kind is not None:
+        check_model(cfg.model, model, kind, base)
+    check_adapters(cfg, model)
 
 
 def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:

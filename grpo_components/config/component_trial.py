@@ -21,6 +21,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components, runs_agents
 from grpo_components.config.environment_trial import try_environment
+from grpo_components.config.teacher_checks import try_teacher
 from grpo_components.data.columns import reward_input
 from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
 from grpo_components.objective.composition import objective_losses
@@ -64,6 +65,8 @@ def try_components(
         ValueError: one line with the key of the component, what it did, and what is allowed.
     """
     check_components(cfg)
+    if cfg.teacher:
+        try_teacher(cfg, cfg.teacher.path)
     _check_logger(cfg.metric_logger._component_)
     with _undisturbed(), contextlib.ExitStack() as ending:
         trial = _begin_rewards(cfg, dataset)
@@ -121,7 +124,9 @@ def _try_objective(cfg: Settings, objective: Objective) -> None:
             raise ComponentError(f"{key}: {problem}; allowed: a class whose objects can be called")
     ours = {key: _sent(key, part) for key, part in parts.items() if part is not None}
     for step in dict.fromkeys((0, cfg.num_steps - 1)):
-        inputs = made_inputs(objective.needs_reference, cfg.max_staleness, step)
+        inputs = made_inputs(
+            objective.needs_reference, cfg.max_staleness, step, has_teacher=cfg.teacher is not None
+        )
         _try_loss(ours["loss"], ours["penalties"], ours["off_policy"], inputs)
     counts = np.array([*LENGTHS, 0])
     allowed = "token counts [S] -> weights [S]"
@@ -152,13 +157,16 @@ def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInpu
             check_numbers(name, losses, inputs)
 
 
-def made_inputs(has_reference: bool, max_staleness: int, step: int) -> LossInputs:
+def made_inputs(
+    has_reference: bool, max_staleness: int, step: int, *, has_teacher: bool = False
+) -> LossInputs:
     """Return a small micro-batch of ordinary numbers, always the same.
 
     Args:
         has_reference: whether the micro-batch has logprobs of a reference.
         max_staleness: upper bound of the tokens' staleness, in policy versions.
         step: number of training steps done before the micro-batch.
+        has_teacher: whether the micro-batch has logprobs of a teacher.
     """
     numbers = torch.Generator().manual_seed(0)
     size = sum(LENGTHS)
@@ -168,7 +176,7 @@ def made_inputs(has_reference: bool, max_staleness: int, step: int) -> LossInput
 
     trainer = between(-3.0, -0.1)
     responses = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    return LossInputs(
+    made = LossInputs(
         trainer_logprobs=trainer.clone().requires_grad_(),
         generator_logprobs=trainer + between(-0.1, 0.1),
         advantages=torch.tensor([1.0, -1.0, -0.5, 0.5])[responses],
@@ -178,6 +186,7 @@ def made_inputs(has_reference: bool, max_staleness: int, step: int) -> LossInput
         reference_logprobs=trainer + between(-0.1, 0.1) if has_reference else None,
         entropy=between(0.1, 2.0).requires_grad_(),
     )
+    return replace(made, teacher_logprobs=trainer + between(-0.1, 0.1)) if has_teacher else made
 
 
 def _made_rewards(group_size: int) -> NDArray[np.float64]:

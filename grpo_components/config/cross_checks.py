@@ -11,6 +11,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from grpo_components.config.colocate_checks import check_colocated
+from grpo_components.config.lora_checks import check_lora
 from grpo_components.config.training_checks import check_training
 from grpo_components.config.transfer_checks import check_transfer
 from grpo_components.errors import fail, shown
@@ -50,6 +51,7 @@ def check_together(settings: Settings) -> None:
     _check_lengths(settings)
     _check_tokenizer(settings)
     check_training(settings)
+    check_lora(settings)
     check_transfer(settings)
     check_keep_best(settings)
     _check_rewards(settings)
@@ -114,7 +116,8 @@ def _check_asynchrony(settings: Settings) -> None:
 def _check_objective(settings: Settings) -> None:
     as_schedule("advantages.kl_coeff", settings.advantages.get("kl_coeff", 0))
     for key, section in kl_sections(settings).items():
-        if needs_reference(section) and settings.num_references == 0:
+        has_reference = settings.num_references > 0 or settings.lora is not None
+        if needs_reference(section) and not has_reference:
             problem = f"0 given with {key}.kl_coeff: {shown(section['kl_coeff'])}"
             fail("num_references", problem, f"at least 1, or {key}.kl_coeff: 0")
     if OmegaConf.is_dict(settings.optimizer.get("lr")) and settings.lr_scheduler:
@@ -167,7 +170,7 @@ def _check_tokenizer(settings: Settings) -> None:
     path = settings.tokenizer["_component_"]
     lists_tokens = settings.tokenizer.get("special_tokens_path") is not None
     is_older = path.startswith("torchtune.models.qwen2") and not lists_tokens
-    if settings.checkpointer["model_type"] == "QWEN3" and is_older:
+    if settings.model_type == "QWEN3" and is_older:
         problem = f"{path} given, which lacks Qwen3's tokens such as <think>"
         allowed = "grpo_components.models.qwen3.qwen3_tokenizer"
         fail("tokenizer._component_", problem, allowed)

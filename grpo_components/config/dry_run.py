@@ -23,7 +23,7 @@ from grpo_components.offline.partial_runs import TRAJECTORIES, roles_of
 from grpo_components.records.output_folder import free_names, is_used, real_path
 from grpo_components.records.resume import find_checkpoint, last_attempt, run_of
 from grpo_components.replay.recorded_run import available_cpus, run_folder
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, teachers_of
 from grpo_components.sizing.plan import RunPlan, plan_run
 from grpo_components.sizing.role_memory import GPU_GIB
 from grpo_components.state_files import read_state
@@ -54,7 +54,7 @@ def plan(
         "memory": memory.lines,
         "data": list(_data(cfg, dataset, held_out)),
         "rewards": list(_rewards(cfg)),
-        "objective": list(_objective(objective)) if _trains(cfg) else ["none: nothing is trained"],
+        "objective": list(_objective(cfg, objective)),
         "steps": list(_steps(cfg, dataset)),
         "output": list(_output(cfg)),
     }
@@ -113,6 +113,7 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
         ("generator", cfg.num_generators, generator, more),
         ("trainer", cfg.num_trainers, trainer, ""),
         ("reference", references, REFERENCE, ""),
+        ("teacher", teachers_of(cfg), REFERENCE, ""),
         ("reward_model", int(cfg.reward_model.path is not None), REWARD_MODEL, ""),
         ("replay_buffer", 1, REPLAY_BUFFER, ""),
         ("parameter_server", 1, PARAMETER_SERVER, ""),
@@ -133,6 +134,8 @@ def _roles(cfg: Settings, objective: Objective) -> Iterator[str]:
 
 
 def _machine(cfg: Settings) -> str:
+    if cfg.ray.address is not None:
+        return f"the Ray cluster at ray.address: {cfg.ray.address}, which was not asked"
     cpus = f"{available_cpus(cfg.replay_events)} CPU cores"
     return f"{cpus}, {torch.cuda.device_count()} GPUs" if cfg.device == "cuda" else cpus
 
@@ -173,9 +176,14 @@ def _rewards(cfg: Settings) -> Iterator[str]:
     yield f"in {cfg.environment._component_}"
 
 
-def _objective(objective: Objective) -> Iterator[str]:
+def _objective(cfg: Settings, objective: Objective) -> Iterator[str]:
+    if not _trains(cfg):
+        yield "none: nothing is trained"
+        return
     for key in ("loss", "advantages", "aggregation", "off_policy"):
         yield f"{key}: {name_of(getattr(objective, key))}"
+    if cfg.teacher:
+        yield f"teacher: {cfg.teacher.path}, weight {cfg.teacher.coeff:g} in the advantages"
     if objective.ptx is not None:
         yield f"ptx: {name_of(objective.ptx)}"
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from grpo_components.config.checkpointer_checks import checkpoint_files
-from grpo_components.config.generator_checks import check_tensor_parallel
+from grpo_components.config.generator_checks import check_cpu_engine, check_tensor_parallel
 from grpo_components.config.paths import read_hf_config
+from grpo_components.config.teacher_checks import check_teacher
 from grpo_components.config.training_checks import check_heads
 from grpo_components.errors import fail, shown
 from grpo_components.setting_types import REFUSED_MODEL_TYPES, ModelType
@@ -36,19 +37,33 @@ def check_files(settings: Settings) -> None:
         if "tiny" in base.name:
             command = "python -m grpo_components.examples.tiny_policy"
         fail("base_model_path", f"no folder {base}", f"an existing one; `{command}` makes it")
-    given = settings.checkpointer.get("checkpoint_dir", base)
-    if Path(str(given)).resolve() != base.resolve():
-        problem = f"{given} given, and generators start from base_model_path"
-        fail("checkpointer.checkpoint_dir", problem, str(base))
+    _check_same_folder(settings, base)
     for key, file in _files(settings, base):
         if not file.is_file():
             fail(key, f"no file {file}", "an existing file")
     _check_reward_model(settings.reward_model.path)
     hf_config = read_hf_config("base_model_path", base)
-    _check_kind(base, hf_config)
+    _check_kind(base, hf_config, settings.is_hugging_face)
     check_against_model(settings, hf_config)
+    check_teacher(settings, hf_config)
     check_heads(settings.tensor_parallel_dim, hf_config)
     check_tensor_parallel(settings.generator.tensor_parallel_size, hf_config)
+    if settings.device == "cpu":
+        check_cpu_engine(hf_config)
+
+
+def _check_same_folder(settings: Settings, base: Path) -> None:
+    """Refuse a policy that is read from another folder than the generators' model."""
+    if settings.is_hugging_face:
+        key, given = "model.path", settings.model.get("path", base)
+    elif settings.checkpointer is None:
+        problem = f"null given, and {settings.model._component_} is no model of transformers"
+        fail("checkpointer", problem, "`_component_` and its arguments")
+    else:
+        key = "checkpointer.checkpoint_dir"
+        given = settings.checkpointer.get("checkpoint_dir", base)
+    if Path(str(given)).resolve() != base.resolve():
+        fail(key, f"{given} given, and generators start from base_model_path", str(base))
 
 
 def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
@@ -83,11 +98,17 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
 def _files(settings: Settings, base: Path) -> list[tuple[str, Path]]:
     """Return the files that a run reads, each with its key; refuse data files of unknown kind."""
     files = [("base_model_path", base / "config.json")]
-    named = checkpoint_files(settings.checkpointer, base, settings.output_dir)
-    files += [("checkpointer.checkpoint_files", file) for file in named]
+    if settings.checkpointer is not None and not settings.is_hugging_face:
+        named = checkpoint_files(settings.checkpointer, base, settings.output_dir)
+        files += [("checkpointer.checkpoint_files", file) for file in named]
     tokenizer = settings.tokenizer
     keys = [key for key in ("path", "merges_file", "special_tokens_path") if tokenizer.get(key)]
     files += [(f"tokenizer.{key}", Path(tokenizer[key])) for key in keys]
+    if tokenizer._component_.endswith(".hugging_face_tokenizer"):
+        files = [
+            (key, path / "tokenizer.json" if key == "tokenizer.path" else path)
+            for key, path in files
+        ]
     sources = {"dataset.source": settings.dataset.get("source")}
     sources["eval_dataset.source"] = settings.eval_dataset.get("source")
     for key, source in sources.items():
@@ -102,9 +123,11 @@ def _files(settings: Settings, base: Path) -> list[tuple[str, Path]]:
     return files
 
 
-def _check_kind(base: Path, hf_config: dict[str, Any]) -> None:
+def _check_kind(base: Path, hf_config: dict[str, Any], is_hugging_face: bool) -> None:
     """Refuse a base model of a family that cannot be trained."""
     kind = {"gemma2": "GEMMA2"}.get(str(hf_config.get("model_type")))
+    if is_hugging_face:
+        kind = None
     if "vision_config" in hf_config or "audio_config" in hf_config:
         kind = "LLAMA3_VISION"  # all multimodal models, for the same reason
     if kind is not None:

@@ -1,4 +1,4 @@
-"""Checks that vLLM can split the base model over the workers of a generator."""
+"""Checks that vLLM can run the base model, and split it over the workers of a generator."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from grpo_components.errors import fail
 
 _VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this, and splits what results."""
+_CPU_TILE = 32
+"""Widths of experts must be multiples of this for vLLM's kernels on a CPU."""
+_WRONG_ON_CPU = {"cohere2": "whose logprobs in vLLM are 7.0e-4 nats from transformers' on a CPU"}
+"""Families that vLLM computes less exactly than the equivalence ladder allows -> how far off."""
 
 
 def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
@@ -26,6 +30,30 @@ def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
     possible = [n for n in range(1, heads + 1) if not _unsplit(n, hf_config)]
     allowed = ", ".join(map(str, possible)) or "1"
     fail("generator.tensor_parallel_size", f"{workers} given, {problem}", allowed)
+
+
+def check_cpu_engine(hf_config: dict[str, Any]) -> None:
+    """Check that vLLM computes a checkpoint on a CPU, and as transformers does.
+
+    Args:
+        hf_config: `config.json` of the checkpoint.
+
+    Raises:
+        ValueError: the family is not computed exactly, or a width of its experts does not fit.
+    """
+    family = hf_config.get("model_type")
+    if (found := _WRONG_ON_CPU.get(str(family))) is not None:
+        fail("base_model_path", f"a model of {family} given, {found}", "see docs/models.md")
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if not any(hf_config.get(name) for name in counts):
+        return
+    # Other families' intermediate sizes are padded.
+    names = ["hidden_size", *["intermediate_size"] * (family == "gpt_oss")]
+    for name in names:
+        if (size := hf_config.get(name) or 0) % _CPU_TILE:
+            problem = f"a mixture of experts with {name}: {size} given, and vLLM's CPU kernels "
+            allowed = f"on a CPU a multiple of {_CPU_TILE}"
+            fail("base_model_path", f"{problem}cannot compute it", allowed)
 
 
 def _unsplit(workers: int, hf_config: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from grpo_components.config.cross_checks import kl_sections, needs_reference
 from grpo_components.errors import fail
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, teachers_of
 
 
 def check_gpus(settings: Settings, *, here: bool) -> None:
@@ -69,6 +69,8 @@ def _roles(settings: Settings) -> dict[str, int]:
     counts["trainer"] = settings.num_trainers if trains else 0
     if any(map(needs_reference, kl_sections(settings).values())):
         counts["reference"] = settings.num_references
+    if num_teachers := teachers_of(settings):
+        counts["teacher"] = num_teachers
     if settings.reward_model.path is not None:
         counts["reward_model"] = 1
     return counts

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from grpo_components.cluster.placement import Need
 from grpo_components.config.role_arguments import RoleArguments
 from grpo_components.replay.recorded_run import run_folder
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, teachers_of
 
 
 def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> dict[str, Need]:
@@ -23,10 +23,12 @@ def needs_of(cfg: Settings, arguments: RoleArguments, num_references: int) -> di
     """
     policy = {"base_model_path": cfg.base_model_path}
     generator = policy | _read_by_generators(cfg)
+    teacher = {"teacher.path": cfg.teacher.path if cfg.teacher else ""}
     scorer = {"reward_model.path": cfg.reward_model.path or ""}
     needs = {
         "trainer": _need(cfg.num_trainers, arguments.trainer, "PACK", policy),
         "reference": _need(num_references, arguments.reference, "PACK", policy),
+        "teacher": _need(teachers_of(cfg), arguments.teacher, "PACK", teacher),
         "reward_model": _need(int(any(scorer.values())), arguments.reward_model, "PACK", scorer),
         "generator": _need(cfg.num_generators, arguments.generator, "SPREAD", generator),
     }

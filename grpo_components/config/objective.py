@@ -81,6 +81,7 @@ def build_objective(
         advantages=build("advantages", cfg.advantages),
         reward_shaping=build_reward_shaping(cfg),
         dynamic_sampling=DynamicSampling(dynamic.max_discarded) if dynamic.enabled else None,
+        teacher_coeff=cfg.teacher.coeff if cfg.teacher else 0.0,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
     try_components(cfg, tokenizer, dataset, objective)

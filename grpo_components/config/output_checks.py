@@ -17,8 +17,8 @@ from grpo_components.settings import Settings
 
 _INPUTS = {
     *("base_model_path", "checkpointer.checkpoint_dir", "reward_model.path", "eval_only"),
-    *("train_from", "replay_events", "dataset.source", "eval_dataset.source"),
-    *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path"),
+    *("train_from", "replay_events", "dataset.source", "eval_dataset.source", "model.path"),
+    *("tokenizer.path", "tokenizer.merges_file", "tokenizer.special_tokens_path", "teacher.path"),
 }
 """Keys of files and folders that a run reads.
 

@@ -89,6 +89,7 @@ def nearest(name: str, keys: Iterable[str], prefix: str = "") -> str:
         if leaf != "_component_"
     }
     anywhere |= {key: key for key in whole}
+    anywhere = {leaf: key for leaf, key in anywhere.items() if key != f"{prefix}{name}"}
     if near := get_close_matches(name, anywhere, n=1, cutoff=0.8):
         return f"did you mean {anywhere[near[0]]}?"
     return ", ".join(keys) or "none" if prefix else "the keys that `tune cat tiny_async_grpo` shows"
@@ -137,6 +138,8 @@ def _allowed(schema: _JsonSchema) -> str:
         form = "d" if schema["type"] == "integer" else ".10g"
         bounds = [f"{word} {schema[k]:{form}}" for k, word in _LIMITS.items() if k in schema]
         return f"{_NUMBERS[schema['type']]} {' and '.join(bounds)}"
+    if names := schema.get("items", {}).get("enum"):
+        return f"a list of {', '.join(names)}"
     if schema["type"] != "object":
         return _WORDS[schema["type"]]
     if "minProperties" in schema:

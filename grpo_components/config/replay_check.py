@@ -21,7 +21,7 @@ FREE = (
     *("output_dir", "log_level", "replay_events", "gpus_per_generator", "gpus_per_trainer"),
     *("gpus_per_reference", "gpus_per_reward_model", "save_every_n_steps", "metric_logger"),
     *("log_every_n_steps", "log_peak_memory_stats", "profiler", "keep_last_n", "keep_best"),
-    "async_checkpoint",
+    *("async_checkpoint", "gpus_per_teacher"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     *("log_token_logprobs", "max_generator_kl", "dry_run", "push", "weights"),
 )

@@ -19,6 +19,8 @@ from grpo_components.config.building import (
 )
 from grpo_components.config.gpu_checks import generator_gpus
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.models.hugging_face_policy import hugging_face
+from grpo_components.models.lora import lora_options
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
 from grpo_components.replay.recorded_run import run_folder, stall_limit_s
@@ -51,6 +53,7 @@ class RoleArguments:
     replay_buffer: dict[str, Any]
     trainer: dict[str, Any]
     reference: dict[str, Any]
+    teacher: dict[str, Any]
     reward_model: dict[str, Any]
     generator: dict[str, Any]
 
@@ -86,9 +89,17 @@ def role_arguments(
         replay_buffer=_replay_buffer(cfg, contract),
         trainer=trainer,
         reference=_reference(cfg, threads("reference")),
+        teacher=_teacher(cfg, cfg.teacher.path, threads("teacher")) if cfg.teacher else {},
         reward_model=_reward_model(cfg, threads("reward_model")),
         generator=generator,
     )
+
+
+def _checkpointer(cfg: Settings) -> Callable[[], Any] | None:
+    """Return the function that builds the checkpointer; None if transformers reads the files."""
+    if cfg.is_hugging_face or cfg.checkpointer is None:
+        return None
+    return partial(config.instantiate, cfg.checkpointer)
 
 
 def _gpus(cfg: Settings, per_role: float) -> float:
@@ -118,13 +129,14 @@ def _trainer(
         "ranks": _rank_options(cfg),
         "model": ModelOptions(
             build_model=partial(config.instantiate, cfg.model),
-            build_checkpointer=partial(config.instantiate, cfg.checkpointer),
+            build_checkpointer=_checkpointer(cfg),
             base_model_path=cfg.base_model_path,
-            model_type=cfg.checkpointer.model_type,
+            model_type=cfg.model_type,
             dtype=cfg.dtype,
             enable_activation_checkpointing=cfg.enable_activation_checkpointing,
             compile_model=cfg.compile,
             logprob_chunk_tokens=cfg.logprob_chunk_tokens,
+            lora=lora_options(cfg.lora),
         ),
         "batch": BatchOptions(
             ppo_epochs=cfg.ppo_epochs,
@@ -193,10 +205,22 @@ def _reference(cfg: Settings, cpu_threads: int) -> dict[str, Any]:
         "device": cfg.device,
         "dtype": cfg.dtype,
         "build_model": partial(config.instantiate, cfg.model),
-        "build_checkpointer": partial(config.instantiate, cfg.checkpointer),
+        "build_checkpointer": _checkpointer(cfg),
         "tokens_per_micro_batch": cfg.tokens_per_micro_batch,
         "logprob_chunk_tokens": cfg.logprob_chunk_tokens,
         "kl_estimator": cfg.reward_shaping.kl_estimator,
+    }
+
+
+def _teacher(cfg: Settings, path: str, cpu_threads: int) -> dict[str, Any]:
+    """Return the arguments of a reference that has the teacher's weights."""
+    return {
+        **_reference(cfg, cpu_threads),
+        "num_gpus": _gpus(cfg, cfg.gpus_per_teacher),
+        "field": "teacher_logprobs",
+        "build_model": partial(hugging_face, path),
+        "build_checkpointer": None,
+        "kl_estimator": "k1",
     }
 
 
@@ -271,6 +295,7 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
         tensor_parallel_size=options.tensor_parallel_size,
         takes_turns=cfg.colocate,
         weight_transfer=None if cfg.weights == "object_store" else cfg.weights,
+        lora=lora_options(cfg.lora),
     )
 
 

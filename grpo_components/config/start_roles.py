@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.handles import (
@@ -23,7 +25,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.objective import Objective
 from grpo_components.offline.partial_runs import roles_of
-from grpo_components.settings import Settings
+from grpo_components.settings import Settings, teachers_of
 from grpo_components.training.trainer_options import ObjectiveOptions
 
 # Dotted paths: each role's module is imported in the role's own process only.
@@ -74,9 +76,9 @@ def start_roles(
         spawn(f"trainer_{rank}", trainer, restarts_alone=False, rank=rank, **arguments.trainer)
         for rank in range(cfg.num_trainers)
     ]
-    references = [
-        spawn(f"reference_{n}", REFERENCE, **arguments.reference) for n in range(num_references)
-    ]
+    frozen = partial(_frozen, cluster, timeouts.rollout_s)
+    references = frozen("reference", num_references, arguments.reference)
+    teachers = frozen("teacher", teachers_of(cfg), arguments.teacher, keep_kl=False)
     scorer = cfg.reward_model.path and spawn("reward_model", REWARD_MODEL, **arguments.reward_model)
     generators = [
         spawn(f"generator_{n}", generator, number=n, beside=hosts_of(cfg, n), **arguments.generator)
@@ -89,11 +91,25 @@ def start_roles(
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
         server=ParameterServerHandle(server, weights_s),
-        references=ReferencesHandle(references, timeouts.rollout_s) if references else None,
+        references=references,
+        teachers=teachers,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,
         transfer=_transfer(cfg, trainers[0]),
     )
     return take_turns(roles, ledger) if cfg.colocate else roles
+
+
+def _frozen(
+    cluster: Cluster,
+    timeout_s: float,
+    family: str,
+    count: int,
+    arguments: dict[str, Any],
+    keep_kl: bool = True,
+) -> ReferencesHandle | None:
+    """Start the references or the teachers of a run; None if there are none."""
+    roles = [cluster.spawn(f"{family}_{n}", REFERENCE, **arguments) for n in range(count)]
+    return ReferencesHandle(roles, timeout_s, keep_kl=keep_kl) if roles else None
 
 
 def _transfer(cfg: Settings, sender: Role) -> WeightTransfer | None:

@@ -69,10 +69,11 @@ def default_bound(settings: Settings) -> float | None:
         settings: each value already checked against its own bounds.
 
     Returns:
-        The bound for the config's `dtype`; None if the sampler is biased, because trainer and
-        generator then differ on purpose.
+        The bound for the config's `dtype`; None if the sampler is biased, or if the trainer drops
+        inputs of adapters, because trainer and generator then differ on purpose.
     """
-    return None if biasing(settings.generator) else MAX_GENERATOR_KL[settings.dtype]
+    drops = settings.lora is not None and settings.lora.dropout > 0
+    return None if drops or biasing(settings.generator) else MAX_GENERATOR_KL[settings.dtype]
 
 
 def _check_cpu(settings: Settings) -> None:
@@ -111,8 +112,8 @@ def _check_optimizer(node: DictConfig, device: str) -> None:
 def _check_ranks(settings: Settings) -> None:
     ranks, tensor = settings.num_trainers, settings.tensor_parallel_dim
     replicate = settings.data_parallel_replicate_dim
-    model_type = settings.checkpointer["model_type"]
-    if tensor > 1 and model_type not in FAMILIES:
+    model_type = settings.model_type
+    if tensor > 1 and model_type is not None and model_type not in FAMILIES:
         problem = f"{tensor} given, and there is no tensor-parallel plan for {model_type}"
         fail("tensor_parallel_dim", problem, f"1, or one of {', '.join(FAMILIES)}")
     if ranks % tensor:

@@ -13,9 +13,19 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_components.equivalence import engine_rungs, family_rungs, rungs
+from grpo_components.equivalence import (
+    engine_rungs,
+    family_rungs,
+    lora_rungs,
+    policy_rungs,
+    rungs,
+)
 from grpo_components.equivalence.families import FAMILIES
-from grpo_components.equivalence.resume import resumed_is_uninterrupted
+from grpo_components.equivalence.hf_families import HF_FAMILIES
+from grpo_components.equivalence.resume import (
+    resumed_is_uninterrupted,
+    resumed_is_uninterrupted_by_transformers,
+)
 from grpo_components.equivalence.rungs import Bench
 from grpo_components.quiet import quiet_libraries
 
@@ -73,6 +83,12 @@ RUNGS = (
         resumed_is_uninterrupted,
     ),
     Rung(
+        "resumed = uninterrupted, policy of transformers",
+        "as the rung before, with the tiny policy as a model of transformers",
+        0.0,
+        resumed_is_uninterrupted_by_transformers,
+    ),
+    Rung(
         "micro-batched = whole batch",
         "weights after one SGD step, relative to the largest weight change of that step; for token "
         "mean, sequence mean, and constant length with an off-policy correction",
@@ -96,9 +112,26 @@ RUNGS = (
         family_rungs.shared_prompts_are_one_row_per_response,
     ),
     Rung(
+        "shared prompts = one row per response, policies of transformers",
+        "as the rung before, of "
+        + ", ".join(HF_FAMILIES)
+        + "; against transformers' eager attention; sliding windows of 8 tokens, capped scores, "
+        "attention sinks, experts",
+        1e-5,
+        family_rungs.shared_prompts_are_rows_of_transformers,
+    ),
+    Rung(
+        "transformers policy = torchtune policy",
+        "the tiny policy as a model of transformers and as torchtune's decoder: logprobs of every "
+        "response token in nats, and the weights after one SGD step, relative to the largest "
+        "weight change of that step",
+        1e-5,
+        policy_rungs.transformers_is_torchtune,
+    ),
+    Rung(
         "FSDP on 2 ranks = 1 rank",
         "weights after one SGD step, relative to the largest weight change of that step; for the "
-        "objectives of rung 4",
+        "objectives of the rung of micro-batches",
         1e-5,
         rungs.two_ranks_are_one,
     ),
@@ -133,19 +166,51 @@ RUNGS = (
     Rung(
         "reloaded Hugging Face export = exported weights",
         "every tensor of " + ", ".join(FAMILIES) + ": a checkpoint written by "
-        "Hugging Face, the trainer's copy of it, and the export of a trainer that loaded the copy; "
-        "Qwen3 also with 2 trainer ranks: FSDP, tensor parallel",
+        "Hugging Face and the export of a trainer that loaded it; the weights after a step, pushed "
+        "and saved, and the export of a trainer that loaded the saved ones; Qwen3 also with 2 "
+        "trainer ranks: FSDP, tensor parallel",
         0.0,
         family_rungs.reloaded_is_exported,
     ),
     Rung(
         "generator logprobs = trainer logprobs, every family",
         "every sampled token, in nats, float32; a random model of each family is trained for one "
-        "step, pushed and saved, bit for bit alike; an engine pulls the weights under load and "
-        "samples from them, and a trainer that loaded the saved ones computes the logprobs; Qwen3 "
-        "also with 2 trainer ranks: FSDP, tensor parallel",
+        "step, pushed and saved; an engine pulls the weights under load and samples from them, and "
+        "a trainer that loaded the saved ones computes the logprobs; Qwen3 also with 2 trainer "
+        "ranks: FSDP, tensor parallel",
         1e-4,
         family_rungs.every_family_samples_from_what_it_trained,
+    ),
+    Rung(
+        "reloaded = exported, policies of transformers",
+        "as the rung of torchtune's families, of "
+        + ", ".join(HF_FAMILIES)
+        + "; Qwen3-MoE also with 2 trainer ranks",
+        0.0,
+        family_rungs.reloaded_is_exported_by_transformers,
+    ),
+    Rung(
+        "generator logprobs = trainer logprobs, policies of transformers",
+        "as the rung of torchtune's families, for the same policies; each one's figure is in "
+        "docs/models.md",
+        1e-4,
+        family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
+    ),
+    Rung(
+        "LoRA: adapter pulled under load = merged weights",
+        "every sampled token's logprob in nats, float32, of "
+        + ", ".join(name for name, _, _ in lora_rungs.ADAPTED)
+        + ": an engine that pulled a trained adapter while requests ran, a fresh engine with the "
+        "merged checkpoint, and a trainer that loaded the checkpoint; Qwen3 with 2 trainer ranks",
+        1e-4,
+        lora_rungs.adapter_is_merged_weights,
+    ),
+    Rung(
+        "LoRA: generator logprobs = trainer logprobs",
+        "every sampled token, in nats, float32; with a new adapter at temperature 1, and with one "
+        "pulled after a step at temperature 0.7",
+        1e-4,
+        lora_rungs.generator_is_adapted_trainer,
     ),
 )
 """The ladder, in the order of the table."""

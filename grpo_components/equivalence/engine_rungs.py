@@ -26,7 +26,7 @@ def pulled_engine_is_fresh_engine(bench: Bench) -> float:
         for base, new in _weights_before_and_after(bench):
             pulled = engines.call("sample", str(base), _bucket(new), prompts)
             fresh = engines.call("sample", str(new), None, prompts)
-            worst = max(worst, _difference_of_completions(pulled, fresh))
+            worst = max(worst, difference_of_completions(pulled, fresh))
     return worst
 
 
@@ -45,7 +45,7 @@ def engine_pulled_under_load_is_fresh_engine(bench: Bench) -> float:
             if any(set(completion.token_versions) != {1} for completion in pulled):
                 return math.inf
             fresh = engines.call("sample", str(new), None, prompts)
-            worst = max(worst, _difference_of_completions(pulled, fresh))
+            worst = max(worst, difference_of_completions(pulled, fresh))
     return worst
 
 
@@ -64,7 +64,7 @@ def two_workers_are_one(bench: Bench) -> float:
     for a, b in zip(one[1], two[1], strict=True):
         if not np.array_equal(a.token_versions, b.token_versions):
             return math.inf
-    return max(_difference_of_completions(one[n], two[n]) for n in (0, 1))
+    return max(difference_of_completions(one[n], two[n]) for n in (0, 1))
 
 
 def _weights_before_and_after(bench: Bench) -> list[tuple[Path, Path]]:
@@ -80,8 +80,13 @@ def _bucket(folder: Path) -> tuple[Manifest, Any]:
     return pack_bucket(list(saved_weights(folder).items()))
 
 
-def _difference_of_completions(left: list[Any], right: list[Any]) -> float:
-    """Return the largest logprob difference in nats; infinite if any token differs."""
+def difference_of_completions(left: list[Any], right: list[Any]) -> float:
+    """Return the largest logprob difference in nats; infinite if any token differs.
+
+    Args:
+        left: completions of one engine.
+        right: completions of another one, to the same requests.
+    """
     worst = 0.0
     for a, b in zip(left, right, strict=True):
         if not np.array_equal(a.token_ids, b.token_ids):

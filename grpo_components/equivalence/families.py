@@ -135,10 +135,15 @@ def hf_config_of(family: Family) -> Any:
 
 
 def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
+    """Save a family's randomly initialized model; see `save_random`."""
+    return save_random(hf_config_of(family), folder, seed)
+
+
+def save_random(config: Any, folder: Path, seed: int) -> Path:
     """Save a randomly initialized model with Hugging Face's `save_pretrained`.
 
     Args:
-        family: the model family.
+        config: Hugging Face config of the model.
         folder: an empty folder.
         seed: seed of the random weights.
 
@@ -147,8 +152,12 @@ def random_checkpoint(family: Family, folder: Path, seed: int) -> Path:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(hf_config_of(family))
-        for parameter in model.parameters():  # also norms and biases, to detect swapped ones
-            nn.init.normal_(parameter, std=0.2)
+        model: Any = AutoModelForCausalLM.from_config(config)
+        names = {name for name, _ in model.named_parameters()} | model.state_dict().keys()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # A tied head would otherwise be certain that each token follows itself.
+            is_tied_head = config.tie_word_embeddings and "embed_tokens" in name
+            if name in names:  # also norms, biases and saved buffers, to detect swapped ones
+                nn.init.normal_(tensor, std=0.05 if is_tied_head else 0.2)
     model.save_pretrained(folder)
     return folder

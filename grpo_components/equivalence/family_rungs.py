@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchtune.training import FullModelHFCheckpointer
+from transformers import AutoModelForCausalLM
 
-from grpo_components.equivalence.families import FAMILIES, Family, random_checkpoint
+from grpo_components.equivalence.families import FAMILIES, Family, hf_config_of, save_random
+from grpo_components.equivalence.hf_families import HF_FAMILIES
 from grpo_components.equivalence.roles import ENGINES, RoleProcess, merged_export
 from grpo_components.equivalence.rungs import (
     Bench,
@@ -24,13 +28,14 @@ from grpo_components.equivalence.rungs import (
     max_difference,
     saved_weights,
 )
-from grpo_components.exchange.weights import pack_bucket
+from grpo_components.exchange.weights import StateDict, pack_bucket
+from grpo_components.models.hugging_face_policy import hugging_face
+from grpo_components.models.hugging_face_weights import load_hugging_face
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.models.meshes import Sharding
 from grpo_components.models.qwen3_weights import Qwen3Checkpointer
 from grpo_components.trajectory import Trajectory, pack
 
-_PROMPTS = [[5, 6, 7, number] for number in range(4)]
 TRAINERS = (
     *((name, 1, Sharding()) for name in FAMILIES),
     ("QWEN3 (tied)", 2, Sharding()),
@@ -38,10 +43,27 @@ TRAINERS = (
 )
 """Family, trainer ranks and their layout: one rank for every family, and two where the ranks must
 also agree on a tensor of each head (its norm)."""
+HF_TRAINERS = (*((name, 1, Sharding()) for name in HF_FAMILIES), ("Qwen3-MoE", 2, Sharding()))
+"""As `TRAINERS`, for policies of transformers; two ranks also share each layer's fused experts."""
+PROMPTS = [[5, 6, 7, number] for number in range(2)] + [
+    np.random.default_rng(number).integers(1, 256, 40).tolist() for number in range(2)
+]
+"""Short ones, and ones that are longer than the sliding windows and than a block of KV."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Differences along the way of a family's weights: trained, pushed, sampled from, saved."""
+
+    family: str
+    saved: float
+    """Largest difference between what a trainer loads or saves and what it exports; 0 if equal."""
+    logprobs: float
+    """Largest difference between the logprobs of engine and trainer, in nats."""
 
 
 def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]:
-    """Return the trainer arguments that replace the tiny policy by a model of a family.
+    """Return the trainer arguments that replace the tiny policy by torchtune's model of a family.
 
     Args:
         bench: owner of the scratch folder.
@@ -63,22 +85,109 @@ def family_arguments(bench: Bench, family: Family, base: Path) -> dict[str, Any]
     }
 
 
-def reloaded_is_exported(bench: Bench) -> float:
-    """Compare a Hugging Face model with a trainer's copy and with the reloaded copy's export."""
-    worst = 0.0
-    for name, num_ranks, sharding in TRAINERS:
+def hf_arguments(base: Path) -> dict[str, Any]:
+    """Return the trainer arguments that replace the tiny policy by a model of transformers.
+
+    Args:
+        base: folder of the model's checkpoint.
+    """
+    return {
+        "build_model": partial(hugging_face, path=str(base)),
+        "build_checkpointer": None,
+        "model_type": None,
+        "base_model_path": str(base),
+    }
+
+
+def chains(bench: Bench) -> list[Chain]:
+    """Take the weights of each of torchtune's families the whole way.
+
+    Args:
+        bench: owner of the trainer processes.
+    """
+
+    def start(name: str) -> tuple[Any, Callable[[Path], dict[str, Any]]]:
         family = FAMILIES[name]
-        base, copy = random_checkpoint(family, bench.folder(), seed=0), bench.folder()
-        train = partial(bench.train, num_ranks=num_ranks, sharding=sharding)
-        save = [("hold_state", False), ("write_state", str(copy))]
-        train(save, **family_arguments(bench, family, base))
-        again = [("gather_weights",), ("export_weights", 0)]
-        for weights in (
-            saved_weights(copy),
-            merged_export(train(again, **family_arguments(bench, family, copy))),
-        ):
-            worst = max(worst, max_difference(saved_weights(base), weights))
-    return worst
+        return hf_config_of(family), partial(family_arguments, bench, family)
+
+    return bench.once("chains", lambda: _chains(bench, TRAINERS, start))
+
+
+def hf_chains(bench: Bench) -> list[Chain]:
+    """Take the weights of each family of transformers' policies the whole way.
+
+    Args:
+        bench: owner of the trainer processes.
+    """
+
+    def start(name: str) -> tuple[Any, Callable[[Path], dict[str, Any]]]:
+        return HF_FAMILIES[name](), hf_arguments
+
+    return bench.once("chains of transformers", lambda: _chains(bench, HF_TRAINERS, start))
+
+
+def _chains(
+    bench: Bench,
+    trainers: Sequence[tuple[str, int, Sharding]],
+    start: Callable[[str], tuple[Any, Callable[[Path], dict[str, Any]]]],
+) -> list[Chain]:
+    rng, found = np.random.default_rng(0), []
+    options = {"loss": LogprobGap(), "build_optimizer": partial(torch.optim.AdamW, lr=1e-2)}
+    with closing(RoleProcess(ENGINES)) as engines:
+        for name, num_ranks, sharding in trainers:
+            config, arguments = start(name)
+            train = partial(bench.train, num_ranks=num_ranks, sharding=sharding, **options)
+            responses = rng.integers(1, 256, (len(PROMPTS), 9))
+            saved, logprobs = _chain(bench, engines, config, arguments, train, responses)
+            found.append(Chain(name, saved, logprobs))
+    return found
+
+
+def _chain(
+    bench: Bench,
+    engines: RoleProcess,
+    config: Any,
+    arguments: Callable[[Path], dict[str, Any]],
+    train: Callable[..., list[list[Any]]],
+    responses: NDArray[np.int64],
+) -> tuple[float, float]:
+    """Return the differences of `Chain`; infinite ones if the weights took another way."""
+    base, copy = save_random(config, bench.folder(), seed=0), bench.folder()
+    step = train_step_of([(ids, np.zeros(9, np.float32)) for ids in responses])
+    calls = [*_EXPORT, step, ("hold_state", False), ("write_state", str(copy))]
+    calls += [("gather_weights",), ("export_weights", 1)]
+    results = train(calls, **arguments(base))
+    pushed = merged_export(results)
+    saved = max(
+        max_difference(saved_weights(base), _first_export(results)),
+        max_difference(saved_weights(copy), pushed),
+    )
+    bucket = pack_bucket(list(pushed.items()))
+    new, running = engines.call("sample_under_load", str(base), bucket, PROMPTS)
+    sampled = train_step_of([(completion.token_ids, completion.logprobs) for completion in new])
+    results = train([*_EXPORT, sampled], **arguments(copy))
+    saved = max(saved, max_difference(saved_weights(copy), _first_export(results)))
+    versions = [{*completion.token_versions.tolist()} for completion in (*new, *running)]
+    if versions[: len(new)] != [{1}] * len(new) or {0, 1} not in versions:
+        return saved, math.inf  # not the new weights, or nothing ran while they were swapped in
+    if np.concatenate([completion.logprobs for completion in new]).mean() > -1:
+        return saved, math.inf  # the engine is certain of its tokens, whatever its weights
+    if max_difference(saved_weights(base), pushed) < 1e-3:
+        return saved, math.inf  # the step did not change the weights
+    return saved, results[0][-1].metrics["gap/max"]
+
+
+_EXPORT = [("gather_weights",), ("export_weights", 0)]
+"""A new trainer's first calls, which return the weights that it loaded."""
+
+
+def _first_export(results: list[list[Any]]) -> StateDict:
+    return merged_export([rank_results[: len(_EXPORT)] for rank_results in results])
+
+
+def reloaded_is_exported(bench: Bench) -> float:
+    """Compare checkpoints, by Hugging Face and by trainers, with what their trainers export."""
+    return max(chain.saved for chain in chains(bench))
 
 
 def every_family_samples_from_what_it_trained(bench: Bench) -> float:
@@ -87,40 +196,33 @@ def every_family_samples_from_what_it_trained(bench: Bench) -> float:
     The engine pulls under load. The weights are also saved, and the trainer that computes the
     logprobs has loaded them from there.
     """
-    rng, worst = np.random.default_rng(0), 0.0
-    options = {"loss": LogprobGap(), "build_optimizer": partial(torch.optim.AdamW, lr=1e-2)}
-    with closing(RoleProcess(ENGINES)) as engines:
-        for name, num_ranks, sharding in TRAINERS:
-            family = FAMILIES[name]
-            base, copy = random_checkpoint(family, bench.folder(), seed=0), bench.folder()
-            train = partial(bench.train, num_ranks=num_ranks, sharding=sharding, **options)
-            responses = rng.integers(1, 256, (len(_PROMPTS), 9))
-            calls = [
-                _train_step([(ids, np.zeros(9, np.float32)) for ids in responses]),
-                *(("hold_state", False), ("write_state", str(copy))),
-                *(("gather_weights",), ("export_weights", 1)),
-            ]
-            pushed = merged_export(train(calls, **family_arguments(bench, family, base)))
-            if max_difference(saved_weights(base), pushed) < 1e-3:
-                return math.inf  # the step did not change the weights
-            if max_difference(saved_weights(copy), pushed) > 0:
-                return math.inf
-            bucket = pack_bucket(list(pushed.items()))
-            new, running = engines.call("sample_under_load", str(base), bucket, _PROMPTS)
-            versions = [{*completion.token_versions.tolist()} for completion in (*new, *running)]
-            if versions[: len(new)] != [{1}] * len(new) or {0, 1} not in versions:
-                return math.inf  # not the new weights, or nothing ran while they were swapped in
-            sampled = [(completion.token_ids, completion.logprobs) for completion in new]
-            calls = [_train_step(sampled)]
-            result = train(calls, **family_arguments(bench, family, copy))[0][-1]
-            worst = max(worst, result.metrics["gap/max"])
-    return worst
+    return max(chain.logprobs for chain in chains(bench))
 
 
+def reloaded_is_exported_by_transformers(bench: Bench) -> float:
+    """As `reloaded_is_exported`, for policies of transformers."""
+    return max(chain.saved for chain in hf_chains(bench))
+
+
+def every_policy_of_transformers_samples_from_what_it_trained(bench: Bench) -> float:
+    """As `every_family_samples_from_what_it_trained`, for policies of transformers."""
+    return max(chain.logprobs for chain in hf_chains(bench))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context manager, or decorator: small models are slower with two threads on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
 def shared_prompts_are_one_row_per_response(bench: Bench) -> float:
     """Compare logprobs, loss and gradient with those of torchtune's own decoder, row by row."""
-    records = _grouped_batch()
-    masks = [record.response_mask for record in records]
     worst = 0.0
     for family in FAMILIES.values():
         torch.manual_seed(0)
@@ -128,24 +230,47 @@ def shared_prompts_are_one_row_per_response(bench: Bench) -> float:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.1)
         plain.load_state_dict(model.state_dict())
-        logprobs = ResponseLogprobs(model, chunk_tokens=50)(token_batch(records, masks))[0]
-        rows = [
-            full_logprobs(plain, record)[torch.from_numpy(mask)]
-            for record, mask in zip(records, masks, strict=True)
-        ]
-        expected = torch.cat(rows)
-        weights = torch.linspace(-1.0, 1.5, len(expected))
-        losses, expected_losses = logprobs * weights, expected * weights
-        found = gradients(model, losses.mean())
-        wanted = gradients(plain, expected_losses.mean())
-        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-        worst = max(
-            worst,
-            _relative(logprobs, expected),
-            _relative(losses.mean(), expected_losses.mean(), expected_losses.abs().mean()),
-            max_difference(wanted, found) / largest,
-        )
+        worst = max(worst, _shared_difference(model, plain))
     return worst
+
+
+@_one_thread()
+def shared_prompts_are_rows_of_transformers(bench: Bench) -> float:
+    """Compare logprobs, loss and gradient with transformers' own eager attention, row by row."""
+    return max(hf_shared_difference(bench, name) for name in HF_FAMILIES)
+
+
+def hf_shared_difference(bench: Bench, name: str) -> float:
+    """Return the difference of `shared_prompts_are_rows_of_transformers` for one family.
+
+    Args:
+        bench: owner of the scratch folder.
+        name: name of the family.
+    """
+    folder = save_random(HF_FAMILIES[name](), bench.folder(), seed=0)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return _shared_difference(load_hugging_face(folder), plain.eval())
+
+
+def _shared_difference(model: nn.Module, plain: nn.Module) -> float:
+    records = _grouped_batch()
+    masks = [record.response_mask for record in records]
+    logprobs = ResponseLogprobs(model, chunk_tokens=50)(token_batch(records, masks))[0]
+    rows = [
+        full_logprobs(plain, record)[torch.from_numpy(mask)]
+        for record, mask in zip(records, masks, strict=True)
+    ]
+    expected = torch.cat(rows)
+    weights = torch.linspace(-1.0, 1.5, len(expected))
+    losses, expected_losses = logprobs * weights, expected * weights
+    found = gradients(model, losses.mean())
+    wanted = gradients(plain, expected_losses.mean())
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    return max(
+        _relative(logprobs, expected),
+        _relative(losses.mean(), expected_losses.mean(), expected_losses.abs().mean()),
+        max_difference(wanted, found) / largest,
+    )
 
 
 def _relative(value: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
@@ -178,13 +303,14 @@ def _grouped_batch() -> list[Trajectory]:
     return records
 
 
-def _train_step(
-    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]],
+def train_step_of(
+    responses: list[tuple[NDArray[np.int64], NDArray[np.float32]]], version: int = 0
 ) -> tuple[Any, ...]:
-    """Return a new trainer's first `train_step` call, with one response per prompt.
+    """Return a `train_step` call with one response per prompt.
 
     Args:
         responses: token ids [R] and generator logprobs [R] of each response.
+        version: policy version that sampled them.
     """
     records = [
         Trajectory(
@@ -192,14 +318,14 @@ def _train_step(
             response_ids=ids,
             response_mask=np.ones(len(ids), bool),
             generator_logprobs=logprobs,
-            token_versions=np.zeros(len(ids), np.int32),
+            token_versions=np.full(len(ids), version, np.int32),
             prompt_index=0,
             epoch=0,
             group_id=0,
             attempt=0,
             finish_reason="length",
         )
-        for prompt, (ids, logprobs) in zip(_PROMPTS, responses, strict=True)
+        for prompt, (ids, logprobs) in zip(PROMPTS, responses, strict=True)
     ]
     advantages = np.resize(np.array([1, -1], np.float32), len(records))
     return "train_step", pack(records), advantages, 0

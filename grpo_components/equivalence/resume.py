@@ -32,9 +32,24 @@ def resumed_is_uninterrupted(bench: Bench) -> float:
 
     The run is killed after its first checkpoint. The audit must pass over both of its attempts.
     """
-    whole, resumed = bench.synchronous_run(0), bench.folder() / "run"
-    run_and_kill(synchronous_command(resumed, *_SAVING), "step 1: saved")
-    run(synchronous_command(resumed, *_SAVING, "resume_from_checkpoint=true"))
+    return _compare(bench, bench.synchronous_run(0))
+
+
+def resumed_is_uninterrupted_by_transformers(bench: Bench) -> float:
+    """As `resumed_is_uninterrupted`, with the tiny policy as a model of transformers."""
+    sizes = [f"~model.{key}" for key in bench.cfg.model if key != "_component_"]
+    policy = ("model._component_=grpo_components.models.hugging_face", "checkpointer=null")
+    path = f"model.path={bench.cfg.base_model_path}"
+    whole, overrides = bench.folder() / "run", (*policy, path, *sizes)
+    run(synchronous_command(whole, *overrides))
+    return _compare(bench, whole, *overrides)
+
+
+def _compare(bench: Bench, whole: Path, *overrides: str) -> float:
+    """Kill and resume a run; return how far its weights are from those of an uninterrupted one."""
+    resumed, overrides = bench.folder() / "run", (*overrides, *_SAVING)
+    run_and_kill(synchronous_command(resumed, *overrides), "step 1: saved")
+    run(synchronous_command(resumed, *overrides, "resume_from_checkpoint=true"))
     findings, _ = audit(resumed / "receipts.jsonl")
     if findings.broken or last_attempt(resumed) != 1:
         return math.inf

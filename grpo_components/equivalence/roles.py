@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import inspect
+import json
 import multiprocessing
 import os
 import tempfile
@@ -28,6 +30,7 @@ from grpo_components.config.role_arguments import RoleArguments, role_arguments
 from grpo_components.data.prompt_stream import PromptStream
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weights import Manifest, StateDict, unpack_bucket
+from grpo_components.models.lora import LoraOptions
 from grpo_components.objective.losses import GRPOLoss
 from grpo_components.quiet import quiet_libraries
 from grpo_components.replay.schedule import Schedule
@@ -256,6 +259,13 @@ class FreshTrainers:
 class Engines:
     """Samples from vLLM engines, a new one for every call."""
 
+    def __init__(self) -> None:
+        # vLLM collects garbage several times around each engine. Leave out what is imported.
+        _import_object(_ENGINE)
+        gc.collect()
+        gc.freeze()
+        gc.freeze = gc.unfreeze = _leave_frozen
+
     def sample(
         self, model_path: str, bucket: tuple[Manifest, Any] | None, prompts: list[list[int]]
     ) -> list[Any]:
@@ -280,6 +290,7 @@ class Engines:
         bucket: tuple[Manifest, Any],
         prompts: list[list[int]],
         num_workers: int = 1,
+        lora: LoraOptions | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Sample from a new engine whose weights are swapped while requests are running.
 
@@ -288,6 +299,7 @@ class Engines:
             bucket: weights to swap in.
             prompts: token ids of each prompt.
             num_workers: tensor-parallel workers of the engine.
+            lora: adapter that the new weights are; None: they are a whole model.
 
         Returns:
             Completions of the requests made after the swap, and of those running during the swap.
@@ -297,14 +309,24 @@ class Engines:
         entries = [(0, f"running {name}") for name in names]
         entries += [(_SWAP_STEP, "weights 1"), *((_SWAP_STEP, f"new {name}") for name in names)]
         schedule = Schedule(recorded=entries, timeout_s=_CLOSE_TIMEOUT_S)
-        with closing(self._engine(model_path, schedule, num_workers)) as engine:
+        with closing(self._engine(model_path, schedule, num_workers, lora)) as engine:
             running = _submit_all(engine, prompts, "running", max_tokens=2 * _SWAP_STEP + 32)
             loading = engine.load_weights(1, unpack_bucket(*bucket))
             new = _results(_submit_all(engine, prompts, "new"))
             loading.result()
             return new, _results(running)
 
-    def _engine(self, model_path: str, schedule: Any = None, num_workers: int = 1) -> Any:
+    def _engine(
+        self,
+        model_path: str,
+        schedule: Any = None,
+        num_workers: int = 1,
+        lora: LoraOptions | None = None,
+    ) -> Any:
+        registry = _import_object("vllm.model_executor.models.ModelRegistry")
+        for name in json.loads((Path(model_path) / "config.json").read_text())["architectures"]:
+            # Inspected in this process: vLLM would start another for each, which takes seconds.
+            registry.register_model(name, registry.models[name].load_model_cls())
         options = EngineOptions(
             model_path=model_path,
             device="cpu",
@@ -312,12 +334,17 @@ class Engines:
             max_model_len=256,
             max_num_seqs=64,
             gpu_memory_utilization=0.5,
-            kv_cache_gib=1,
+            kv_cache_gib=1 / 16,  # its zeros take longer than the sampling
             enforce_eager=True,
             recompute_kv_after_pull=False,
             tensor_parallel_size=num_workers,
+            lora=lora,
         )
         return _import_object(_ENGINE)(options, seed=0, schedule=schedule)
+
+
+def _leave_frozen() -> None:
+    """Replace `gc.freeze` and `gc.unfreeze`: engines are collected, imported modules are not."""
 
 
 def _submit_all(

@@ -37,6 +37,7 @@ from grpo_components.objective.aggregation import ConstantLength, SequenceMean, 
 from grpo_components.objective.losses import GRPOLoss, GSPOLoss, LossInputs
 from grpo_components.objective.off_policy import NoCorrection, TokenTIS
 from grpo_components.rendezvous import local_rendezvous
+from grpo_components.settings import Settings
 from grpo_components.trajectory import Trajectory, batch_hash, concatenate, pack
 
 T = TypeVar("T")
@@ -305,11 +306,13 @@ def full_logprobs(model: nn.Module, record: Trajectory) -> Tensor:
     """Compute the logprobs [R] of a response from the full logits of every position.
 
     Args:
-        model: a torchtune decoder.
+        model: a torchtune decoder, or a transformers model with attention of its own.
         record: the response.
     """
     ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
-    logprobs = torch.log_softmax(model(ids[None])[0].float() / record.temperature, dim=-1)
+    output = model(ids[None])
+    logits = getattr(output, "logits", output)[0].float()
+    logprobs = torch.log_softmax(logits / record.temperature, dim=-1)
     return logprobs[torch.arange(len(ids) - 1), ids[1:]][len(record.prompt_ids) - 1 :]
 
 
@@ -354,9 +357,14 @@ class LogprobGap:
         return -inputs.trainer_logprobs * inputs.advantages, {"gap/max": gap}
 
 
-def generator_is_trainer(bench: Bench) -> float:
-    """Compare logprobs of generator and trainer, with the base weights and after a step."""
-    arguments, prompts = tiny_arguments(bench.cfg)
+def generator_is_trainer(bench: Bench, cfg: Settings | None = None) -> float:
+    """Compare logprobs of generator and trainer, with the base weights and after a step.
+
+    Args:
+        bench: owner of the tiny config.
+        cfg: config to use in its place.
+    """
+    arguments, prompts = tiny_arguments(cfg or bench.cfg)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     trained = change_options(arguments.trainer, loss=LogprobGap(), build_optimizer=optimizer)
     worst = 0.0

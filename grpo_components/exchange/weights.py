@@ -225,6 +225,11 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def check_names_and_shapes(
     given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:

@@ -1,0 +1,11 @@
+"""Models that can be the policy: torchtune's decoders, and those of transformers."""
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Import `hugging_face` at its first use, so that the others need not import its module."""
+    if name == "hugging_face":
+        return import_module("grpo_components.models.hugging_face_policy").hugging_face
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
+from torchtune.modules.peft import LoRALinear
 
+from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.micro_batches import micro_batch_cost
 from grpo_components.models.shared_prompts import Part
 
@@ -50,9 +52,9 @@ class ModelFlops:
     Matrix products count, as in the appendix of PaLM (arXiv 2204.02311), but only those computed
     here: a prompt counts once for all its responses, a query attends to its own and earlier keys,
     and only wanted tokens are projected to the vocabulary. The backward pass takes twice as many
-    operations as the forward pass. Not counted: recomputation (activation checkpointing, chunks of
-    logprobs, prompts whose responses are in several micro-batches), padding, and everything else
-    (norms, softmax, optimizer).
+    operations as the forward pass; for frozen weights, which get no gradient, as many. Not counted:
+    recomputation (activation checkpointing, chunks of logprobs, prompts whose responses are in
+    several micro-batches), padding, and everything else (norms, softmax, optimizer).
     """
 
     per_token: float
@@ -61,18 +63,51 @@ class ModelFlops:
     """Operations per query-key pair (scores and values): 4 x heads x head dimension x layers."""
     per_logprob: float
     """Operations per logprob: 2 x embedding dimension x vocabulary."""
+    frozen_per_token: float = 0.0
+    """Part of `per_token` of frozen weights, whose gradient is not computed."""
+    head_is_frozen: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Build from the sizes of a torchtune decoder, sharded or not."""
+        """Build from the sizes of a policy, sharded or not."""
+        if is_transformers(model):
+            return cls._of_transformers(model)
         decoder = cast(Any, model)
-        matrices = [m.weight for m in decoder.layers.modules() if isinstance(m, nn.Linear)]
+        kinds = (nn.Linear, LoRALinear)
+        matrices = [cast(Any, m).weight for m in decoder.layers.modules() if isinstance(m, kinds)]
+        frozen = [weight for weight in matrices if not weight.requires_grad]
         attention = [layer.attn for layer in decoder.layers]
         vocabulary, dim = decoder.tok_embeddings.weight.shape
         return cls(
             per_token=2.0 * sum(weight.numel() for weight in matrices),
             per_pair=4.0 * sum(attn.num_heads * attn.head_dim for attn in attention),
             per_logprob=2.0 * vocabulary * dim,
+            frozen_per_token=2.0 * sum(weight.numel() for weight in frozen),
+            head_is_frozen=not decoder.tok_embeddings.weight.requires_grad,
+        )
+
+    @classmethod
+    def _of_transformers(cls, model: nn.Module) -> ModelFlops:
+        """Build from a transformers model; experts count as often as a token uses them."""
+        layers, config = decoder_layers(model), cast(Any, model).config.get_text_config()
+        weights = frozen = 0.0
+        for parameter in layers.parameters():
+            if parameter.ndim == 2:
+                weights += parameter.numel()
+                frozen += 0 if parameter.requires_grad else parameter.numel()
+            elif parameter.ndim == 3:  # fused experts
+                used = getattr(config, "num_experts_per_tok", None) or parameter.shape[0]
+                weights += parameter.numel() * used / parameter.shape[0]
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        embedding = cast(Any, model).get_input_embeddings().weight
+        vocabulary, dim = embedding.shape
+        return cls(
+            per_token=2.0 * weights,
+            per_pair=4.0 * heads * head_dim * len(layers),
+            per_logprob=2.0 * vocabulary * dim,
+            frozen_per_token=2.0 * frozen,
+            head_is_frozen=not embedding.requires_grad,
         )
 
     def layers(self, tokens: int, earlier: int = 0) -> float:
@@ -93,4 +128,7 @@ class ModelFlops:
             num_logprobs: number of tokens whose logprob is computed, of all responses.
         """
         everything = micro_batch_cost(parts, range(len(parts)), self.layers)
-        return 3.0 * (everything + self.per_logprob * num_logprobs)
+        tokens = micro_batch_cost(parts, range(len(parts)), lambda new, _: new)
+        not_done = self.frozen_per_token * tokens
+        not_done += self.per_logprob * num_logprobs if self.head_is_frozen else 0.0
+        return 3.0 * (everything + self.per_logprob * num_logprobs) - not_done

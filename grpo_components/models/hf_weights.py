@@ -1,4 +1,4 @@
-"""Converts torchtune's weights to Hugging Face's names and row order, one layer at a time."""
+"""Converts weights to the names and row order of Hugging Face's files, one layer at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torchtune.models import convert_weights
 from torchtune.training.checkpointing import ModelType
 
+from grpo_components.errors import fail
 from grpo_components.exchange.weights import StateDict
+from grpo_components.models.hugging_face_policy import is_transformers
+from grpo_components.models.hugging_face_weights import to_file_names
 from grpo_components.models.qwen3_weights import qwen3_tune_to_hf
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
@@ -39,6 +43,29 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
         match = _LAYER.match(name)
         groups[f"layers.{match[1]}" if match else name].append(name)
     return list(groups.values())
+
+
+def file_converter(
+    model: nn.Module, model_type: str | None, base_model_path: Path
+) -> Callable[[StateDict], StateDict]:
+    """Build the function that names a policy's weights as its files do.
+
+    Args:
+        model: a torchtune decoder or a transformers model.
+        model_type: torchtune's name of a decoder's family; not used for transformers models.
+        base_model_path: folder of the base model, with its config.json.
+
+    Returns:
+        Function of a state dict, either one unit of `layer_groups` or the whole model.
+
+    Raises:
+        ValueError: torchtune 0.6.1 cannot convert the family's weights to Hugging Face exactly.
+    """
+    if is_transformers(model):
+        return to_file_names(model)
+    if model_type is None:
+        fail("checkpointer", "null given, and `model` is a torchtune decoder", "its checkpointer")
+    return hf_converter(model_type, base_model_path)
 
 
 def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict], StateDict]:

@@ -1,4 +1,4 @@
-"""Loads checkpoints into torchtune decoders, sharded over ranks or whole."""
+"""Loads checkpoints into policies, sharded over ranks or whole."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune import training
-from torchtune.modules import TransformerDecoder
 
+from grpo_components.models.hugging_face_policy import decoder_layers, folder_of, plain_name
+from grpo_components.models.hugging_face_weights import load_hugging_face, read_weights
 from grpo_components.models.meshes import Meshes, Sharding
 from grpo_components.models.tensor_parallel import split_layers
 
@@ -26,20 +27,26 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def load_whole_model(
     build_model: Callable[[], nn.Module],
-    build_checkpointer: Callable[[], Any],
+    build_checkpointer: Callable[[], Any] | None,
     device: torch.device,
     dtype: str,
 ) -> nn.Module:
     """Load the base model on one device, frozen, in its compute dtype.
 
     Args:
-        build_model: builds the torchtune decoder.
-        build_checkpointer: builds the torchtune checkpointer.
+        build_model: builds the torchtune decoder or transformers model.
+        build_checkpointer: builds the torchtune checkpointer; None for transformers models.
         device: device of the model.
         dtype: compute dtype, fp32 or bf16.
     """
+    with torch.device("meta"):
+        path = folder_of(build_model())
+    if path is not None:
+        model = load_hugging_face(path, DTYPES[dtype]).to(device)
+        return model.requires_grad_(False)
     with training.set_default_dtype(DTYPES[dtype]), device:
         model = build_model()
+    assert build_checkpointer is not None, "preflight asks for a torchtune decoder's checkpointer"
     state_dict = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
     model.load_state_dict(state_dict, strict=True)
     return model.requires_grad_(False).eval()
@@ -47,41 +54,54 @@ def load_whole_model(
 
 def load_sharded_model(
     build_model: Callable[[], nn.Module],
-    build_checkpointer: Callable[[], Any],
+    build_checkpointer: Callable[[], Any] | None,
     meshes: Meshes,
     sharding: Sharding,
     *,
-    model_type: str,
+    model_type: str | None,
     dtype: str,
     enable_activation_checkpointing: bool,
     compile_layers: bool,
-) -> TransformerDecoder:
+    new_weights: Callable[[nn.Module], dict[str, Tensor]] = lambda model: {},
+) -> nn.Module:
     """Load the policy as float32 master shards with FSDP2; only rank 0 reads the checkpoint.
 
     Args:
-        build_model: builds the torchtune decoder.
-        build_checkpointer: builds the torchtune checkpointer; called on rank 0 only.
+        build_model: builds the torchtune decoder or transformers model.
+        build_checkpointer: builds the torchtune checkpointer, on rank 0 only; None for transformers
+            models.
         meshes: device meshes of the trainer ranks.
         sharding: layout of the ranks, and where shards are kept.
-        model_type: torchtune's name of the model family, for its tensor-parallel plan.
+        model_type: torchtune's name of the model family, for its tensor-parallel plan; None
+            for transformers models.
         dtype: compute dtype, fp32 or bf16.
         enable_activation_checkpointing: recompute each layer in the backward pass.
         compile_layers: compile each layer with torch.compile.
+        new_weights: function of the policy; returns weights that no file has. Called on rank 0.
     """
     model = shard_model(
         build_model, meshes, sharding, model_type, dtype, enable_activation_checkpointing
     )
     full: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    path = folder_of(model)
     if dist.get_rank() == 0:
-        full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
+        if path is not None:
+            full, buffers = read_weights(path)
+        else:
+            assert build_checkpointer is not None, "preflight asks for it"
+            full = build_checkpointer().load_checkpoint()[training.MODEL_KEY]
+        full |= new_weights(model)
     device = torch.device(meshes.layers.device_type)
     _scatter(model, full, device, sharding.cpu_offload)
+    if path is not None:
+        _broadcast_buffers(model, buffers, device)
     for module in model.modules():  # checkpoints lack buffers such as the rotary tables
         if hasattr(module, "rope_init"):
             with device:
                 cast(Any, module).rope_init()
     if compile_layers:
-        for layer in model.layers:
+        for layer in decoder_layers(model):
             layer.compile()
     return model
 
@@ -90,34 +110,35 @@ def shard_model(
     build_model: Callable[[], nn.Module],
     meshes: Meshes,
     sharding: Sharding,
-    model_type: str,
+    model_type: str | None,
     dtype: str,
     enable_activation_checkpointing: bool,
-) -> TransformerDecoder:
+) -> nn.Module:
     """Build the policy on the meta device, sharded with FSDP2, in float32.
 
     Args:
-        build_model: builds the torchtune decoder.
+        build_model: builds the torchtune decoder or transformers model.
         meshes: device meshes of the trainer ranks.
         sharding: layout of the ranks, and where shards are kept.
-        model_type: torchtune's name of the model family, for its tensor-parallel plan.
+        model_type: torchtune's name of the model family, for its tensor-parallel plan; None
+            for transformers models.
         dtype: compute dtype, fp32 or bf16.
         enable_activation_checkpointing: recompute each layer in the backward pass.
     """
     with training.set_default_dtype(torch.float32), torch.device("meta"):
-        model = cast(TransformerDecoder, build_model())
+        model = build_model()
     if sharding.tensor > 1:  # first, because wrapping changes the names that plans use
         split_layers(model, meshes.tensor, model_type)
     if enable_activation_checkpointing:
         training.set_activation_checkpointing(
-            model, auto_wrap_policy={type(layer) for layer in model.layers}
+            model, auto_wrap_policy={type(layer) for layer in decoder_layers(model)}
         )
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[dtype], reduce_dtype=DTYPES[sharding.reduce_dtype]
     )
     offload = CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy()
     # torchtune's shard_model has no mixed precision: bf16 weights would lose updates of 1e-6.
-    for layer in model.layers:
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=meshes.layers, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=meshes.root, mp_policy=policy, offload_policy=offload)
     return model
@@ -128,16 +149,20 @@ def _scatter(
 ) -> None:
     on_rank_0 = dist.get_rank() == 0
     sharded: dict[str, nn.Parameter] = {}
-    for name, parameter in model.state_dict().items():
+    state = model.state_dict()
+    buffers = state.keys() & {plain_name(name) for name, _ in model.named_buffers()}
+    for name, parameter in state.items():
+        if name in buffers:
+            continue
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         if on_rank_0 and name not in full:
             raise ValueError(
                 f"model: the checkpoint has no tensor for {name}; is `model` its builder?"
             )
         value = (
-            full.pop(name).to(device, torch.float32)
+            full.pop(name).to(device, parameter.dtype)
             if on_rank_0
-            else torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         )
         if value.shape != parameter.shape:
             raise ValueError(
@@ -151,4 +176,21 @@ def _scatter(
         sharded[name] = nn.Parameter(shard.cpu() if cpu_offload else shard)
     if full:
         raise ValueError(f"model: the checkpoint's tensor {sorted(full)[0]} is not in `model`")
-    model.load_state_dict(sharded, strict=True, assign=True)
+    model.load_state_dict(sharded, strict=not buffers, assign=True)
+
+
+def _broadcast_buffers(model: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
+    """Give every rank rank 0's buffers, which the meta device left without values.
+
+    Args:
+        model: a transformers model.
+        full: on rank 0, each buffer by name.
+        device: device of the buffers.
+    """
+    for name, buffer in model.named_buffers():
+        owner, _, own_name = name.rpartition(".")
+        value = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        if dist.get_rank() == 0:
+            value.copy_(full[plain_name(name)])
+        dist.broadcast(value, src=0)
+        model.get_submodule(owner)._buffers[own_name] = value

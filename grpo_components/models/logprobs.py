@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_components.models.hugging_face_policy import (
+    base_of,
+    is_transformers,
+    logits_of,
+    longest_sequence,
+)
 from grpo_components.models.shared_prompts import CPU, Layout, Part, arrange, share_prompts
 from grpo_components.trajectory import TokenSequence, Trajectory
 
@@ -120,21 +127,21 @@ def logprobs_and_entropies(
 
 
 class ResponseLogprobs:
-    """Makes a torchtune decoder return logprobs of wanted tokens instead of logits.
+    """Makes a policy return logprobs of wanted tokens instead of logits.
 
-    It replaces the decoder's method `unembed`, because the projection to the vocabulary must stay
-    inside the decoder's forward pass, where FSDP has gathered the weights. The backward pass
-    recomputes each chunk, so at most chunk_tokens x V logits are in memory. It also replaces the
-    layers' attention, so that a prompt is computed once for its responses.
+    It replaces a torchtune decoder's method `unembed`, or a transformers model's `forward`, because
+    the projection to the vocabulary must stay inside the model's forward pass, where FSDP has
+    gathered the weights. The backward pass recomputes each chunk, so at most chunk_tokens x V
+    logits are in memory. Attention computes a prompt once for its responses.
 
     Args:
-        model: a torchtune TransformerDecoder, sharded or not.
+        model: a torchtune TransformerDecoder, or a model that `hugging_face` built; sharded or not.
         chunk_tokens: positions projected to the vocabulary at a time.
         entropy_gradient: compute the entropy with a gradient, for an entropy bonus.
         compile_softmax: compile the operations after the projection with torch.compile.
 
     Raises:
-        ValueError: the decoder's attention cannot share prompts.
+        ValueError: the model's attention cannot share prompts.
     """
 
     def __init__(
@@ -145,8 +152,7 @@ class ResponseLogprobs:
         entropy_gradient: bool = False,
         compile_softmax: bool = False,
     ) -> None:
-        share_prompts(model)
-        self._model = model
+        self._model, self._limit = cast(Any, model), longest_sequence(model)
         self._batch: TokenBatch | None = None
         self._chunk, self._entropy_gradient = chunk_tokens, entropy_gradient
         # One graph for all sizes, so that recomputation uses the same graph as the forward pass.
@@ -155,7 +161,13 @@ class ResponseLogprobs:
             if compile_softmax
             else logprobs_and_entropies
         )
-        cast(Any, model).unembed = types.MethodType(
+        if is_transformers(model):
+            self._model.forward = types.MethodType(
+                lambda module, **column: self._from_base(module, **column), model
+            )
+            return
+        share_prompts(model)
+        self._model.unembed = types.MethodType(
             lambda module, hidden: self._unembed(module, hidden), model
         )
 
@@ -166,22 +178,37 @@ class ResponseLogprobs:
             Natural-log probabilities [N] float32, and entropies [N] float32 in nats.
         """
         self._batch = batch
-        if batch.longest > (allowed := cast(Any, self._model).max_seq_len):
+        if self._limit is not None and batch.longest > self._limit:
             problem = f"a sequence of {batch.longest} tokens given"
-            raise ValueError(f"model.max_seq_len: {problem}; allowed: at most {allowed}")
+            raise ValueError(f"model.max_seq_len: {problem}; allowed: at most {self._limit}")
         try:
+            if is_transformers(self._model):
+                return self._model(
+                    input_ids=batch.tokens.T, position_ids=batch.input_pos.T, layout=batch.layout
+                )
             return self._model(batch.tokens, mask=batch.layout, input_pos=batch.input_pos)
         finally:
             self._batch = None
 
     def _unembed(self, module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self._project(module.norm(hidden).flatten(0, 1), module.output)
+
+    def _from_base(self, module: Any, **column: Any) -> tuple[Tensor, Tensor]:
+        assert self._batch is not None, "the model is only called through ResponseLogprobs"
+        longest = self._batch.longest
+        hidden = base_of(module)(**column, longest=longest, use_cache=False).last_hidden_state
+        return self._project(hidden[0], partial(logits_of, module))
+
+    def _project(
+        self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies [M] of the batch's targets, from all hidden states."""
         batch = self._batch
         assert batch is not None, "the decoder is only called through ResponseLogprobs"
-        hidden = module.norm(hidden).flatten(0, 1).index_select(0, batch.positions)
+        hidden = hidden.index_select(0, batch.positions)
 
         def project(chunk: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-            logits = module.output(chunk)
-            return self._softmax(logits, targets, temperatures, self._entropy_gradient)
+            return self._softmax(logits_of(chunk), targets, temperatures, self._entropy_gradient)
 
         def recomputed(*args: Tensor) -> tuple[Tensor, Tensor]:
             return checkpoint(project, *args, use_reentrant=False)  # pyright: ignore

@@ -16,7 +16,7 @@ up what the responses do to their prompt, so loss and gradient are those of one 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -67,6 +67,8 @@ class Layout(NamedTuple):
     blocks: tuple[Block, ...]
     places: Tensor
     """[N] int64: index of each token in the outputs of all blocks, one after the other."""
+    positions: Tensor
+    """[N] int64: position of each token in its sequence."""
 
 
 class Column(NamedTuple):
@@ -179,7 +181,7 @@ def _layout(
             # Padding asks as the first token, which sees its row's first, so that nothing is NaN.
             mask = (mask & (positions[seen] <= positions[asks]) & exists[:, None, :])[:, None]
         blocks.append(Block(queries, keys, mask))
-    return Layout(tuple(blocks), torch.from_numpy(places).to(positions.device))
+    return Layout(tuple(blocks), torch.from_numpy(places).to(positions.device), positions)
 
 
 def _padded(rows: list[Tokens]) -> Tokens:
@@ -224,21 +226,44 @@ def attend(
     Returns:
         [N, H, 1, D] outputs.
     """
-    heads = q.shape[1:]
-    q, k, v = (x.flatten(1) for x in (q, k, v))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=block.mask, dropout_p=dropout_p, is_causal=block.mask is None
+        )
+
+    return over_blocks(plain, q.squeeze(2), k.squeeze(2), v.squeeze(2), mask).unsqueeze(2)
+
+
+def over_blocks(
+    attention: Callable[[Tensor, Tensor, Tensor, Block], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+) -> Tensor:
+    """Compute attention block by block, and put the outputs in the order of the column.
+
+    Args:
+        attention: function of the queries [n, H, Q, D], keys [n, K', K, D] and values [n, K', K, E]
+            of one block, and of the block; returns [n, H, Q, E].
+        q: [N, H, D] queries of H heads, of any floating dtype.
+        k: [N, K', D] keys of K' heads.
+        v: [N, K', E] values.
+        layout: layout of the N tokens.
+
+    Returns:
+        [N, H, E] outputs.
+    """
 
     def rows(x: Tensor, tokens: Tensor) -> Tensor:
         # An embedding is the gather whose backward is fast on a CPU, and deterministic on CUDA.
-        return functional.embedding(tokens, x).unflatten(2, (heads[0], -1)).transpose(1, 2)
+        heads = functional.embedding(tokens, x.flatten(1)).unflatten(2, (x.shape[1], -1))
+        return heads.transpose(1, 2)
 
     outputs = [
-        functional.scaled_dot_product_attention(
-            *(rows(q, block.queries), rows(k, block.keys), rows(v, block.keys)),
-            attn_mask=block.mask,
-            dropout_p=dropout_p,
-            is_causal=block.mask is None,
-        )
-        for block in mask.blocks
+        attention(rows(q, block.queries), rows(k, block.keys), rows(v, block.keys), block)
+        for block in layout.blocks
     ]
     flat = torch.cat([output.transpose(1, 2).flatten(2).flatten(0, 1) for output in outputs])
-    return functional.embedding(mask.places, flat).unflatten(1, heads)
+    return functional.embedding(layout.places, flat).unflatten(1, (q.shape[1], -1))

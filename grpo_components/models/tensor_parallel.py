@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -12,6 +17,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torchtune.training import prepare_mha_for_tp
+
+from grpo_components.errors import fail
+from grpo_components.models.hugging_face_policy import base_of
 
 FAMILIES = ("LLAMA3", "LLAMA3_2", "QWEN2", "QWEN3")
 """Model families with a plan: torchtune 0.6.1's for Llama 3, our own for Qwen2, Qwen2.5, Qwen3."""
@@ -67,13 +75,52 @@ def layer_plan(model_type: str) -> Plan:
 _OWN_PLANS = {"QWEN2": qwen2_plan, "QWEN3": qwen3_plan}
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str) -> None:
+def transformers_plan(model: nn.Module) -> Plan:
+    """Return the plan of a transformers model, as its own config gives it.
+
+    Args:
+        model: a transformers model, on any device.
+
+    Raises:
+        ValueError: the model has no plan, or one with a style that is not supported here.
+    """
+    config: Any = model.config
+    given: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
+    plan = {name: style for name, style in given.items() if name.startswith("layers.")}
+    kind = config.model_type
+    if not plan:
+        fail("tensor_parallel_dim", f"transformers has no plan for {kind}", "1")
+    for name, style in plan.items():
+        if style not in _STYLES:
+            problem = f"transformers' plan for {kind} splits {name} as {style}, which is missing"
+            fail("tensor_parallel_dim", problem, f"1, or a plan of {', '.join(_STYLES)}")
+    return {name: _STYLES[style]() for name, style in plan.items()}
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    # On norms of heads, [B, T, heads, head_dim]: see `qwen3_plan`.
+    "replicated_with_grad_allreduce": partial(
+        SequenceParallel, sequence_dim=2, use_local_output=True
+    ),
+}
+"""Style of transformers -> the same of torch."""
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh, model_type: str | None) -> None:
     """Split a decoder's layers over a tensor-parallel group; call it before FSDP shards the rest.
 
     Args:
-        model: a torchtune TransformerDecoder, on the meta device.
+        model: a torchtune TransformerDecoder or transformers model, on the meta device.
         mesh: one-dimensional mesh; its size divides the numbers of heads and of key-value heads.
-        model_type: torchtune's name of the model family, one of FAMILIES.
+        model_type: torchtune's name of the model family, one of FAMILIES; None for
+            transformers models.
     """
+    if model_type is None:
+        parallelize_module(base_of(model), mesh, transformers_plan(model))
+        return
     parallelize_module(model, mesh, layer_plan(model_type))
     prepare_mha_for_tp(model, mesh)

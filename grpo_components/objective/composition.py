@@ -69,6 +69,7 @@ def _with_masked_tokens_neutral(inputs: LossInputs, kept: Tensor) -> LossInputs:
         generator_logprobs=neutral(inputs.generator_logprobs),
         advantages=neutral(inputs.advantages),
         reference_logprobs=neutral(inputs.reference_logprobs),
+        teacher_logprobs=neutral(inputs.teacher_logprobs),
         proximal_logprobs=neutral(inputs.proximal_logprobs),
         entropy=neutral(inputs.entropy),
         kept=kept,

@@ -43,7 +43,8 @@ class LossInputs:
     generator_logprobs: Tensor
     """[N] float32, logprobs under the distribution that the generator sampled from."""
     advantages: Tensor
-    """[N] float32; each token has its response's, unless `advantages` makes them per token."""
+    """[N] float32; each token has its response's, unless `advantages` makes them per token. With a
+    teacher, they include its term (`distillation.py`)."""
     sequence_ids: Tensor
     """[N] int64, 0 to S - 1: the response of each token; those of one response are contiguous."""
     staleness: Tensor
@@ -52,6 +53,8 @@ class LossInputs:
     """Training steps done before this one; schedules take it as their argument."""
     reference_logprobs: Tensor | None = None
     """[N] float32, logprobs under the reference; None without one."""
+    teacher_logprobs: Tensor | None = None
+    """[N] float32, logprobs under the teacher; None without one."""
     proximal_logprobs: Tensor | None = None
     """[N] float32, logprobs (no gradient) under the policy at the step's start; None if unused."""
     entropy: Tensor | None = None

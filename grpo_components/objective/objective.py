@@ -34,6 +34,8 @@ class Objective:
     reward_shaping: RewardShaping
     dynamic_sampling: DynamicSampling | None
     """Drops groups whose rewards are all equal; None keeps them."""
+    teacher_coeff: float
+    """Weight of the teacher's term in the advantages; 0 without a teacher."""
     temperature: Schedule
     """Sampling temperature, by training step."""
 
@@ -46,7 +48,9 @@ class Objective:
             "aggregation": self.aggregation,
             "off_policy": self.off_policy,
             "ptx": self.ptx,
+            "teacher_coeff": self.teacher_coeff,
             "token_advantages": getattr(self.advantages, "per_token", None),
+            "needs_reference": self.needs_reference,
         }
 
     def advantages_of(self, rewards: NDArray[Any]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""KL to the reference and entropy bonus, added to any policy loss."""
+"""KL to the reference, entropy bonus and load balancing, added to any policy loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ class Penalties:
         kl_coeff: weight of the KL, a number or a schedule; 0 disables it and needs no reference.
         kl_estimator: k1, k2 or k3, see `kl.py`.
         entropy_coeff: weight of the entropy bonus; 0 disables it.
+        load_balancing_coeff: weight of the trainer's `LoadBalancing` of experts, which is no term
+            of a token; 0 disables it.
 
     Raises:
         ValueError: a setting is out of range; the message names its key under `loss`.
     """
 
     def __init__(
-        self, kl_coeff: Scheduled = 0.0, kl_estimator: str = "k3", entropy_coeff: float = 0.0
+        self,
+        kl_coeff: Scheduled = 0.0,
+        kl_estimator: str = "k3",
+        entropy_coeff: float = 0.0,
+        load_balancing_coeff: float = 0.0,
     ) -> None:
         self.kl_coeff = as_schedule("loss.kl_coeff", kl_coeff)
         if not self.kl_coeff.lowest >= 0:
@@ -32,13 +38,13 @@ class Penalties:
         if kl_estimator not in ESTIMATORS:
             allowed = ", ".join(ESTIMATORS)
             raise ValueError(f"loss.kl_estimator: {kl_estimator} given; allowed: {allowed}")
-        if not entropy_coeff >= 0:
-            raise ValueError(
-                f"loss.entropy_coeff: {entropy_coeff} given; allowed: 0 or a number > 0"
-            )
+        for name, coeff in (("entropy", entropy_coeff), ("load_balancing", load_balancing_coeff)):
+            if not coeff >= 0:
+                raise ValueError(f"loss.{name}_coeff: {coeff} given; allowed: 0 or a number > 0")
         self.needs_reference = self.kl_coeff.highest > 0
         """Whether the KL coefficient is above 0 at any step."""
         self.entropy_coeff = entropy_coeff
+        self.load_balancing_coeff = load_balancing_coeff
         self._estimate = ESTIMATORS[kl_estimator]
 
     def __call__(self, tokens: LossInputs) -> tuple[list[Tensor], TokenMetrics]:

@@ -12,7 +12,9 @@ from torch.utils.data import Dataset
 
 from grpo_components.errors import fail, shown
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.models.lora import ADAPTER_FOLDER, read_adapter_options
 from grpo_components.offline.trajectory_file import read_groups
+from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
 from grpo_components.trajectory import Trajectory
@@ -99,11 +101,26 @@ def stand_in_arguments(
         path = str(Path(cfg.output_dir) / TRAJECTORIES)
         trainer = {"path": path, "logged_responses": trainer["diagnostics"].logged_responses}
     if isinstance(cfg.eval_only, str):
-        engine = replace(generator["engine"], model_path=cfg.eval_only)
-        generator = {**generator, "engine": engine}
+        generator = {**generator, "engine": _engine_of(generator["engine"], Path(cfg.eval_only))}
     if cfg.train_from:
         generator = {"path": cfg.train_from, "min_living": generator["min_living"]}
     return trainer, generator
+
+
+def _engine_of(engine: EngineOptions, folder: Path) -> EngineOptions:
+    """Return the options of an engine that starts from a model, or from a base model's adapter."""
+    adapter = _adapter_folder(folder)
+    if adapter is None:
+        return replace(engine, model_path=str(folder), lora=None)
+    return replace(engine, lora=read_adapter_options(adapter), adapter_path=str(adapter))
+
+
+def _adapter_folder(folder: Path) -> Path | None:
+    """Return where a folder without a whole model has an adapter; None if it has a model."""
+    if (folder / "config.json").is_file():
+        return None
+    places = (folder / ADAPTER_FOLDER, folder)
+    return next((place for place in places if (place / "adapter_config.json").is_file()), None)
 
 
 def evaluated_version(cfg: Settings) -> int:
@@ -149,6 +166,12 @@ def check_partial_run(cfg: Settings) -> None:
 
 
 def _check_checkpoint(folder: Path) -> None:
+    if (adapter := _adapter_folder(folder)) is not None:
+        try:
+            read_adapter_options(adapter)
+        except ValueError as error:
+            fail("eval_only", str(error), "an adapter that this recipe saved")
+        return
     has_weights = folder.is_dir() and any(
         (*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt"))
     )
@@ -159,7 +182,7 @@ def _check_checkpoint(folder: Path) -> None:
     if not has_weights or "architectures" not in config:
         problem = (
             f"{folder} is not a Hugging Face folder with weights and a config.json that names "
-            "architectures"
+            "architectures, and has no adapter"
         )
         fail("eval_only", problem, "true for base_model_path, or the path of another model")
 

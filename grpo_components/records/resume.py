@@ -29,6 +29,7 @@ from grpo_components.state_files import read_state
 
 FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
+    *("lora.rank", "lora.alpha", "lora.target_modules"),
     *("dataset", "shuffle", "group_size", "optimizer._component_", "lr_scheduler._component_"),
 )
 """Config keys that a resume must not change, because the state depends on them. All others may
@@ -119,6 +120,10 @@ def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool])
         key = next(k for k in KL_SECTIONS if needs_reference(before[k]) != needs_reference(now[k]))
         problem = "cannot change to or from 0: the checkpoint has buffered groups made for the old"
         fail(f"{key}.kl_coeff", problem, shown(before[key].get("kl_coeff", 0)))
+    had, has = (config.get("teacher") is not None for config in (saved, values))
+    if had != has:
+        problem = "cannot change to or from null: the checkpoint has groups made for the old"
+        fail("teacher", problem, "the checkpoint's" if had else "null")
     done = read_state(checkpoint / "state", "driver")["ledger"]["steps_done"]
     if values["num_steps"] <= done:
         problem = f"{values['num_steps']} given, but the checkpoint has {done} steps done"

@@ -10,7 +10,10 @@ from grpo_components.plain_text import plain
 
 _OF_GROUP = ("attempt", "group_id", "prompt_index", "epoch", "prompt", "answer")
 _OF_RESPONSE = ("response", "reward", "success", "finish_reason", "response_tokens", "error")
-_LOGPROBS = ("tokens", "generator_logprobs", "trainer_logprobs", "reference_logprobs")
+_LOGPROBS = (
+    *("tokens", "generator_logprobs", "trainer_logprobs"),
+    *("reference_logprobs", "teacher_logprobs"),
+)
 
 
 def log_rollout_table(step: int, groups: Sequence[Mapping[str, Any]]) -> None:

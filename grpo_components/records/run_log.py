@@ -178,8 +178,8 @@ class RunLog:
         Args:
             step: training step that trained the groups.
             entries: ledger entries of the step's groups.
-            texts: the first groups as text, in the same order; None for a group restored from a
-                checkpoint.
+            texts: the first groups as text, in the same order; None for a group whose text is not
+                there any more.
             advantages: [B, G] advantage of each response.
             token_logprobs: group id -> logprobs of each response; may lack groups.
         """

@@ -170,6 +170,7 @@ const DIFFERENCES = {
   "trainer - generator": ["trainer_logprobs", "generator_logprobs"],
   "trainer - reference": ["trainer_logprobs", "reference_logprobs"],
   "generator - reference": ["generator_logprobs", "reference_logprobs"],
+  "trainer - teacher": ["trainer_logprobs", "teacher_logprobs"],
 };
 
 /* Differences of two logprobs, one per token; null where one of them is missing. */
@@ -221,7 +222,7 @@ const isFromEnvironment = (response, i) =>
 function tokenTitle(response, i) {
   const lines = [`token ${i + 1}: ${JSON.stringify(response.pieces[i])}`];
   if (isFromEnvironment(response, i)) lines.push("from the environment");
-  for (const who of ["generator", "trainer", "reference"]) {
+  for (const who of ["generator", "trainer", "reference", "teacher"]) {
     const values = response[`${who}_logprobs`];
     if (values && values[i] !== null) lines.push(`${who} logprob ${number(values[i], 5)}`);
   }

@@ -122,8 +122,12 @@ PANELS = {
         ),
         Panel(
             "KL",
-            "nats per token: generator to trainer before the update, and policy to reference",
-            {"mismatch/generator_kl": "generator", "loss/kl_reference": "reference"},
+            "nats per token: generator to trainer before the update, policy to reference, teacher",
+            {
+                "mismatch/generator_kl": "generator",
+                "loss/kl_reference": "reference",
+                "teacher/kl": "teacher",
+            },
         ),
         Panel(
             "Effective sample size",

@@ -27,7 +27,7 @@ _MAX_TEXT_CHARS = 12_000
 _MAX_TOKENS = 3_000
 """Maximum number of tokens in a response that is shown token by token."""
 _HEAD = re.compile(rb'\{"step": (\d{1,15}), "attempt": (\d{1,15}), ')
-_LOGPROB_SOURCES = ("generator", "trainer", "reference")
+_LOGPROB_SOURCES = ("generator", "trainer", "reference", "teacher")
 _NUMBERS = ("step", "attempt", "group_id", "prompt_index", "epoch", "policy_version")
 _Span = Annotated[Items[int], Field(min_length=2, max_length=2)]
 
@@ -57,7 +57,7 @@ class RolloutSample:
     superseded: int
     """Number of groups in the file whose step a later attempt repeated."""
     logprobs: set[str]
-    """Those of generator, trainer and reference whose logprobs are in at least one group."""
+    """Those of generator, trainer, reference and teacher with logprobs in at least one group."""
 
 
 @dataclass(frozen=True)

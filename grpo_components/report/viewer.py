@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from grpo_components.report.rollouts import MAX_BYTES, RolloutSample
 
-_PAIRS = (("trainer", "generator"), ("trainer", "reference"), ("generator", "reference"))
+_PAIRS = (
+    *(("trainer", "generator"), ("trainer", "reference"), ("generator", "reference")),
+    ("trainer", "teacher"),
+)
 """Pairs of logprobs whose difference can color the tokens."""
 _ADD_LOGPROBS = "add <code>log_token_logprobs=true</code> to the command of the run"
 

@@ -9,6 +9,9 @@ from typing import Any
 _LEVELS = {"cuda": 2, "cpu": 0}
 """vLLM's sleep levels: 2 frees weights and KV cache, 0 only pauses the scheduler.
 
+Level 1 frees both and keeps a copy of the weights in CPU memory, for an engine that only gets
+adapters.
+
 vLLM cannot free memory on a CPU, where an engine that sleeps keeps all of it.
 """
 
@@ -35,10 +38,12 @@ class EngineSleep:
     Args:
         engine: vLLM's `LLMEngine`.
         device: cpu or cuda.
+        keeps_weights: whether the weights outlast the sleep, because the load does not bring them.
     """
 
-    def __init__(self, engine: Any, device: str) -> None:
-        self._engine, self._level = engine, _LEVELS[device]
+    def __init__(self, engine: Any, device: str, *, keeps_weights: bool = False) -> None:
+        self._engine = engine
+        self._level = min(_LEVELS[device], 1) if keeps_weights else _LEVELS[device]
         self.asleep = False
 
     def begin(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grpo_components.models.lora import LoraOptions
 from grpo_components.rewards.pool import RewardSpec
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class EngineOptions:
     """Whether the engine sleeps while a trainer uses its GPU."""
     weight_transfer: str | None = None
     """vLLM's engine through which weights arrive: nccl, ipc or gloo; None: they are in memory."""
+    lora: LoraOptions | None = None
+    """Adapter that new weights are; None: they are whole models."""
+    adapter_path: str | None = None
+    """Folder of the adapter to start with; None: the base model alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,8 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def _encode_alone(tokenizer: Any, text: str) -> list[int]:
     alone = tokenizer.encode(text, add_bos=False, add_eos=False)
-    if "trim_leading_whitespace" not in inspect.signature(tokenizer.encode).parameters:
+    of_torchtune = "trim_leading_whitespace" in inspect.signature(tokenizer.encode).parameters
+    if not (of_torchtune or getattr(tokenizer, "adds_leading_space", False)):
         return alone
     # SentencePiece: encode the text after a newline, then remove the newline. The tokenizer's own
     # trim_leading_whitespace would lose newlines that merge into one token.

@@ -14,21 +14,25 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
+from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.models.lora import ADAPTER_FILE, pushed_shapes
 from grpo_components.replay.schedule import STOP, Schedule
 from grpo_components.rollout import gloo_transfer  # noqa: F401 -- so that vLLM knows `gloo`
 from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
+from grpo_components.rollout.vllm_adapters import Adapters, adapter_arguments
 from grpo_components.rollout.vllm_weights import load_into_worker, load_into_workers
 from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
 from grpo_components.rollout.worker_processes import (
@@ -92,9 +96,18 @@ class VLLMEngine:
         self._engine.set_weight_version(str(BASE_VERSION))
         self.use = EngineUse(options.max_num_seqs)
         """What the thread spends its time on."""
-        self._sleep = EngineSleep(self._engine, options.device)
+        lora = options.lora
+        self._adapters: Adapters | None = None
+        if lora is not None:
+            executor, alone = self._core.model_executor, self._workers is None
+            self._adapters = Adapters(lora, executor, in_process=alone)
+        self._sleep = EngineSleep(self._engine, options.device, keeps_weights=lora is not None)
         self._recompute_kv = options.recompute_kv_after_pull
-        self._expected_shapes = checkpoint_shapes(Path(options.model_path))
+        self._expected_shapes = pushed_shapes(Path(options.model_path), lora)
+        if self._adapters is not None and options.adapter_path is not None:
+            adapter = load_file(Path(options.adapter_path) / ADAPTER_FILE)
+            check_names_and_shapes(shapes_of(adapter), self._expected_shapes)
+            self._adapters.swap(BASE_VERSION, adapter, self._core.scheduler)
         self._schedule = Schedule() if schedule is None else schedule
         self._step = 0
         self._running: dict[str, Future[Completion]] = {}
@@ -159,9 +172,7 @@ class VLLMEngine:
         Raises:
             ValueError: a name or shape is not one of the model; the engine keeps its weights.
         """
-        check_names_and_shapes(
-            {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected_shapes
-        )
+        check_names_and_shapes(shapes_of(tensors), self._expected_shapes)
         return self._command(f"weights {version}", "weights", (version, tensors))
 
     def receive_weights(self, version: int, weights: IncomingWeights) -> Future[None]:
@@ -255,7 +266,9 @@ class VLLMEngine:
         request_id = str(self._next_request)
         self._next_request += 1
         try:
-            self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, sampling)
+            prompt, adapter = TokensPrompt(prompt_token_ids=prompt_ids), self._adapters
+            lora = adapter and adapter.current
+            self._engine.add_request(request_id, prompt, sampling, lora_request=lora)
         except (ValueError, VLLMValidationError) as error:  # e.g. a prompt that is too long
             future.set_exception(error)
             return
@@ -292,7 +305,10 @@ class VLLMEngine:
         core = self._core
         self._finish_batches_in_flight(core)
         with self._sleep.woken():
-            if isinstance(tensors, IncomingWeights):
+            if self._adapters is not None:
+                assert not isinstance(tensors, IncomingWeights), "preflight refuses it"
+                self._adapters.swap(version, tensors, core.scheduler)
+            elif isinstance(tensors, IncomingWeights):
                 tensors.receive(cast(Any, core.model_executor).collective_rpc)
             elif self._workers is None:
                 self._engine.collective_rpc(cast(Any, load_into_worker), args=(tensors,))
@@ -356,6 +372,8 @@ def _build(options: EngineOptions, seed: int) -> LLMEngine:
         }
     if options.takes_turns:
         more |= sleep_arguments(options.device)
+    if options.lora is not None:
+        more |= adapter_arguments(options.lora)
     if options.kv_cache_gib is not None:
         more["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30) // num_workers
     if options.weight_transfer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +14,11 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,  # pyright: ignore[reportPrivateUsage]
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from grpo_components.exchange.shared_weights import (
     SharedMemory,
@@ -26,6 +31,8 @@ _PART_BYTES = 256 * 2**20
 """Most bytes that are copied into shared memory at once, unless one tensor has more."""
 _PARTS_AT_ONCE = 2
 """Parts in shared memory: the workers load one while the next is copied."""
+_WRITTEN_DIRECTLY = {"GptOssRoutedExperts", "OAIAttention"}
+"""Layers that vLLM's model writes without their weight loaders, so that its reload misses it."""
 _TIMEOUT_S = 300.0
 """Longest wait for all workers to load a part, in seconds."""
 
@@ -94,8 +101,8 @@ def _begin(worker: Any) -> set[str]:
     """Prepare a worker for new weights; return the names of its parameters."""
     with _loading(worker) as model:
         parameters = {name for name, _ in model.named_parameters()}
-        initialize_layerwise_reload(model)
-        return parameters
+    begin_reload(worker, partial(initialize_layerwise_reload, model))
+    return parameters
 
 
 def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors) -> set[str]:
@@ -112,14 +119,60 @@ def _load_part(worker: Any, tensors: Mapping[str, torch.Tensor] | SharedTensors)
 def _finish(worker: Any) -> None:
     """Put the loaded weights into use."""
     with _loading(worker) as model:
-        finalize_layerwise_reload(model, worker.model_runner.model_config)
-        _repack_tied_head(model)
+        config = worker.model_runner.model_config
+    finish_reload(worker, partial(finalize_layerwise_reload, model, config))
 
 
-def repack_tied_head(worker: Any) -> None:
-    """Bring a tied head's CPU copy up to date in a worker that vLLM itself gave new weights."""
+def begin_reload(worker: Any, initialize: Callable[[], None]) -> None:
+    """Begin a reload by vLLM, with what it forgets.
+
+    Args:
+        worker: worker of vLLM.
+        initialize: begins vLLM's own reload.
+    """
     with _loading(worker) as model:
+        if worker.device.type == "cpu":
+            for module in model.modules():  # else vLLM packs experts only at the first load
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
+        initialize()
+        for module in _written_directly(model):
+            materialize_layer(module, get_layerwise_info(module))
+
+
+def finish_reload(worker: Any, finalize: Callable[[], None]) -> None:
+    """End a reload by vLLM, with what it forgets.
+
+    Args:
+        worker: worker of vLLM.
+        finalize: ends vLLM's own reload.
+
+    Raises:
+        RuntimeError: the reload missed a parameter that the model took; names it.
+    """
+    with _loading(worker) as model:
+        for module in _written_directly(model):
+            _layerwise_process(module, get_layerwise_info(module))
+        if missed := _missed(model):
+            raise RuntimeError(f"vLLM's reload does not see the parameters {missed:.200}")
+        finalize()
         _repack_tied_head(model)
+
+
+def _written_directly(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in _WRITTEN_DIRECTLY]
+
+
+def _missed(model: torch.nn.Module) -> str:
+    """Return the names of parameters for which nothing was loaded, but those of a tied head."""
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    names: list[str] = []
+    for path, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if info.can_load() and info.load_numel <= 0 and not (tied and path.endswith("lm_head")):
+            names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+    return ", ".join(names)
 
 
 @contextlib.contextmanager

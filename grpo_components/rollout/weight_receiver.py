@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_components.exchange.weights import Manifest, TensorEntry, checksum
-from grpo_components.rollout.vllm_weights import repack_tied_head
+from grpo_components.rollout.vllm_weights import begin_reload, finish_reload
 
 
 class TransferCancelledError(RuntimeError):
@@ -210,7 +210,7 @@ def _init(worker: Any, info: dict[str, Any]) -> None:
 def _start(worker: Any, entries: Mapping[str, TensorEntry]) -> None:
     engine = worker.weight_transfer_engine
     checked = CheckedModel(engine.model, entries)
-    worker.start_weight_update()
+    begin_reload(worker, worker.start_weight_update)
     engine.set_weight_update_target(checked, engine.model_config)
 
 
@@ -223,8 +223,7 @@ def _finish(worker: Any) -> None:
     checked = engine.model
     engine.reset_weight_update_target()
     checked.check_complete()
-    worker.finish_weight_update()
-    repack_tied_head(worker)
+    finish_reload(worker, worker.finish_weight_update)
 
 
 _CALLS: dict[str, Callable[..., None]] = {"init": _init, "update": _update, "finish": _finish}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_components.models.loading import DTYPES
+from grpo_components.models.lora import lora_options
 from grpo_components.settings import Settings
 from grpo_components.sizing.model_sizes import ModelSizes
 from grpo_components.sizing.role_memory import GIB, GPU_PROCESS_BYTES, Device, RoleMemory, gib
@@ -37,7 +38,10 @@ def generator_memory(
     options, itemsize = cfg.generator, DTYPES[cfg.dtype].itemsize
     workers = options.tensor_parallel_size
     length = options.max_model_len or prompt_tokens + options.max_response_tokens
-    weights = sizes.snapshot_bytes(cfg.dtype) // workers
+    weights = sizes.weight_bytes(cfg.dtype) // workers
+    lora = lora_options(cfg.lora)
+    if lora is not None:
+        weights += sizes.snapshot_bytes(cfg.dtype) * lora.reserved_rank // lora.rank
     parts = {"weights": weights, "work": _work(cfg, sizes, device)}
     if device.is_gpu:
         graphs = 0 if options.enforce_eager else _GRAPHS_BYTES
@@ -49,7 +53,9 @@ def generator_memory(
     parts["KV cache"] = max(cache, 0)
     loading = max(sizes.units) * itemsize // workers + transfer_bytes(cfg, sizes)[1]
     # Of the generator, not of its workers: the bytes that the next delta is applied to.
-    host = {"push": weights} if cfg.push == "delta" else {}
+    host = {"push": sizes.snapshot_bytes(cfg.dtype) // workers} if cfg.push == "delta" else {}
+    if cfg.colocate and device.is_gpu and lora is not None:
+        host["weights"] = weights
     if not device.is_gpu:
         parts, host = parts | host, {}
     total = sum(parts.values()) + loading

@@ -50,7 +50,7 @@ class HostMemory:
             snapshots * snapshot,
             host("trainer"),
             host("generator"),
-            snapshot,
+            sizes.weight_bytes(cfg.dtype),
         )
 
     def lines(self) -> Iterator[str]:
@@ -65,7 +65,8 @@ class HostMemory:
             f"{gib(self.first_rank)} GiB in trainer_0 while it reads the checkpoint"
         )
         if self.generators:
-            yield f"host: {gib(self.generators)} GiB of all generators, which rebuild delta pushes"
+            what = "for delta pushes that they rebuild, or for weights while they sleep"
+            yield f"host: {gib(self.generators)} GiB of all generators, {what}"
 
     def problem(self, cfg: Settings) -> str | None:
         """Return what is wrong with `object_store_memory`, if anything is."""

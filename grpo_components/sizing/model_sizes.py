@@ -11,15 +11,24 @@ from torch import nn
 
 from grpo_components.models.flops import ModelFlops
 from grpo_components.models.hf_weights import layer_groups
+from grpo_components.models.hugging_face_policy import decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES
+from grpo_components.models.lora import (
+    LoraOptions,
+    adapted_model,
+    is_adapter,
+    trained_parameters,
+)
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a torchtune decoder; build one with `of`."""
+    """Sizes of a policy; build one with `of`."""
 
     parameters: int
-    """Number of parameters; a tied matrix counts once."""
+    """Number of parameters without adapters; a tied matrix counts once."""
+    trained: int
+    """Number of parameters that are trained: all, or those of the adapters."""
     units: tuple[int, ...]
     """Parameters of each unit of a push: a layer, or one other tensor."""
     num_layers: int
@@ -34,28 +43,38 @@ class ModelSizes:
     flops: ModelFlops
 
     @classmethod
-    def of(cls, build_model: Callable[[], nn.Module]) -> ModelSizes:
-        """Build the model on the meta device, and read its sizes."""
+    def of(
+        cls, build_model: Callable[[], nn.Module], lora: LoraOptions | None = None
+    ) -> ModelSizes:
+        """Build the model on the meta device, and read its sizes.
+
+        Args:
+            build_model: builds the policy.
+            lora: its adapters; None trains all weights.
+        """
         with torch.device("meta"):
-            model = cast(Any, build_model())
-        attention = model.layers[0].attn
-        state = model.state_dict()
+            trained = model = cast(Any, build_model())
+            if lora is not None:
+                trained = adapted_model(build_model, lora, "fp32")
+        state = trained.state_dict()
+        if lora is not None:
+            state = {name: tensor for name, tensor in state.items() if is_adapter(name)}
         units = [sum(state[name].numel() for name in names) for names in layer_groups(state)]
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
+            trained=sum(parameter.numel() for parameter in trained_parameters(trained)),
             units=tuple(units),
-            num_layers=len(model.layers),
-            dim=model.tok_embeddings.weight.shape[1],
-            intermediate=model.layers[0].mlp.w1.out_features,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            vocabulary=model.tok_embeddings.weight.shape[0],
-            flops=ModelFlops.of(model),
+            num_layers=len(decoder_layers(model)),
+            flops=ModelFlops.of(trained),
+            **(_of_transformers(model) if is_transformers(model) else _of_torchtune(model)),
         )
 
     def snapshot_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights, as a push sends them."""
+        """Return the bytes of a push: all weights, or the adapters."""
+        return sum(self.units) * DTYPES[dtype].itemsize
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Return the bytes of the model without adapters."""
         return self.parameters * DTYPES[dtype].itemsize
 
     def largest_bucket(self, dtype: str, num_ranks: int) -> int:
@@ -72,3 +91,28 @@ class ModelSizes:
         """
         heads = max(self.num_kv_heads // workers, 1)
         return 2 * self.num_layers * heads * self.head_dim * DTYPES[dtype].itemsize
+
+
+def _of_torchtune(model: Any) -> dict[str, int]:
+    attention = model.layers[0].attn
+    return {
+        "dim": model.tok_embeddings.weight.shape[1],
+        "intermediate": model.layers[0].mlp.w1.out_features,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "vocabulary": model.tok_embeddings.weight.shape[0],
+    }
+
+
+def _of_transformers(model: Any) -> dict[str, int]:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "dim": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocabulary": config.vocab_size,
+    }

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torchtune import training
 
+from grpo_components.models.hugging_face_policy import base_of, decoder_layers, is_transformers
 from grpo_components.models.loading import DTYPES, shard_model
 from grpo_components.models.logprobs import ResponseLogprobs, token_batch
+from grpo_components.models.lora import trained_parameters
 from grpo_components.models.meshes import Sharding, arrange_ranks
 from grpo_components.sizing.live_bytes import LiveBytes, imagined_ranks, imagining
 from grpo_components.trajectory import TokenSequence
@@ -30,12 +32,12 @@ class PolicyOptions:
     """How a rank computes the policy; the names are those of the config."""
 
     build_model: Callable[[], nn.Module]
-    """Builds the torchtune decoder."""
+    """Builds the torchtune decoder or transformers model."""
     build_optimizer: Callable[[Any], torch.optim.Optimizer] | None
     """Builds the optimizer from the parameters; None leaves it out."""
     num_ranks: int
     sharding: Sharding
-    model_type: str
+    model_type: str | None
     dtype: str
     enable_activation_checkpointing: bool
     logprob_chunk_tokens: int
@@ -90,7 +92,7 @@ def inference_bytes(options: PolicyOptions, sequences: Sequence[TokenSequence]) 
             with training.set_default_dtype(DTYPES[options.dtype]):
                 model = build_model().requires_grad_(False)
             found = {"weights": live.live}
-            steps = _Steps(live, cast(Any, model).layers, found)
+            steps = _Steps(live, list(decoder_layers(model)), found)
             logprobs = ResponseLogprobs(model, chunk_tokens=options.logprob_chunk_tokens)
             batch = token_batch(sequences)
             live.mark()
@@ -138,7 +140,7 @@ def _train(
     for module in model.modules():
         if hasattr(module, "rope_init"):
             cast(Any, module).rope_init()
-    parameters = [cast(Any, parameter) for parameter in model.parameters()]
+    parameters = [cast(Any, parameter) for parameter in trained_parameters(model)]
     shards = [nn.Parameter(parameter.to_local()) for parameter in parameters]
     found = {"weights": live.live}
     optimizer = options.build_optimizer and options.build_optimizer(shards)
@@ -148,7 +150,7 @@ def _train(
         optimizer.step()  # makes its state
         optimizer.zero_grad(set_to_none=True)
     found["optimizer"] = live.live - found["weights"]
-    steps = _Steps(live, cast(Any, model).layers, found)
+    steps = _Steps(live, list(decoder_layers(model)), found)
     logprobs = ResponseLogprobs(
         model, chunk_tokens=options.logprob_chunk_tokens, entropy_gradient=options.entropy_gradient
     )
@@ -180,14 +182,15 @@ def _by_depth(
 
     def shortened(num_layers: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
-            model = cast(Any, build_model())
-            model.layers = model.layers[:num_layers]
+            model = build_model()
+            holder = base_of(model) if is_transformers(model) else cast(Any, model)
+            holder.layers = decoder_layers(model)[:num_layers]
             return model
 
         return build
 
     with torch.device("meta"):
-        num_layers = len(cast(Any, build_model()).layers)
+        num_layers = len(decoder_layers(build_model()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that a CPU would take, in other dtypes
         if num_layers <= _MORE:

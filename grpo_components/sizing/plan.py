@@ -9,13 +9,14 @@ from functools import partial
 import psutil
 from torchtune import config
 
-from grpo_components.settings import Settings
+from grpo_components.models.lora import lora_options
+from grpo_components.settings import Settings, teachers_of
 from grpo_components.sizing.generator_memory import generator_memory
 from grpo_components.sizing.host_memory import HostMemory, node_bytes
 from grpo_components.sizing.model_sizes import ModelSizes
 from grpo_components.sizing.rates import Rates
 from grpo_components.sizing.role_memory import GIB, Device, RoleMemory, gib
-from grpo_components.sizing.trainer_memory import reference_memory, trainer_memory
+from grpo_components.sizing.trainer_memory import reference_memory, teacher_memory, trainer_memory
 from grpo_components.sizing.turns import in_turns, start_problem
 
 _COLUMNS = (
@@ -52,21 +53,14 @@ def plan_run(
         num_gpus: number of GPUs; None takes as many as the config needs.
         gpu_gib: memory of one GPU, in GiB.
     """
-    sizes = ModelSizes.of(partial(config.instantiate, cfg.model))
+    sizes = ModelSizes.of(partial(config.instantiate, cfg.model), lora_options(cfg.lora))
     is_gpu = cfg.device == "cuda"
     memory = gpu_gib if is_gpu else psutil.virtual_memory().total / GIB
     device = Device(is_gpu, memory)
-    roles: list[RoleMemory] = []
-    if not cfg.train_from:
-        roles.append(generator_memory(cfg, sizes, prompt_tokens, device))
-    if not (cfg.eval_only or cfg.rollout_only):
-        roles.append(trainer_memory(cfg, sizes, prompt_tokens, device))
-    if needs_reference and cfg.num_references:
-        roles.append(reference_memory(cfg, sizes, prompt_tokens, device))
+    roles = list(_roles(cfg, sizes, prompt_tokens, device, needs_reference))
     host = HostMemory.of(cfg, sizes, roles)
     problems = [role.smaller for role in roles if role.role == "generator" and role.smaller]
-    lines = [f"{sizes.parameters:,} parameters, {gib(host.snapshot)} GiB in {cfg.dtype}"]
-    lines += _table(roles)
+    lines = [*_size_lines(cfg, sizes), *_table(roles)]
     lines += [f"{role.role}: {note}" for role in roles for note in role.notes]
     if is_gpu:
         placed = roles
@@ -94,6 +88,27 @@ def plan_run(
     if problem := host.problem(cfg):
         problems.append(problem)
     return RunPlan(lines, list(dict.fromkeys(problems)))
+
+
+def _roles(
+    cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device, needs_reference: bool
+) -> Iterator[RoleMemory]:
+    """Yield the memory of each role that the run starts; see `plan_run`."""
+    if not cfg.train_from:
+        yield generator_memory(cfg, sizes, prompt_tokens, device)
+    if not (cfg.eval_only or cfg.rollout_only):
+        yield trainer_memory(cfg, sizes, prompt_tokens, device)
+    if needs_reference and cfg.num_references:
+        yield reference_memory(cfg, sizes, prompt_tokens, device)
+    if cfg.teacher and teachers_of(cfg):
+        yield teacher_memory(cfg, cfg.teacher.path, prompt_tokens, device)
+
+
+def _size_lines(cfg: Settings, sizes: ModelSizes) -> Iterator[str]:
+    weights = gib(sizes.weight_bytes(cfg.dtype))
+    yield f"{sizes.parameters:,} parameters, {weights} GiB in {cfg.dtype}"
+    if cfg.lora is not None:
+        yield f"{sizes.trained:,} parameters of adapters, which alone are trained"
 
 
 def _table(roles: Sequence[RoleMemory]) -> Iterator[str]:
@@ -140,16 +155,14 @@ def _gpu_problems(
 ) -> Iterator[str]:
     if num_gpus is not None and len(gpus) > num_gpus:
         given = f"num_generators: {cfg.num_generators} with num_trainers: {cfg.num_trainers}"
-        problem = f"{given} and the references need {len(gpus)} GPUs, and there are {num_gpus}"
+        problem = f"{given} and the other roles need {len(gpus)} GPUs, and there are {num_gpus}"
         yield f"{problem}; allowed: fewer roles, or gpus_per_<role> below 1"
     for gpu in gpus:
         if sum(role.total for role in gpu) <= device.nbytes:
             continue
         if len(gpu) == 1:
             yield gpu[0].smaller or _less_for_vllm(cfg)
-        elif any(role.role == "generator" for role in gpu) and any(
-            role.role != "generator" for role in gpu
-        ):
+        elif any(role.role == "generator" for role in gpu):
             yield _less_for_vllm(cfg)
         else:
             yield next(role.smaller for role in gpu if role.smaller)

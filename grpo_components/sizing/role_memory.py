@@ -12,7 +12,7 @@ class RoleMemory:
     """Memory of one process of a role; all processes of a role are alike."""
 
     role: str
-    """trainer, reference, generator or reward_model."""
+    """trainer, reference, teacher, generator or reward_model."""
     count: int
     """Number of processes, or of workers of all generators."""
     share: float

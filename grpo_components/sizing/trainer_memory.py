@@ -1,17 +1,24 @@
-"""Predicts the memory of a trainer rank and of a reference, from the passes that they make."""
+"""Predicts the memory of a trainer rank and of a frozen model, from the passes that they make."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from torch import optim
 from torchtune import config
 
+from grpo_components.errors import fail
+from grpo_components.models.flops import ModelFlops
+from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.loading import DTYPES
+from grpo_components.models.lora import adapted_model, lora_options
 from grpo_components.models.meshes import Sharding
 from grpo_components.settings import Settings
 from grpo_components.sizing.longest_batch import BatchShape, MicroBatch, longest_micro_batches
@@ -53,8 +60,11 @@ _KERNELS = 1.005
 def policy_options(cfg: Settings) -> PolicyOptions:
     """Return how a trainer rank computes the policy."""
     loss_needs_entropy = cfg.loss.get("entropy_coeff", 0) > 0
+    build_model = partial(config.instantiate, cfg.model)
+    if (lora := lora_options(cfg.lora)) is not None:
+        build_model = partial(adapted_model, build_model, lora, cfg.dtype)
     return PolicyOptions(
-        build_model=partial(config.instantiate, cfg.model),
+        build_model=build_model,
         build_optimizer=_optimizer(cfg),
         num_ranks=cfg.num_trainers,
         sharding=Sharding(
@@ -62,7 +72,7 @@ def policy_options(cfg: Settings) -> PolicyOptions:
             tensor=cfg.tensor_parallel_dim,
             reduce_dtype=cfg.reduce_dtype,
         ),
-        model_type=cfg.checkpointer.model_type,
+        model_type=cfg.model_type,
         dtype=cfg.dtype,
         enable_activation_checkpointing=cfg.enable_activation_checkpointing,
         logprob_chunk_tokens=cfg.logprob_chunk_tokens,
@@ -125,6 +135,56 @@ def reference_memory(
     cfg: Settings, sizes: ModelSizes, prompt_tokens: int, device: Device
 ) -> RoleMemory:
     """Predict the memory of a reference; see `trainer_memory` for the arguments."""
+    processes = ("reference", cfg.num_references, cfg.gpus_per_reference)
+    whole = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
+    options = policy_options(cfg)
+    return _frozen_memory(cfg, options, sizes.flops, prompt_tokens, device, processes, whole)
+
+
+def teacher_memory(cfg: Settings, path: str, prompt_tokens: int, device: Device) -> RoleMemory:
+    """Predict the memory of a teacher, from the config.json in its folder.
+
+    Args:
+        cfg: settings.
+        path: folder of the teacher.
+        prompt_tokens: tokens of the longest prompt.
+        device: what a teacher finds.
+
+    Raises:
+        ValueError: the folder has no config.json.
+    """
+    if not (Path(path) / "config.json").is_file():
+        fail("teacher.path", f"no file {path}/config.json", "the folder of a model, for its sizes")
+    build_model = partial(hugging_face, path)
+    with torch.device("meta"):
+        flops = ModelFlops.of(build_model())
+    options = replace(policy_options(cfg), build_model=build_model)
+    processes = ("teacher", cfg.num_teachers, cfg.gpus_per_teacher)
+    whole = "teacher.path: a teacher is whole on one GPU; allowed: a smaller one"
+    return _frozen_memory(cfg, options, flops, prompt_tokens, device, processes, whole)
+
+
+def _frozen_memory(
+    cfg: Settings,
+    options: PolicyOptions,
+    flops: ModelFlops,
+    prompt_tokens: int,
+    device: Device,
+    processes: tuple[str, int, float],
+    whole: str,
+) -> RoleMemory:
+    """Predict the memory of a process that computes logprobs of groups with a frozen model.
+
+    Args:
+        cfg: settings.
+        options: how the model is computed.
+        flops: operations of the model.
+        prompt_tokens: tokens of the longest prompt.
+        device: what a process finds.
+        processes: name of the role, number of its processes, and share of a GPU of each.
+        whole: what to change if the model's weights do not fit.
+    """
+    role, count, share = processes
     shape = BatchShape(
         groups=1,
         group_size=cfg.group_size,
@@ -133,8 +193,7 @@ def reference_memory(
         num_data_ranks=1,
         tokens_per_micro_batch=cfg.tokens_per_micro_batch,
     )
-    batches = longest_micro_batches(shape, sizes.flops, 10.0)
-    options = policy_options(cfg)
+    batches = longest_micro_batches(shape, flops, 10.0)
     found, batch = max(
         ((inference_bytes(options, b.sequences), b) for b in batches), key=lambda f: _peak(f[0])
     )
@@ -144,13 +203,10 @@ def reference_memory(
         parts["reserve"] = int(total * FRAGMENTATION) + GPU_PROCESS_BYTES
         total += parts["reserve"]
     smaller = f"tokens_per_micro_batch: {cfg.tokens_per_micro_batch} given; allowed: less"
-    if found["weights"] > 0.9 * device.nbytes * cfg.gpus_per_reference:
-        smaller = "num_references: a reference is whole on one GPU; allowed: 0, without a KL"
+    if found["weights"] > 0.9 * device.nbytes * share:
+        smaller = whole
     notes = [f"longest micro-batch {batch.tokens:,} tokens"]
-    share = cfg.gpus_per_reference
-    return RoleMemory(
-        "reference", cfg.num_references, share, total, parts, notes=notes, smaller=smaller
-    )
+    return RoleMemory(role, count, share, total, parts, notes=notes, smaller=smaller)
 
 
 def _optimizer(cfg: Settings) -> Callable[[Any], optim.Optimizer] | None:
@@ -210,7 +266,7 @@ def _host(cfg: Settings, sizes: ModelSizes) -> dict[str, int]:
     # A delta is there beside the bytes that were compared, and may be as long as either.
     host = {"push": 3 * bucket if cfg.push == "delta" else bucket}
     if cfg.async_checkpoint:
-        moments = 3 * 4 * sizes.parameters  # float32 weights and two moments
+        moments = 3 * 4 * sizes.trained  # float32 weights and two moments
         host["checkpoint"] = moments // cfg.num_trainers
     return host
 

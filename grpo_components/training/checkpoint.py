@@ -5,6 +5,7 @@ DCP is `torch.distributed.checkpoint`; its state can be loaded by another number
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import warnings
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -32,11 +34,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from grpo_components.models.lora import (
+    ADAPTER_FILE,
+    ADAPTER_FOLDER,
+    LoraOptions,
+    adapter_tensors,
+)
 from grpo_components.state_files import read_state, write_state
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 """Name endings of the base model's files that hold or list its weights."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_WHOLE = StateDictOptions()
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""Without frozen weights, which the base model's folder has."""
 _METADATA_CLASSES = {
     "pathlib": {"PosixPath", "Path", "PurePosixPath"},
     "torch": {"Size", *(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))},
@@ -61,6 +72,7 @@ class TrainerState:
         rank: rank of this process.
         num_ranks: number of trainer ranks.
         device: device of the model.
+        lora: adapters of the model, which alone are saved; None saves all weights.
     """
 
     def __init__(
@@ -72,8 +84,10 @@ class TrainerState:
         rank: int,
         num_ranks: int,
         device: torch.device,
+        lora: LoraOptions | None = None,
     ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, lr_scheduler
+        self._lora = lora
         self._base_model_path, self._rank, self._num_ranks = base_model_path, rank, num_ranks
         self._device = device
         # A separate process group, because `write` may run in another thread during the next step.
@@ -124,7 +138,12 @@ class TrainerState:
             self._write_tensors(folder / "state" / "trainer", tensors)
             if self._rank == 0:
                 write_state(folder / "state", "trainer", plain)
-                save_hf_weights(weights, self._base_model_path, folder)
+                if self._lora is not None:
+                    adapter = adapter_tensors(weights)
+                    save_adapter(adapter, self._lora, self._base_model_path, folder)
+                    weights = {n: tensor for n, tensor in weights.items() if n not in adapter}
+                if weights:
+                    save_hf_weights(weights, self._base_model_path, folder)
         except (OSError, SafetensorError) as error:
             return str(error)
         except CheckpointException as error:
@@ -151,7 +170,7 @@ class TrainerState:
         plain = read_state(folder / "state", "trainer")
         reader = MetadataReader(folder / "state" / "trainer")
         saved = reader.read_metadata().state_dict_metadata
-        tensors = _named("model", get_model_state_dict(self._model))
+        tensors = _named("model", get_model_state_dict(self._model, options=_TRAINED))
         moments: dict[str, Any] = {}
         if any(name.startswith("optimizer.") for name in saved):
             moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
@@ -160,7 +179,8 @@ class TrainerState:
         states = {f"random.{owner}.{kind}": t for kind, t in self._random_states().items()}
         states = {name: torch.empty_like(t) for name, t in states.items() if name in saved}
         load(tensors | states, storage_reader=reader, process_group=self._group)
-        set_model_state_dict(self._model, _unnamed("model", tensors))
+        options = _WHOLE if self._lora is None else _TRAINED
+        set_model_state_dict(self._model, _unnamed("model", tensors), options=options)
         if moments:
             moments |= _unnamed("optimizer", tensors)
             set_optimizer_state_dict(self._model, self._optimizer, moments, options=_FLAT)
@@ -187,7 +207,7 @@ class TrainerState:
             self._scheduler.load_state_dict(_scaled(plain["scheduler"], ratios))
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = _named("model", get_model_state_dict(self._model))
+        tensors = _named("model", get_model_state_dict(self._model, options=_TRAINED))
         if self._optimizer.state:  # DCP would run an optimizer step to fill an empty state
             moments = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
             tensors |= _named("optimizer", moments)
@@ -222,6 +242,25 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"a checkpoint's .metadata must not hold {module}.{name}")
         return super().find_class(module, name)
+
+
+def save_adapter(
+    adapter: dict[str, Tensor], lora: LoraOptions, base_model_path: Path, checkpoint: Path
+) -> None:
+    """Write a checkpoint's folder `adapter`, which peft and vLLM load.
+
+    Args:
+        adapter: CPU tensors by peft's names.
+        lora: options of the adapter.
+        base_model_path: folder of the base model, which the adapter's config names.
+        checkpoint: folder of the checkpoint.
+    """
+    folder = checkpoint / ADAPTER_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in adapter.items()}
+    save_file(contiguous, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    described = json.dumps(lora.peft_config(str(base_model_path)), indent=2)
+    (folder / "adapter_config.json").write_text(described, encoding="utf-8")
 
 
 def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Computes the policy's loss: corrected for off-policy data, with penalties, outputs checked."""
+"""Computes the policy's loss: distilled, corrected for off-policy data, with penalties, checked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_components.objective.component_errors import name_of, named_failure
 from grpo_components.objective.composition import Loss, objective_losses
 from grpo_components.objective.contracts import check_first_weights, checked_weights
+from grpo_components.objective.distillation import with_teacher
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
@@ -29,6 +30,7 @@ class PolicyLoss:
         penalties: KL and entropy terms, added to the weighted loss.
         off_policy: function of the log ratios [N] of trainer to generator, and of the response of
             each token [N]; returns the tokens' weights [N].
+        teacher_coeff: weight of the teacher's term in the advantages; 0 without a teacher.
         compile_loss: compile the loss with torch.compile.
     """
 
@@ -38,10 +40,12 @@ class PolicyLoss:
         penalties: Penalties,
         off_policy: Callable[..., Tensor],
         *,
+        teacher_coeff: float = 0.0,
         compile_loss: bool,
     ) -> None:
         self._loss = _compiled(loss) if compile_loss else loss
         self._penalties, self._off_policy = penalties, off_policy
+        self._teacher_coeff = teacher_coeff
         self.name, self._correction_name = name_of(loss), name_of(off_policy)
         self._is_first = True
         self.corrects = not isinstance(off_policy, NoCorrection)
@@ -67,6 +71,7 @@ class PolicyLoss:
         Raises:
             ComponentError: the loss or the correction breaks its contract.
         """
+        inputs, distilled = with_teacher(inputs, self._teacher_coeff)
         weights = None
         if self.corrects:
             log_ratios = start - inputs.generator_logprobs
@@ -77,7 +82,7 @@ class PolicyLoss:
                 check_first_weights(self._correction_name, weights, log_ratios)
         losses, metrics = objective_losses(self._loss, self._penalties, inputs, weights, self.name)
         self._is_first = False
-        return losses, metrics, weights
+        return losses, {**distilled, **metrics}, weights
 
 
 def _compiled(loss: Loss) -> Loss:

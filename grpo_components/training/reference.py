@@ -1,9 +1,9 @@
-"""The frozen reference policy: adds its logprobs to groups before they enter the buffer."""
+"""A frozen model, reference or teacher: adds logprobs to groups before they enter the buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,44 +23,47 @@ from grpo_components.trajectory import (
 
 
 class Reference:
-    """Computes the base model's logprobs of sampled tokens, with the trainer's own code.
+    """Computes a frozen model's logprobs of sampled tokens, with the trainer's own code.
 
     Args:
-        build_model: builds the torchtune decoder.
-        build_checkpointer: builds the torchtune checkpointer of the base model.
+        build_model: builds the torchtune decoder or transformers model.
+        build_checkpointer: builds the torchtune checkpointer of the model; None for transformers
+            models.
         device: cpu or cuda.
         dtype: compute dtype, fp32 or bf16.
         kl_estimator: estimator of the KL divergence that is reported: k1, k2 or k3.
         tokens_per_micro_batch: tokens in one forward pass, each prompt counted once.
         logprob_chunk_tokens: positions projected to the vocabulary at a time.
+        field: field of the trajectories to fill: that of the reference, or that of the teacher.
     """
 
     def __init__(
         self,
         *,
         build_model: Callable[[], nn.Module],
-        build_checkpointer: Callable[[], Any],
+        build_checkpointer: Callable[[], Any] | None,
         device: str,
         dtype: str,
         kl_estimator: str,
         tokens_per_micro_batch: int,
         logprob_chunk_tokens: int,
+        field: Literal["reference_logprobs", "teacher_logprobs"] = "reference_logprobs",
     ) -> None:
-        self._device = torch.device(device)
+        self._field, self._device = field, torch.device(device)
         model = load_whole_model(build_model, build_checkpointer, self._device, dtype)
         self._logprobs = ResponseLogprobs(model, chunk_tokens=logprob_chunk_tokens)
         self._kl_estimator, self._token_budget = kl_estimator, tokens_per_micro_batch
 
     @torch.no_grad()
     def add_logprobs(self, group: PackedTrajectories) -> tuple[PackedTrajectories, list[float]]:
-        """Fill `reference_logprobs` of every trajectory.
+        """Fill the field of every trajectory.
 
         Args:
             group: packed trajectories of one prompt.
 
         Returns:
-            The packed group with [R] float32 reference logprobs, and for each response the
-            estimated KL(generator || reference) in nats, summed over its sampled tokens.
+            The packed group with [R] float32 logprobs, and for each response the estimated
+            KL(generator || this model) in nats, summed over its sampled tokens.
         """
         sequences = token_sequences(group)
         parts = parts_of(sequences)
@@ -82,4 +85,4 @@ class Reference:
         )
         of_responses = np.bincount(response_numbers(group), weights=divergences)
         added = (flat, group["response_ids"][1])
-        return {**group, "reference_logprobs": added}, of_responses.tolist()
+        return {**group, self._field: added}, of_responses.tolist()

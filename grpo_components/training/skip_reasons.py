@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.losses import LossInputs
 from grpo_components.training.sample import TrainSample
-from grpo_components.trajectory import Trajectory
 
 _INPUTS = {
     "advantage": "advantages",
     "trainer logprob": "trainer_logprobs",
     "generator logprob": "generator_logprobs",
     "reference logprob": "reference_logprobs",
+    "teacher logprob": "teacher_logprobs",
 }
 _Found = tuple[tuple[int, ...], str]
 """A sortable place, and the description of what is wrong there."""
@@ -148,12 +148,13 @@ def _first(found: _Found | None) -> str:
     return min((each for each in gathered if each is not None), default=((), ""))[1]
 
 
-def nothing_to_train(trajectories: Sequence[Trajectory]) -> str:
+def nothing_to_train(samples: Sequence[TrainSample]) -> str:
     """Return the reason why no token of a batch is trained.
 
     Args:
-        trajectories: all trajectories of the batch.
+        samples: all samples of the batch.
     """
+    trajectories = [sample.trajectory for sample in samples]
     failed = sum(trajectory.failed for trajectory in trajectories)
     cut_off = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
     return (

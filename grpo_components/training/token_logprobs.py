@@ -37,8 +37,8 @@ def gather_logprobs(samples: Sequence[TrainSample]) -> dict[int, list[dict[str, 
         samples: samples of the whole batch, the same on every rank.
 
     Returns:
-        Group id -> for each logged response: `generator_logprobs`, `trainer_logprobs` (None for
-        tokens that are not trained) and `reference_logprobs` (None without a reference).
+        Group id -> for each logged response: `trainer_logprobs` (None for tokens that are not
+        trained), and the others of `recorded_logprobs`.
     """
     logged = [sample for sample in samples if sample.logged]
     if not logged:
@@ -62,15 +62,18 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
         trajectory: trajectory of a response.
 
     Returns:
-        `generator_logprobs`, `trainer_logprobs` (always None) and `reference_logprobs` (None
-        without a reference).
+        `generator_logprobs`, `trainer_logprobs` (always None), `reference_logprobs` (None without a
+        reference) and, with a teacher, `teacher_logprobs`.
     """
     sampled, reference = trajectory.response_mask, trajectory.reference_logprobs
-    return {
+    recorded: dict[str, Logprobs | None] = {
         "generator_logprobs": _at(sampled, trajectory.generator_logprobs[sampled]),
         "trainer_logprobs": None,
         "reference_logprobs": None if reference is None else _at(sampled, reference[sampled]),
     }
+    if trajectory.teacher_logprobs is not None:
+        recorded["teacher_logprobs"] = _at(sampled, trajectory.teacher_logprobs[sampled])
+    return recorded
 
 
 def _at(mask: NDArray[Any], values: NDArray[Any]) -> Logprobs:

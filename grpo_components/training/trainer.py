@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,24 +15,25 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torchtune.modules import TransformerDecoder
 from torchtune.training import OffloadActivations
 
 from grpo_components.exchange.weight_deltas import DeltaBucket
 from grpo_components.exchange.weights import Manifest
-from grpo_components.models.hf_weights import hf_converter
-from grpo_components.models.loading import DTYPES, load_sharded_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
-from grpo_components.models.meshes import Meshes, Sharding, join_ranks
+from grpo_components.models.lora import trained_parameters
+from grpo_components.models.meshes import join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
 from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
+from grpo_components.training.base_reference import add_reference_logprobs
 from grpo_components.training.checkpoint import TrainerState
 from grpo_components.training.grad_norm import clip_grad_norm
+from grpo_components.training.load_balancing import LoadBalancing
 from grpo_components.training.optimizer_offload import OptimizerOffload
 from grpo_components.training.optimizers import set_learning_rate
 from grpo_components.training.policy_loss import PolicyLoss
+from grpo_components.training.policy_weights import load_policy, weight_exports
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
 from grpo_components.training.sample import (
@@ -55,21 +57,7 @@ from grpo_components.training.trainer_options import (
     OptimizerOptions,
     RankOptions,
 )
-from grpo_components.training.weight_export import WeightExport
-from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
-
-
-def _load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> TransformerDecoder:
-    return load_sharded_model(
-        model.build_model,
-        model.build_checkpointer,
-        meshes,
-        sharding,
-        model_type=model.model_type,
-        dtype=model.dtype,
-        enable_activation_checkpointing=model.enable_activation_checkpointing,
-        compile_layers=model.compile_model,
-    )
+from grpo_components.trajectory import PackedTrajectories, Trajectory
 
 
 def _parts(samples: list[TrainSample]) -> list[Part]:
@@ -114,12 +102,11 @@ class Trainer:
         self._num_data_ranks = self._sharding.num_data_ranks(num_ranks)
         self._batch, self._objective, self._diagnostics = batch, objective, diagnostics
         torch.manual_seed(seed)
-        meshes = join_ranks(
-            rank, num_ranks, rendezvous, device, self._sharding, ranks.collective_timeout_s
-        )
-        self._model = _load_policy(model, meshes, self._sharding)
-        offload = self._sharding.offload_activations
-        self._activations = OffloadActivations() if offload else nullcontext()
+        timeout_s = ranks.collective_timeout_s
+        meshes = join_ranks(rank, num_ranks, rendezvous, device, self._sharding, timeout_s)
+        self._model = load_policy(model, meshes, self._sharding)
+        offloads = self._sharding.offload_activations
+        self._activations = OffloadActivations() if offloads else nullcontext()
         self._logprobs = ResponseLogprobs(
             self._model,
             chunk_tokens=model.logprob_chunk_tokens,
@@ -128,26 +115,25 @@ class Trainer:
             compile_softmax=model.compile_model,
         )
         parts = (self._forward, self._plan, self._num_data_ranks)
+        self._is_reference = model.lora is not None and objective.needs_reference
         self._supervised = None if objective.ptx is None else SupervisedLoss(objective.ptx, *parts)
-        build_scheduler = optimizer.build_lr_scheduler
-        self._optimizer = optimizer.build_optimizer(self._model.parameters())
-        self._lr_scheduler = build_scheduler(self._optimizer) if build_scheduler else None
+        coeff = objective.penalties.load_balancing_coeff
+        self._balancing = LoadBalancing(self._model, coeff, self._plan, self._sharding)
+        self._optimizer = optimizer.build_optimizer(trained_parameters(self._model))
+        schedule = optimizer.build_lr_scheduler
+        self._lr_scheduler = schedule and schedule(self._optimizer)
         self._offload = OptimizerOffload(self._optimizer, self._device, active=ranks.takes_turns)
         self._learning_rate, self._step = optimizer.learning_rate, 0
         self._max_grad_norm = optimizer.clip_grad_norm or math.inf
-        self._policy_loss = PolicyLoss(
-            objective.loss,
-            objective.penalties,
-            objective.off_policy,
-            compile_loss=model.compile_model,
-        )
+        terms = (objective.loss, objective.penalties, objective.off_policy)
+        teacher, is_compiled = objective.teacher_coeff, model.compile_model
+        self._policy_loss = PolicyLoss(*terms, teacher_coeff=teacher, compile_loss=is_compiled)
         self._is_first_update, self._skipped_because = True, ""
         base, scheduler = Path(model.base_model_path), self._lr_scheduler
         self._state = TrainerState(
-            self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device
+            self._model, self._optimizer, scheduler, base, rank, num_ranks, self._device, model.lora
         )
-        to_hf, dtype = hf_converter(model.model_type, base), DTYPES[model.dtype]
-        self._export = WeightExport(self._model, to_hf, dtype, self._device, rank, num_ranks)
+        self._exports = weight_exports(self._model, model, self._device, rank, num_ranks)
         log_memory = diagnostics.log_peak_memory_stats
         self._use = ResourceUse(self._model, self._device, model.dtype, num_ranks, log_memory)
         self._profiler = StepProfiler(diagnostics.build_profiler)
@@ -174,9 +160,7 @@ class Trainer:
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
-        logged = self._diagnostics.logged_responses
-        samples = make_samples(batch, advantages, self._trained_tokens, logged)
-        spread_advantages(samples, self._objective.token_advantages, step)
+        samples = self._samples(batch, advantages, step)
         with self._offload.on_device() as moves:
             updates, start_known = self._updates(samples, step)
         trained = any(is_usable(update) for update in updates)
@@ -201,7 +185,7 @@ class Trainer:
             "time/train": seconds,
             "time/train_cpu": time.process_time() - cpu_started,
         }
-        why = "" if trained else self._skipped_because or nothing_to_train(unpack(batch))
+        why = "" if trained else self._skipped_because or nothing_to_train(samples)
         if why and self._rank == 0:
             folder, outcome = Path(self._diagnostics.skipped_folder), {"skipped_because": why}
             dump_batch(folder, step + 1, batch, advantages, metrics | outcome)
@@ -215,6 +199,18 @@ class Trainer:
             skipped_because=why,
             metrics=metrics,
         )
+
+    def _samples(
+        self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
+    ) -> list[TrainSample]:
+        logged = self._diagnostics.logged_responses
+        samples = make_samples(batch, advantages, self._trained_tokens, logged)
+        trajectories = [sample.trajectory for sample in samples]
+        if self._is_reference and trajectories[0].reference_logprobs is None:
+            parts = (self._logprobs, self._plan_parts, self._device)
+            add_reference_logprobs(trajectories, self._model, *parts)
+        spread_advantages(samples, self._objective.token_advantages, step)
+        return samples
 
     def _updates(
         self, samples: list[TrainSample], step: int
@@ -248,16 +244,18 @@ class Trainer:
         return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
     def _plan(self, samples: list[TrainSample]) -> list[list[int]]:
+        return self._plan_parts(_parts(samples))
+
+    def _plan_parts(self, parts: list[Part]) -> list[list[int]]:
         budget = self._batch.tokens_per_micro_batch
-        cost = self._use.flops.layers
-        plan = plan_micro_batches(_parts(samples), cost, self._num_data_ranks, budget)
+        plan = plan_micro_batches(parts, self._use.flops.layers, self._num_data_ranks, budget)
         return plan[self._rank // self._sharding.tensor]
 
     def _forward(self, members: list[TrainSample]) -> tuple[Tensor, Tensor]:
         masks = [sample.mask for sample in members]
         trajectories = [sample.trajectory for sample in members]
         batch = token_batch(trajectories, masks, device=self._device)
-        with self._activations:
+        with self._activations, self._balancing.recorder:
             return self._logprobs(batch)
 
     @torch.no_grad()
@@ -278,30 +276,29 @@ class Trainer:
             index: number of the update since the run's start, from 0.
             with_mismatch: measure the mismatch between trainer and generator.
         """
-        samples = [sample for sample in part if sample.num_tokens]
-        if not samples:  # the same on every rank
+        if not (samples := [s for s in part if s.num_tokens]):  # the same on every rank
             return {}
-        total_tokens = sum(sample.num_tokens for sample in part)
-        measured, watch = TokenMetrics(), UpdateWatch()
+        num_tokens, measured, watch = sum(s.num_tokens for s in part), TokenMetrics(), UpdateWatch()
         set_loss_weights(part, self._objective.aggregation)
-        learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.zero_grad(set_to_none=True)
+        self._balancing.count(samples, self._forward, measured)
         for indices in self._plan(samples):
             if not indices:  # another rank has one more micro-batch: join its collectives
                 (self._forward(samples[:1])[0].sum() * 0.0).backward()
                 continue
             members = [samples[i] for i in indices]
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
-            measured.add({"loss/total": losses * total_tokens})
+            measured.add({"loss/total": losses * num_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
-            (losses.sum() * self._num_data_ranks).backward()
+            loss = losses.sum() + self._balancing.loss(members, measured)
+            (loss * self._num_data_ranks).backward()
         if self._supervised is not None:
-            self._supervised.backward(index, measured, total_tokens)
+            self._supervised.backward(index, measured, num_tokens)
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # else the time of the update would have the backward pass
         began = time.perf_counter()
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
-        metrics = measured.over_ranks(total_tokens, self._sharding.tensor)
+        metrics = measured.over_ranks(num_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same on every rank
             self._optimizer.step()
@@ -310,7 +307,7 @@ class Trainer:
             self._skipped_because = watch.reason(self._model, metrics, first_of)
         self._is_first_update = False
         metrics["time/update"] = time.perf_counter() - began
-        return {**metrics, "lr": float(learning_rate)}
+        return {**metrics, "lr": float(self._optimizer.param_groups[0]["lr"])}
 
     def _weighted_losses(
         self, members: list[TrainSample], measured: TokenMetrics, watch: UpdateWatch, first: bool
@@ -322,7 +319,9 @@ class Trainer:
         def flat(values: list[NDArray[Any]]) -> Tensor:
             return torch.from_numpy(np.concatenate(values)).to(self._device)
 
-        def recorded(name: str) -> Tensor:
+        def recorded(name: str) -> Any:
+            if getattr(members[0].trajectory, name) is None:  # no reference, or no teacher
+                return None
             return flat([getattr(sample.trajectory, name)[sample.mask] for sample in members])
 
         generator_logprobs = recorded("generator_logprobs")
@@ -330,7 +329,6 @@ class Trainer:
         start = trainer_logprobs.detach()  # right if the step has no other update
         if members[0].proximal_logprobs is not None:
             start = flat([cast(Any, sample.proximal_logprobs) for sample in members])
-        has_reference = members[0].trajectory.reference_logprobs is not None
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
             generator_logprobs=generator_logprobs,
@@ -340,7 +338,8 @@ class Trainer:
                 recorded("token_versions").long(), self.policy_version
             ),
             step=self._step,
-            reference_logprobs=recorded("reference_logprobs") if has_reference else None,
+            reference_logprobs=recorded("reference_logprobs"),
+            teacher_logprobs=recorded("teacher_logprobs"),
             proximal_logprobs=start if self._policy_loss.from_proximal else None,
             entropy=entropy,
         )
@@ -364,7 +363,7 @@ class Trainer:
         Returns:
             The policy version of the gathered weights.
         """
-        self._export.copy(self.policy_version)
+        self._exports[0].copy(self.policy_version)
         return self.policy_version
 
     def export_weights(
@@ -379,11 +378,12 @@ class Trainer:
         Returns:
             Two values: this rank's bucket (manifest and bytes), and the manifest alone.
         """
-        return self._export.bucket(version, base)
+        return self._exports[0].bucket(version, base)
 
     def hold_state(self, copy: bool) -> None:
         """Keep the current state for a checkpoint; see `TrainerState.hold`."""
-        self._state.hold(self.policy_version, self._export.layers(), copy=copy)
+        layers = chain.from_iterable(export.layers() for export in self._exports)
+        self._state.hold(self.policy_version, layers, copy=copy)
 
     def write_state(self, folder: str) -> str | None:
         """Write the state saved by `hold_state`; safe during a step. See `TrainerState.write`."""

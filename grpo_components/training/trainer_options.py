@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.models.lora import LoraOptions
 from grpo_components.models.meshes import Sharding
 from grpo_components.objective.composition import Loss
 from grpo_components.objective.penalties import Penalties
@@ -42,13 +43,14 @@ class ModelOptions:
     """The policy, and how its forward pass is computed."""
 
     build_model: Callable[[], nn.Module]
-    """Builds the torchtune decoder."""
-    build_checkpointer: Callable[[], Any]
-    """Builds the torchtune checkpointer of the base model."""
+    """Builds the torchtune decoder or transformers model."""
+    build_checkpointer: Callable[[], Any] | None
+    """Builds the torchtune checkpointer of the base model; None for transformers models."""
     base_model_path: str
     """Folder of the base model."""
-    model_type: str
-    """torchtune's name of the model family, for the conversion to Hugging Face names."""
+    model_type: str | None
+    """torchtune's name of the model family, for the conversion to Hugging Face names; None for
+    transformers models."""
     dtype: str
     """Compute dtype, fp32 or bf16; master weights are fp32."""
     enable_activation_checkpointing: bool
@@ -57,6 +59,8 @@ class ModelOptions:
     """Compile layers, softmax and loss with torch.compile."""
     logprob_chunk_tokens: int
     """Positions projected to the vocabulary at a time."""
+    lora: LoraOptions | None = None
+    """Adapters, which alone are trained; None trains all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,10 @@ class ObjectiveOptions:
     returns the off-policy weights [N]."""
     token_advantages: TokenAdvantages | None = None
     """Computes the tokens' advantages; None gives each token the advantage of its response."""
+    teacher_coeff: float = 0.0
+    """Weight of the teacher's term in the advantages; 0 without a teacher."""
+    needs_reference: bool = False
+    """Whether a KL to the reference is part of the objective."""
     ptx: SupervisedExamples | None = None
     """Examples of a supervised loss that is added to the policy's; None disables that loss."""
 

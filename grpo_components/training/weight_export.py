@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ class WeightExport:
         device: device on which layers are gathered.
         rank: rank of this process.
         num_ranks: number of ranks, each of which exports its share.
+        exported: function of a parameter's name; whether it is exported.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class WeightExport:
         device: torch.device,
         rank: int,
         num_ranks: int,
+        exported: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self._model, self._to_hf, self._dtype, self._device = model, to_hf, dtype, device
+        self._exported = exported
         self._rank, self._num_ranks = rank, num_ranks
         empty = partial(torch.empty, dtype=dtype, device="meta")
         share = list(self._convert(lambda value: empty(value.shape)))[rank::num_ranks]
@@ -54,9 +56,9 @@ class WeightExport:
     def layers(self) -> Iterator[StateDict]:
         """Gather one layer after the other, by Hugging Face names; a collective of all ranks."""
 
-        def gather(value: DTensor) -> Tensor:
-            value = cast(DTensor, value.to(self._device, self._dtype))  # may be on the CPU
-            return value.full_tensor()
+        def gather(value: Tensor) -> Tensor:
+            value = value.to(self._device, self._dtype)  # may be on the CPU
+            return value.full_tensor() if isinstance(value, DTensor) else value
 
         return self._convert(gather)
 
@@ -98,10 +100,10 @@ class WeightExport:
         delta = self._deltas.encode(version, bucket, base)
         return delta, delta.manifest
 
-    def _convert(self, full: Callable[[DTensor], Tensor]) -> Iterator[StateDict]:
+    def _convert(self, full: Callable[[Tensor], Tensor]) -> Iterator[StateDict]:
         """Yield each layer by Hugging Face names; `full` makes a tensor of each parameter."""
-        state_dict = cast(dict[str, DTensor], self._model.state_dict())
-        for names in layer_groups(state_dict):
+        state_dict = self._model.state_dict()
+        for names in layer_groups(filter(self._exported, state_dict)):
             yield self._to_hf({name: full(state_dict[name]) for name in names})
 
 

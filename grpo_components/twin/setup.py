@@ -81,11 +81,15 @@ def setup_of(config: Mapping[str, Any], cores: float, has_references: bool) -> S
         has_references: whether it started its references.
 
     Raises:
-        ValueError: its trainers and generators took turns, which the twin does not simulate.
+        ValueError: its trainers and generators took turns, or it had a teacher, which the twin does
+            not simulate.
     """
     if config.get("colocate"):
         problem = "true in the recorded run, and turns on shared GPUs are not simulated"
         fail("colocate", problem, "a run with colocate: false")
+    if config.get("teacher"):
+        problem = "given in the recorded run, and teachers are not simulated"
+        fail("teacher", problem, "a run with teacher: null")
     sections = {name: config.get(section) or {} for name, section in _NESTED.items()}
     values = {
         field.name: sections.get(field.name, config)[field.name]

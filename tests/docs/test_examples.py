@@ -26,7 +26,9 @@ from grpo_components.settings import Settings
 PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/*.md")]
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
-EXTERNAL_PATHS = re.compile(r"(train_from|replay_events|eval_only)=/|reward_model\.path=|resume_")
+EXTERNAL_PATHS = re.compile(
+    r"(train_from|replay_events|eval_only|teacher\.path)=/|reward_model\.path=|resume_"
+)
 """Overrides that name the output of another command, or a file of the reader."""
 
 
@@ -116,7 +118,8 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
     assert isinstance(snippet, dict)
     for key, value in snippet.items():
         replaced = {"_component_", "code"} & set(value) if isinstance(value, dict) else True
-        cfg[key] = value if replaced or key not in cfg else OmegaConf.merge(cfg[key], value)
+        new = replaced or cfg.get(key) is None
+        cfg[key] = value if new else OmegaConf.merge(cfg[key], value)
     if "reward_model" in cfg:  # a folder of the reader
         cfg.reward_model.path = None
     cfg.output_dir = str(here / "run")

@@ -32,13 +32,14 @@ NUM_GPUS = {
     "qwen3B_colocated_grpo_1gpu": 1,
     "qwen3_0.6B_async_grpo_1gpu": 1,
     "qwen3_4B_async_grpo": 8,
+    "qwen3_8B_lora_async_grpo_1gpu": 1,
     "qwen3B_async_grpo": 8,
     "qwen3B_sync_grpo": 8,
     "qwen7B_async_grpo": 8,
     "qwen14B_async_grpo": 16,
     "qwen32B_async_grpo": 64,
 }
-NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", *NUM_GPUS}
+NAMES = {"tiny_async_grpo", "tiny_async_grpo_2x2", "tiny_lora_async_grpo", *NUM_GPUS}
 RECIPE = "async_grpo_full_finetune_distributed"
 
 
@@ -73,7 +74,7 @@ def base_model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in (base / "data", here):
         folder.mkdir(parents=True)
     shards = ["model.safetensors"]
-    for count in (2, 3, 4, 8, 17):
+    for count in (2, 3, 4, 5, 8, 17):
         shards += [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     for name in (*shards, "vocab.json", "merges.txt", "tokenizer.json"):
         (base / name).touch()

@@ -12,6 +12,7 @@ from whole_runs import assert_same_run, audit, metrics, records, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
+BASE = Path("/tmp/torchtune-async-grpo/tiny_policy")
 TALKATIVE = """
 from grpo_components.rollout.multi_turn import Reply
 
@@ -39,6 +40,9 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     have their groups in the buffer already. The rollouts that start after them are on the same
     generators, and pull. Step 4 must train groups 6 and 7, before they are too old; only then is
     the generator killed that gets the next group, so that no long response begins again.
+
+    Reference and teacher have the base model's weights, one in torchtune's decoder and one in that
+    of transformers: they measure the same KL.
     """
     (tmp_path / "my_worlds.py").write_text(TALKATIVE)
     faults = [
@@ -55,7 +59,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
         "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
         "environment.max_turns=21",
         "environment.world._component_=my_worlds.Talkative",
-        "rollouts_logged_per_step=2",
+        *("rollouts_logged_per_step=2", f"teacher.path={BASE}", "teacher.coeff=0.05"),
     )
     output, original = succeed(tune, *knobs, "push=delta", recipe=recipe, env=environment)
     back = re.findall(r"^(\w+) is back", output, re.MULTILINE)
@@ -74,6 +78,8 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
     assert 0 < min(record["push/bytes"] for record in steps[1:]) < 0.9 * whole
     assert max(record["staleness/max"] for record in steps) > 0
     assert max(record["loss/kl_reference"] for record in steps) > 0
+    for record in steps:
+        assert record["teacher/kl_k3"] == pytest.approx(record["loss/kl_reference"], abs=1e-6)
     after = assert_same_run(original, replay, num_steps=8)
-    base = load_file(Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors"))
+    base = load_file(BASE / "model.safetensors")
     assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"

@@ -64,6 +64,13 @@ def test_files_of_the_user_cannot_fail_it(repository: Path):
         assert said in done.stdout, said
 
 
+def test_a_wrong_type_is_shown_after_the_tests_and_fails_it(repository: Path):
+    (repository / "benchmarks/speed.py").write_text('"""A module."""\n\nNUMBER: int = "one"\n')
+    done = make(repository, "test")
+    assert done.returncode != 0
+    assert "1 passed" in done.stdout.partition("1 error")[0], done.stdout + done.stderr
+
+
 def test_the_same_files_fail_it_once_they_are_tracked(repository: Path):
     add_theirs(repository)
     git(repository, "add", "--force", ".")

@@ -21,8 +21,10 @@ from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
 from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
+from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.plain_text import one_line
+from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +62,33 @@ class NoCluster:
         pass
 
 
+class OnceTried:
+    """Tries the same rewards on the same samples in one process only; keeps what was found."""
+
+    def __init__(self):
+        self._found = {}
+
+    def __call__(self, *given):
+        return SimpleNamespace(finish=lambda: self._finish(given), close=lambda: None)
+
+    def _finish(self, given):
+        key = repr(given)
+        if key not in self._found:
+            self._found[key] = self._try(given)
+        if self._found[key]:
+            raise ComponentError(*self._found[key])
+
+    def _try(self, given):
+        trial = RewardTrial(*given)
+        try:
+            trial.finish()
+        except ComponentError as error:
+            return str(error), error.user_traceback
+        finally:
+            trial.close()
+        return None
+
+
 def no_hub(path, *_, **__):
     raise ConnectionError(f"nobody asks for {path}")
 
@@ -85,6 +114,8 @@ def recipe(tiny_policy, tmp_path_factory):
     patched.setattr("datasets.load_dataset", no_hub)
     # It depends on no value of the config, and looks at the 6,000 modules of this process.
     patched.setattr("grpo_components.config.open_run.save_code", lambda *_: None)
+    # A process takes longer than all other checks, and most configs have the same rewards.
+    patched.setattr("grpo_components.config.component_trial.RewardTrial", OnceTried())
     (folder / "home").mkdir()  # `~` is a path like any other, and this one is nobody's
     (folder / "home" / "mine").touch()
     patched.setenv("HOME", str(folder / "home"))
@@ -402,3 +433,6 @@ def test_this_fuzz_knows_what_is_accepted(recipe):
     assert recipe() == ""
     assert recipe(CONFIG.read_text().replace("group_size: 8", "group_size: 1")) != ""
     assert "group_size" in recipe(overrides=["group_size=1"])
+    for _ in range(2):  # also where the rewards were tried before
+        failing = recipe(overrides=["rewards.correctness._component_=unittest.mock.Mock"])
+        assert "unittest.mock.Mock raised TypeError" in failing

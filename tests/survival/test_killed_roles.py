@@ -35,7 +35,8 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
             *map(str, command),
             *few,
             *("num_steps=12", "num_generators=2", "rollouts_in_flight=4", "save_every_n_steps=3"),
-            *("max_restarts=20", "timeouts.heartbeat_s=15"),
+            # A busy machine restarts slowly: steps wait for groups that would become too old.
+            *("max_restarts=20", "timeouts.heartbeat_s=15", "stale_groups=wait"),
             # Small steps change few bytes: a new generator or server needs a chain of deltas.
             *("push=delta", "optimizer.lr=1e-9"),
             *(

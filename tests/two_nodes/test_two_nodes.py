@@ -133,13 +133,34 @@ def assert_nothing_reserved(two):
     assert float(free) == 10
 
 
+def without_link(two, run, pattern):
+    """A function of a printed line that cuts the link for 20 seconds at the first one like that.
+
+    Also returns a list that tells, afterwards, whether the run was still under way then.
+    """
+    outlived = []
+
+    def back():
+        outlived.append(run.poll() is None)
+        two.link("up")
+
+    def cut():
+        two.link("down")
+        threading.Timer(20, back).start()
+
+    return once(pattern, cut), outlived
+
+
 def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two):
+    """Although the link between them is down for 20 seconds of it."""
     mine = [*SYNCHRONOUS, *SPLIT, "num_steps=2", "rewards.short._component_=lengths.Shortness"]
     alone = start(two, "/tmp/alone", *mine, recipe="my_grpo.py", address="null")
     code, output = finish(alone)
     assert code == 0, output
-    code, output = finish(start(two, "/tmp/both", *mine, recipe="my_grpo.py"))
-    assert code == 0, output
+    both = start(two, "/tmp/both", *mine, recipe="my_grpo.py")
+    on_line, outlived = without_link(two, both, "evaluating")
+    code, output = finish(both, on_line)
+    assert (code, outlived) == (0, [True]), output
     assert "node-b (10.77.0.2) does not see /tmp/both: its files come through Ray" in output
     started = assert_whole(two, "/tmp/both", "2 steps, policy version 2")
     assert Counter(started.values())["node-b"] >= 2
@@ -169,14 +190,11 @@ def test_a_run_resumed_on_nodes_without_its_checkpoint_outlives_20_seconds_witho
     code, output = finish(start(two, "/tmp/again", *SYNCHRONOUS[:2], *mine))
     assert code == 0, output
 
-    def cut():
-        two.link("down")
-        threading.Timer(20, two.link, ["up"]).start()
-
     resumed = [*SPLIT, "resume_from_checkpoint=true", "num_steps=8", "save_every_n_steps=3"]
     run = start(two, "/tmp/again", *SYNCHRONOUS[:2], *resumed)
-    code, output = finish(run, once(r"step +4/", cut))
-    assert code == 0, output
+    on_line, outlived = without_link(two, run, r"step +4/")
+    code, output = finish(run, on_line)
+    assert (code, outlived) == (0, [True]), output
     assert_whole(two, "/tmp/again", "8 steps, policy version 8")
     assert_clean(two.a, two.b)
 
@@ -228,32 +246,36 @@ def test_a_run_goes_on_when_a_machine_is_killed_with_all_its_roles(make_machines
     assert_clean(two.a)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["cpu_threads.trainer=40"], "config error: cpu_threads.trainer: one process needs 40 CPU"),
-        (["num_generators=90"], "config error: ray.address: its 2 nodes with 10 CPU have no room"),
-        (["base_model_path=/tmp/mine"], "config error: base_model_path: node-b (10.77.0.2) has no"),
-        (["ray.address=10.77.0.9:1"], "config error: ray.address: 10.77.0.9:1 given, and it"),
-    ],
-)
-def test_what_a_cluster_lacks_is_one_line_before_any_role_starts(two, overrides, says):
-    mine = two.a.path("/tmp/mine")
-    if not mine.exists():
-        shutil.copytree(POLICY / "tiny_policy", mine)
-    code, output = finish(start(two, "/tmp/refused", *SPLIT, *overrides))
-    assert (code, output.splitlines()[-1][: len(says)]) == (2, says), output
-    assert "starting parameter_server" not in output
-    assert_clean(two.a, two.b)
+REFUSED = {
+    "cpu_threads.trainer: one process needs 40 CPU": ["cpu_threads.trainer=40"],
+    "ray.address: its 2 nodes with 10 CPU have no room": ["num_generators=90"],
+    "base_model_path: node-b (10.77.0.2) has no": ["base_model_path=/tmp/mine"],
+    "ray.address: 10.77.0.9:1 given, and it": ["ray.address=10.77.0.9:1"],
+    "ray.address: auto given": [],
+}
+"""What is said -> the overrides of the run; the last one has a wrong token."""
 
 
-def test_a_wrong_token_is_one_line(two):
-    given = two.a.environment
-    two.a.environment = {**given, "RAY_AUTH_TOKEN": "0" * 64}
-    code, output = finish(start(two, "/tmp/refused", *SPLIT))
+@pytest.fixture(scope="module")
+def refused(two):
+    """Exit code and output of each refused run. They go side by side, as most of them wait."""
+    shutil.copytree(POLICY / "tiny_policy", two.a.path("/tmp/mine"))
+    given, runs = two.a.environment, {}
+    for number, (says, overrides) in enumerate(REFUSED.items()):
+        token = {} if overrides else {"RAY_AUTH_TOKEN": "0" * 64}
+        two.a.environment = given | token
+        runs[says] = start(two, f"/tmp/refused{number}", *SPLIT, *overrides)
     two.a.environment = given
-    assert code == 2, output
-    assert output.splitlines()[-1].startswith("config error: ray.address: auto given"), output
+    ends = {says: finish(run) for says, run in runs.items()}
+    assert_clean(two.a, two.b)
+    return ends
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_a_cluster_lacks_and_a_wrong_token_are_one_line_before_any_role_starts(refused, says):
+    code, output = refused[says]
+    assert code == 2 and output.splitlines()[-1].startswith(f"config error: {says}"), output
+    assert "starting parameter_server" not in output
 
 
 @pytest.mark.fault

@@ -16,7 +16,7 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     TrainersHandle,
 )
-from grpo_components.errors import RoleLostError
+from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -202,6 +202,23 @@ def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered(local_role
     asyncio.run(run())
 
 
+def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not(local_role):
+    async def run():
+        setting = Setting(local_role)
+        group = await setting.generated()
+
+        async def failing(kind):
+            raise RoleFailedError("replay_buffer", "cannot go on", "its.log", kind)
+
+        group.entry.text = failing("lost")
+        assert await setting.buffer.texts([group.entry]) == [None]
+        group.entry.text = failing("silent")
+        with pytest.raises(RoleFailedError):
+            await setting.buffer.texts([group.entry])
+
+    asyncio.run(run())
+
+
 def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(
     local_role, tmp_path
 ):
@@ -244,6 +261,11 @@ def test_references_share_the_groups_and_the_kl_goes_to_the_ledger(local_role):
             f"packed {i} with logprobs of {i % 2}" for i in range(3)
         ]
         assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
+        teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
+        graded = await teachers.add_logprobs(groups[0])
+        assert await graded.packed == "packed 0 with logprobs of 0 with logprobs of 0"
+        graded = await teachers.add_logprobs(group_of(1))
+        assert graded.entry.reference_kl is None
 
     asyncio.run(run())
 

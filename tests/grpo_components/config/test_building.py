@@ -128,8 +128,12 @@ def cfg(tmp_path):
             "num_steps": 10,
             "model": {"_component_": "torchtune.models.qwen2.qwen2", **MODEL},
             "checkpointer": {"model_type": "QWEN2"},
+            "model_type": "${checkpointer.model_type}",
+            "lora": None,
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
             "lr_scheduler": {"_component_": SCHEDULE, "num_warmup_steps": 2},
+            "loss": {"load_balancing_coeff": 0.0},
+            "compile": False,
             "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
         }
     )
@@ -178,6 +182,11 @@ def test_a_model_of_the_checkpoints_shapes_and_another_function_is_refused_by_it
         assert wrong(changed).startswith(f"model.{key}: {value} given, and ")
     cfg.model.update(num_heads=2, num_kv_heads=1)
     assert wrong(cfg).startswith("model.num_heads: 2 given, and ")
+
+
+def test_load_balancing_of_a_model_without_experts_is_refused(cfg):
+    cfg.loss.load_balancing_coeff = 0.01
+    assert wrong(cfg).startswith("loss.load_balancing_coeff: a number above 0 given")
 
 
 def test_a_model_of_another_family_is_refused(cfg):

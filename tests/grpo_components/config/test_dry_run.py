@@ -68,6 +68,11 @@ def test_a_whole_run(planned, tmp_path):
     assert found["output"] == [str(tmp_path / "run"), "a new folder"]
 
 
+def test_a_cluster_is_named_in_place_of_this_machine(planned):
+    (machine,) = planned(ray__address="10.0.0.1:6379")["machine"]
+    assert machine == "the Ray cluster at ray.address: 10.0.0.1:6379, which was not asked"
+
+
 def test_without_a_kl_no_reference_is_started(planned):
     assert not any("reference" in line for line in planned()["roles"])
 

@@ -1,8 +1,8 @@
-"""What vLLM can split over workers, from `config.json` alone."""
+"""What vLLM can run, and split over workers, from `config.json` alone."""
 
 import pytest
 
-from grpo_components.config.generator_checks import check_tensor_parallel
+from grpo_components.config.generator_checks import check_cpu_engine, check_tensor_parallel
 
 SIZES = {
     "num_attention_heads": 8,
@@ -34,3 +34,25 @@ def test_every_size_that_is_split_must_fit(workers, sizes, name, allowed):
 
 def test_a_model_without_kv_heads_has_as_many_as_heads():
     check_tensor_parallel(4, {"num_attention_heads": 4})
+
+
+EXPERTS = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 0, "hidden_size": 8}])
+def test_experts_that_vllm_computes_on_a_cpu_are_accepted(changes):
+    check_cpu_engine(EXPERTS | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"hidden_size": 48}, "hidden_size: 48"), ({"model_type": "gpt_oss"}, "mediate_size: 48")],
+)
+def test_widths_for_which_vllm_has_no_kernel_on_a_cpu_are_refused(changes, name):
+    with pytest.raises(ValueError, match=rf"^base_model_path: .*{name}.*allowed: .* 32$"):
+        check_cpu_engine(EXPERTS | changes)
+
+
+def test_a_family_that_the_engine_computes_otherwise_on_a_cpu_is_refused():
+    with pytest.raises(ValueError, match=r"^base_model_path: a model of cohere2 given, .*7\.0e-4"):
+        check_cpu_engine({"model_type": "cohere2"})

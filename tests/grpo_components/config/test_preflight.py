@@ -90,6 +90,12 @@ def test_an_enabled_profiler_traces_into_the_folder_of_the_run(cfg, check, refus
     assert refusal("profiler.steps=3").startswith("profiler.steps: unknown argument")
 
 
+def test_arguments_that_are_left_of_another_component_are_refused_with_its_own(refusal):
+    policy = "model._component_=grpo_components.models.hugging_face"
+    message = refusal(policy, "model.path=${base_model_path}")
+    assert message.startswith("model.vocab_size: unknown argument") and message.endswith(": path")
+
+
 def test_the_bound_on_the_disagreement_is_that_of_the_dtype_or_of_the_config(check):
     biased = ("generator.top_p=0.9", "generator.allow_biased_sampling=true")
     assert check().max_generator_kl == MAX_GENERATOR_KL["fp32"]

@@ -35,7 +35,13 @@ def leaves(schema=SCHEMA, prefix=""):
 
 
 NUMBERS = {key: schema for key, schema in leaves() if schema.get("type") in ("integer", "number")}
-COMPONENT = {"lr_scheduler": "a.Scheduler", "ptx": "a.Dataset"}  # null in the tiny config
+NULL = {
+    "lr_scheduler": {"_component_": "a.Scheduler"},
+    "ptx": {"_component_": "a.Dataset"},
+    "lora": {"rank": 8, "alpha": 16},
+    "teacher": {"path": "a/folder"},
+}
+"""Sections that are null in the tiny config, each with what it needs."""
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def refusal(values_with):
 
 def with_changes(values_with, changes):
     sections = {key.partition(".")[0] for key in changes if "." in key}
-    nodes = {name: {"_component_": COMPONENT[name]} for name in sections & COMPONENT.keys()}
+    nodes = {name: dict(NULL[name]) for name in sections & NULL.keys()}
     return values_with(**nodes, **{key.replace(".", "__"): v for key, v in changes.items()})
 
 
@@ -248,3 +254,9 @@ def test_a_wrong_schedule_names_what_is_wrong_in_it(key, change, wrong, refusal)
 def test_a_schedule_lacks_nothing(name, refusal):
     given = {key: value for key, value in LINEAR.items() if key != name}
     assert refusal({"loss.kl_coeff": given})[:2] == (f"loss.kl_coeff.{name}", "missing")
+
+
+def test_a_wrong_name_in_a_list_is_refused_with_the_names(refusal):
+    key, problem, allowed = refusal({"lora": {"rank": 8, "alpha": 16, "target_modules": ["q"]}})
+    assert key == "lora.target_modules" and "'q'" in problem
+    assert allowed.startswith("a list of q_proj, ") and "down_proj" in allowed

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from grpo_components.equivalence import __main__ as equivalence
-from grpo_components.equivalence import engine_rungs, family_rungs, resume, rungs
+from grpo_components.equivalence import engine_rungs, family_rungs, lora_rungs, resume, rungs
 from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
 from grpo_components.equivalence.families import FAMILIES
+from grpo_components.equivalence.hf_families import HF_FAMILIES
 from grpo_components.equivalence.rungs import Bench, max_difference, ragged_batch
 from grpo_components.setting_types import ModelType
 
@@ -19,11 +20,17 @@ SLOW = {  # they start Ray or vLLM
     rungs.recipe_is_plain_loop,
     rungs.synchronous_runs_are_identical,
     resume.resumed_is_uninterrupted,
+    resume.resumed_is_uninterrupted_by_transformers,
     rungs.generator_is_trainer,
     engine_rungs.pulled_engine_is_fresh_engine,
     engine_rungs.engine_pulled_under_load_is_fresh_engine,
     engine_rungs.two_workers_are_one,
+    family_rungs.reloaded_is_exported,
     family_rungs.every_family_samples_from_what_it_trained,
+    family_rungs.reloaded_is_exported_by_transformers,
+    family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
+    lora_rungs.adapter_is_merged_weights,
+    lora_rungs.generator_is_adapted_trainer,
 }
 
 
@@ -52,6 +59,17 @@ def test_a_rung_holds(bench, rung):
 
 def test_the_families_are_those_that_a_config_may_name():
     assert {family.model_type for family in FAMILIES.values()} == set(get_args(ModelType))
+
+
+def test_the_documented_families_of_transformers_are_those_of_the_rungs():
+    lines = (PAGE.parent / "models.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    documented = {row[0]: row for row in rows if len(row) == 6 and row[-1] == "yes"}
+    assert documented.keys() == HF_FAMILIES.keys()
+    for name, (_, model_type, _, shared, logprobs, _) in documented.items():
+        assert model_type == f"`{HF_FAMILIES[name]().model_type}`"
+        assert float(shared) < 1e-5
+        assert float(logprobs) < 1e-4
 
 
 def test_the_documented_table_is_up_to_date_and_every_rung_holds():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import LlamaConfig
 
 from grpo_components.plan.__main__ import main
 from grpo_components.settings import Settings
@@ -63,6 +64,7 @@ def test_every_gpu_config_fits_the_gpus_of_its_header(name, capsys):
             "num_trainers",
         ),
         ([*ALONE, f"{MODEL}_14b_base"], "num_references"),
+        (["num_generators=2", "generator.kv_cache_gib=10"], "generator.kv_cache_gib"),
         ([*ALONE, f"{MODEL}_32b_base"], "generator.tensor_parallel_size"),
         (["--gpus=1", "gpus_per_trainer=1", "object_store_memory=100000000"], "num_generators"),
     ],
@@ -83,6 +85,19 @@ def test_what_does_not_fit_is_named_by_its_key_in_a_line(overrides, key, capsys)
         (["--config", "qwen9B"], "--config: no config qwen9B"),
         (["--config", ONE_GPU, "num_trainers"], "overrides: num_trainers given"),
         (["--config", ONE_GPU, "num_trainer=2"], "num_trainer: unknown key"),
+        (["--config", ONE_GPU, "--gpus=0"], "--gpus: 0 given"),
+        (["--config", ONE_GPU, "--gpu-memory=nan"], "--gpu-memory: nan given"),
+        (["--config", ONE_GPU, "--gpu-memory=0"], "--gpu-memory: 0 given"),
+        (["--config", "tiny_async_grpo", "--gpus=2"], "--gpus: 2 given, and the config has device"),
+        (
+            ["--config", ONE_GPU, "tensor_parallel_dim=4", "num_trainers=4"],
+            "tensor_parallel_dim: 4",
+        ),
+        (
+            ["--config", ONE_GPU, "generator.tensor_parallel_size=4", "gpus_per_generator=1"],
+            "generator.tensor_parallel_size: 4 given, which does not divide",
+        ),
+        (["--config", ONE_GPU, "teacher.path=/nowhere"], "teacher.path: no file /nowhere/config"),
         (["--config", ONE_GPU, "dataset.max_prompt_tokens=null"], "dataset.max_prompt_tokens"),
     ],
 )
@@ -93,11 +108,18 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert errors.count("\n") == 1
 
 
-def test_a_config_on_a_cpu_counts_processes(capsys):
-    code, shown, errors = plan(capsys, "--config", "tiny_async_grpo_2x2")
+def test_a_config_on_a_cpu_counts_processes(capsys, tmp_path):
+    """And a teacher is planned with the sizes of its own folder."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 64, "num_hidden_layers": 3}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    given = (f"teacher.path={tmp_path}", "num_teachers=3")
+    code, shown, errors = plan(capsys, "--config", "tiny_async_grpo_2x2", *given)
     assert (code, errors) == (0, "")
-    for role in ("2 x generator", "2 x trainer", "1 x reference"):
+    for role in ("2 x generator", "2 x trainer", "1 x reference", "3 x teacher"):
         assert role in shown
+    (weights,) = re.findall(r"3 x teacher +([0-9.]+)", shown)
+    parameters = 2048 * (2 * 32000 + 3 * (4 * 2048 + 3 * 64))
+    assert float(weights) == pytest.approx(4 * parameters / 2**30, abs=0.05)
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

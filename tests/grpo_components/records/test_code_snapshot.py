@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,11 +18,16 @@ from grpo_components.records.code_snapshot import ABOUT, copy_code, save_code
 
 SHIPPED = recipes_folder() / "async_grpo_full_finetune_distributed.py"
 OURS = ("modules/snap", "modules/unrelated")
+TESTS = str(Path(__file__).parents[2])
 HEAD = "# run: 1\n# incarnation: 2\n"
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    # All test files of this process would be the user's, and each would be parsed.
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(TESTS):
+            monkeypatch.delitem(sys.modules, name)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(f"{HEAD}seed: 1\n")

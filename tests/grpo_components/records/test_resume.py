@@ -250,6 +250,7 @@ def test_a_missing_checkpoint_is_refused_by_its_key(run, tmp_path, resume_from):
         ({"optimizer": {"_component_": "SGD"}}, "optimizer._component_: 'SGD' ", "'AdamW'"),
         ({"lr_scheduler": {"_component_": "cosine"}}, "lr_scheduler._component_: ", "null"),
         ({"loss": {"kl_coeff": 0.1}}, "loss.kl_coeff: ", "0.0"),
+        ({"teacher": {"path": "/models/b"}}, "teacher: cannot change to or from null", "null"),
         ({"num_steps": 6}, "num_steps: 6 ", "above 6"),
     ],
 )

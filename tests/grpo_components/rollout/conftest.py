@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EngineOptions
@@ -32,6 +32,7 @@ def build_engine():
         max_num_seqs=64,
         workers=1,
         weight_transfer=None,
+        lora=None,
     ):
         options = EngineOptions(
             model_path=str(path),
@@ -45,6 +46,7 @@ def build_engine():
             recompute_kv_after_pull=recompute_kv_after_pull,
             tensor_parallel_size=workers,
             weight_transfer=weight_transfer,
+            lora=lora,
         )
         return VLLMEngine(options, seed=0, schedule=schedule)
 
@@ -73,7 +75,7 @@ def make_engine(build_engine):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Folders of two random models, A and B, with tied and with untied embeddings."""
+    """Folders of two random models, A and B: tied and untied embeddings, and experts with sinks."""
     folder = tmp_path_factory.mktemp("models")
     for tied in (True, False):
         for seed, name in enumerate("AB"):
@@ -91,6 +93,24 @@ def checkpoints(tmp_path_factory):
             )
             path = folder / f"{'tied' if tied else 'untied'}_{name}"
             Qwen2ForCausalLM(config).save_pretrained(path)
+    for seed, name in enumerate("AB"):
+        torch.manual_seed(seed)
+        config = GptOssConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=512,
+        )
+        model = GptOssForCausalLM(config)
+        for parameter in model.parameters():  # also sinks and biases, which are 0
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder / f"experts_{name}")
     return folder
 
 

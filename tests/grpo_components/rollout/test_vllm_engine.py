@@ -52,6 +52,18 @@ def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(
     assert {int(v) for c in after for v in c.token_versions} == {3}
 
 
+def test_weights_that_vllm_reads_past_its_loaders_are_missed_loudly(
+    make_engine, checkpoints, monkeypatch
+):
+    """vLLM reports that it loaded the experts of gpt-oss, and keeps the old ones."""
+    from grpo_components.rollout import vllm_weights
+
+    engine = make_engine(checkpoints / "experts_A")
+    monkeypatch.setattr(vllm_weights, "_WRITTEN_DIRECTLY", {"OAIAttention"})
+    with pytest.raises(RuntimeError, match=r"does not see the parameters .*w13_weight"):
+        engine.load_weights(1, weights(checkpoints / "experts_B")).result()
+
+
 def test_more_prompts_at_once_than_fit_into_one_step_are_all_answered(make_engine, checkpoints):
     """vLLM would read a part of one of them, and its CPU sampler cannot go back after that."""
     engine = make_engine(checkpoints / "tied_A")

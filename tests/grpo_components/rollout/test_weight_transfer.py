@@ -97,7 +97,7 @@ def relay(build_engine):
         each.pool.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 def test_weights_that_were_sent_are_those_of_the_object_store_and_of_a_fresh_engine(
     make_engine, checkpoints, relay, kind
 ):

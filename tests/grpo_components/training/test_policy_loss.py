@@ -1,4 +1,4 @@
-"""Compiling the policy loss."""
+"""Compiling the policy loss, and the teacher's term in it."""
 
 import runpy
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_components.objective.losses import LossInputs, at_step
-from grpo_components.objective.off_policy import NoCorrection
+from grpo_components.objective.off_policy import NoCorrection, OffPolicySequenceMask
 from grpo_components.objective.penalties import Penalties
 from grpo_components.training.policy_loss import PolicyLoss
 
@@ -53,3 +53,23 @@ def test_a_loss_that_came_by_value_compiles_to_the_same_numbers(make_loss):
     )
     torch.testing.assert_close(compiled, plain)
     torch.testing.assert_close(compiled_metrics, plain_metrics)
+
+
+def test_the_teachers_term_is_in_the_advantages_of_loss_and_correction():
+    """The second response is far from the generator: masked, since the teacher blames it."""
+    trainer = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
+    tokens = LossInputs(
+        trainer_logprobs=trainer,
+        generator_logprobs=torch.tensor([-1.0, -1.0, -1.0]),
+        advantages=torch.tensor([0.0, 0.0, 0.5]),
+        sequence_ids=torch.tensor([0, 0, 1]),
+        staleness=torch.zeros(3, dtype=torch.int64),
+        step=0,
+        teacher_logprobs=torch.tensor([-2.0, -0.5, -4.0]),
+    )
+    parts = (at_step(recipe_loss(), {"clip_low": 0.2, "clip_high": 0.2}), Penalties())
+    distilled = PolicyLoss(*parts, OffPolicySequenceMask(), teacher_coeff=2.0, compile_loss=False)
+    losses, metrics, weights = distilled(tokens, trainer.detach())
+    torch.testing.assert_close(losses.detach(), torch.tensor([2.0, -1.0, 0.0]))
+    assert weights is not None and weights.tolist() == [1, 1, 0]
+    assert metrics["teacher/kl"].tolist() == [1.0, -0.5, 1.0]

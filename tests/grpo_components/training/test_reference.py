@@ -39,7 +39,8 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def reference(model, tmp_path_factory):
+def arguments(model, tmp_path_factory):
+    """Arguments of a frozen model with the weights of `model`."""
     base = tmp_path_factory.mktemp("base")
     heads = {"num_heads": 4, "num_kv_heads": 2, "dim": 32, "tie_word_embeddings": True}
     weights = qwen2_tune_to_hf(model.state_dict(), **heads)
@@ -47,21 +48,26 @@ def reference(model, tmp_path_factory):
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
     (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    return Reference(
-        build_model=build_model,
-        build_checkpointer=partial(
+    return {
+        "build_model": build_model,
+        "build_checkpointer": partial(
             FullModelHFCheckpointer,
             checkpoint_dir=str(base),
             checkpoint_files=["model.safetensors"],
             model_type="QWEN2",
             output_dir=str(tmp_path_factory.mktemp("run")),
         ),
-        device="cpu",
-        dtype="fp32",
-        kl_estimator="k1",
-        tokens_per_micro_batch=24,
-        logprob_chunk_tokens=7,
-    )
+        "device": "cpu",
+        "dtype": "fp32",
+        "kl_estimator": "k1",
+        "tokens_per_micro_batch": 24,
+        "logprob_chunk_tokens": 7,
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(arguments):
+    return Reference(**arguments)
 
 
 def make(number, mask):
@@ -110,3 +116,16 @@ def test_logprobs_added_in_the_packed_form_are_those_added_to_each_record(refere
         trajectory.reference_logprobs = added.reference_logprobs
     assert batch_hash(packed) == batch_hash(pack(group))
     assert batch_hash({**packed, "reference_logprobs": None}) == before
+
+
+def test_a_teacher_fills_its_own_field_beside_the_references(reference, arguments):
+    """With the same weights both fields are the same bits."""
+    group = pack([make(number, [True, False, True]) for number in range(3)])
+    teacher = Reference(**arguments, field="teacher_logprobs")
+    both, divergences = teacher.add_logprobs(reference.add_logprobs(group)[0])
+    assert divergences == reference.add_logprobs(group)[1]
+    for trajectory in unpack(both):
+        trajectory.check()
+        assert trajectory.teacher_logprobs is not None
+        assert np.array_equal(trajectory.teacher_logprobs, trajectory.reference_logprobs)
+    assert teacher.add_logprobs(group)[0]["reference_logprobs"] is None

@@ -175,6 +175,7 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "enable_activation_checkpointing": False,
         "compile_model": False,
         "logprob_chunk_tokens": 7,
+        "lora": None,
         "ppo_epochs": 1,
         "updates_per_batch": 1,
         "tokens_per_micro_batch": WHOLE,
@@ -189,6 +190,8 @@ def trainer_arguments(base, rank, num_ranks, rendezvous, folder, **changes):
         "aggregation": TokenMean(),
         "off_policy": NoCorrection(),
         "token_advantages": None,
+        "teacher_coeff": 0.0,
+        "needs_reference": False,
         "ptx": None,
         "log_peak_memory_stats": False,
         "build_profiler": None,
@@ -213,7 +216,10 @@ class Ranks:
 
     def _start(self, num_ranks):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch and torchtune are imported once
+        # Not this module: the server has no test folder in its path, and passes over what it lacks.
+        context.set_forkserver_preload(
+            ["grpo_components.training.trainer", "grpo_components.models.qwen3_weights", "pytest"]
+        )
         while len(self._processes) < num_ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)

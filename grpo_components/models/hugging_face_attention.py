@@ -1,0 +1,128 @@
+"""Attention of transformers models over a column in which each prompt stands once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from grpo_components.models.shared_prompts import Block, Layout, over_blocks
+
+NAME = "grpo_shared_prompts"
+"""Name of the function among transformers' attention implementations."""
+_UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
+
+
+def register() -> None:
+    """Add the function to transformers' attention implementations.
+
+    There is no mask function of that name, so that models make no mask: the `Layout` is the mask.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    longest: int = 0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention over a column of tokens, with the signature that transformers asks for.
+
+    Args:
+        module: attention module.
+        query: [1, H, N, D] queries of H heads, of any floating dtype.
+        key: [1, K, N, D] keys of K heads; K divides H.
+        value: [1, K, N, E] values.
+        attention_mask: None; the layout says which tokens see each other.
+        layout: layout of the N tokens.
+        longest: number of tokens of the longest sequence.
+        scaling: factor of the scores; None is 1 / sqrt(D).
+        sliding_window: number of tokens that a query sees, itself among them; None is all.
+        softcap: bound c of the scores s, which become c * tanh(s / c), as in Gemma 2.
+        s_aux: [H] score of each head's attention sink, a key without a value, as in gpt-oss.
+        others: arguments of other attention functions.
+
+    Returns:
+        [1, N, H, E] outputs, and None for the attention weights.
+
+    Raises:
+        ValueError: the model asks for what this function does not compute.
+    """
+    name = type(module).__name__
+    if layout is None:
+        raise ValueError(f"{name} does not get the keyword arguments of the model's forward pass")
+    for argument in _UNSUPPORTED:
+        if others.get(argument) is not None:
+            raise ValueError(f"{name} has {argument}, which shared prompts do not support")
+    if attention_mask is not None or others.get("is_causal") is False:
+        raise ValueError(f"{name} has a mask of its own, so that it is not plainly causal")
+    if others.get("dropout"):
+        raise ValueError(f"{name} has attention dropout, which generators lack")
+    window = sliding_window if sliding_window and sliding_window < longest else None
+
+    def of_block(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
+        mask = block.mask if window is None else _windowed(block, layout.positions, window)
+        k, v = (_for_all_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
+        if softcap is None and s_aux is None:
+            return functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+            )
+        return _explicit(q, k, v, mask, scaling, softcap, s_aux)
+
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return over_blocks(of_block, q, k, v, layout)[None], None
+
+
+def _for_all_heads(x: Tensor, queries_per_key: int) -> Tensor:
+    """Repeat key or value heads [n, K, T, D] for their queries' heads [n, H, T, D]."""
+    if queries_per_key == 1:
+        return x
+    return x[:, :, None].expand(-1, -1, queries_per_key, -1, -1).flatten(1, 2)
+
+
+def _windowed(block: Block, positions: Tensor, window: int) -> Tensor:
+    """Return the block's mask without keys that lie a window or more before the query."""
+    distance = positions[block.queries][:, None, :, None] - positions[block.keys][:, None, None, :]
+    if block.mask is not None:
+        return block.mask & (distance < window)
+    order = torch.arange(block.queries.shape[1], device=positions.device)
+    # Padding asks and is asked as the first token of the column; only its order is in the mask.
+    distance = order[:, None] - order[None, :]
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def _explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention with capped scores or sinks, which torch's fused kernels lack."""
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    return weights[..., : k.shape[2]] @ v

@@ -1,0 +1,292 @@
+"""Puts low-rank adapters (LoRA, arXiv 2106.09685) on a policy, and gives them peft's names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchtune import training
+from torchtune.modules.peft import LoRALinear
+
+from grpo_components.exchange.weights import StateDict, checkpoint_shapes
+from grpo_components.models.loading import DTYPES
+from grpo_components.settings import LoraSettings
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Hugging Face's names of the linear layers that may have an adapter."""
+_HF_NAMES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""torchtune's names of linear layers -> Hugging Face's, where they differ."""
+_FUSING_FAMILIES = ("PHI3_MINI", "PHI4")
+"""Model families whose Hugging Face models hold several of our layers in one."""
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ADAPTER_FOLDER = "adapter"
+"""Name of a checkpoint's folder that holds the adapter."""
+ADAPTER_FILE = "adapter_model.safetensors"
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_PEFT_PREFIX = "base_model.model."
+_A, _B = "lora_a.weight", "lora_b.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Options of the adapters; the names are those of the config."""
+
+    rank: int
+    """Inner dimension r of each adapter's matrices A [r, in] and B [out, r]."""
+    alpha: float
+    """Numerator of the scale alpha / r of an adapter's output."""
+    target_modules: tuple[str, ...]
+    """Hugging Face's names of the linear layers that get an adapter, of TARGETS."""
+    dropout: float = 0.0
+    """Probability that an input of A is dropped in a training pass."""
+    save_merged: bool = False
+    """Whether checkpoints also hold the whole model, with the adapters merged into it."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A in the sum with the layer's own weight."""
+        return self.alpha / self.rank
+
+    @property
+    def reserved_rank(self) -> int:
+        """Rank for which vLLM reserves memory."""
+        return next(rank for rank in _VLLM_RANKS if rank >= self.rank)
+
+    def peft_config(self, base_model_path: str) -> dict[str, Any]:
+        """Return the contents of peft's `adapter_config.json`.
+
+        Args:
+            base_model_path: folder of the model that the adapter belongs to.
+        """
+        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model_path,
+            "r": self.rank,
+            "lora_alpha": alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+            "inference_mode": True,
+        }
+
+
+def lora_options(section: LoraSettings | None) -> LoraOptions | None:
+    """Return the options in a config's section `lora`; None if all weights are trained.
+
+    Args:
+        section: the section, whose values were checked.
+    """
+    if section is None:
+        return None
+    return LoraOptions(
+        rank=section.rank,
+        alpha=section.alpha,
+        target_modules=tuple(section.target_modules),
+        dropout=section.dropout,
+        save_merged=section.save_merged,
+    )
+
+
+def read_adapter_options(folder: Path) -> LoraOptions:
+    """Read the options of an adapter that `LoraOptions.peft_config` described.
+
+    Args:
+        folder: folder with `adapter_config.json`.
+
+    Raises:
+        ValueError: the file cannot be read, or describes another kind of adapter.
+    """
+    file = folder / "adapter_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        rank, alpha = int(found["r"]), float(found["lora_alpha"])
+        targets = tuple(found["target_modules"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} does not describe a LoRA adapter: {error!r}") from error
+    if not 1 <= rank <= _VLLM_RANKS[-1] or not set(targets) <= set(TARGETS):
+        raise ValueError(f"{file} has rank {rank} and target_modules {', '.join(targets)}")
+    return LoraOptions(rank=rank, alpha=alpha, target_modules=targets)
+
+
+def fused_targets(model_type: str, lora: LoraOptions) -> list[str]:
+    """Return the targets that a family's Hugging Face models hold in a fused layer.
+
+    Such a layer has no adapter of a part alone, neither in peft nor in vLLM.
+
+    Args:
+        model_type: torchtune's name of the family.
+        lora: options of the adapters.
+    """
+    fused = _FUSED if model_type in _FUSING_FAMILIES else ()
+    return [name for name in lora.target_modules if name in fused]
+
+
+def adapted_model(build_model: Callable[[], nn.Module], lora: LoraOptions, dtype: str) -> nn.Module:
+    """Build a policy whose target layers have adapters, and freeze everything else.
+
+    Frozen parameters are in the compute dtype, because nothing is added to them; the adapters are
+    float32 master weights.
+
+    Args:
+        build_model: builds the policy; called under the meta device.
+        lora: options of the adapters.
+        dtype: compute dtype, fp32 or bf16.
+    """
+    model = build_model().requires_grad_(False)
+    for parameter in model.parameters():  # not buffers: rotary tables stay float32
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    for path, module in list(model.named_modules()):
+        parent, _, name = path.rpartition(".")
+        if _HF_NAMES.get(name, name) in lora.target_modules and isinstance(module, nn.Linear):
+            setattr(model.get_submodule(parent), name, _adapted(module, lora))
+    return model
+
+
+def _adapted(linear: nn.Linear, lora: LoraOptions) -> LoRALinear:
+    with training.set_default_dtype(torch.float32), linear.weight.device:
+        layer = LoRALinear(
+            linear.in_features, linear.out_features, lora.rank, lora.alpha, lora.dropout
+        )
+    layer.weight, layer.bias = linear.weight, linear.bias
+    return layer
+
+
+def new_adapters(model: nn.Module) -> StateDict:
+    """Return adapters to start from, by the policy's names: A is random, from the seed, and B is 0.
+
+    Args:
+        model: policy with adapters, sharded or not.
+    """
+    random = torch.Generator().manual_seed(torch.initial_seed())
+    adapters: StateDict = {}
+    for name, parameter in model.state_dict().items():
+        if is_adapter(name):
+            adapters[name] = torch.zeros(parameter.shape)
+            if name.endswith(_A):  # as LoRALinear does
+                nn.init.kaiming_uniform_(adapters[name], a=math.sqrt(5), generator=random)
+    return adapters
+
+
+def is_target(name: str, lora: LoraOptions) -> bool:
+    """Whether a weight belongs to a layer that gets an adapter.
+
+    Args:
+        name: name of the weight, torchtune's or Hugging Face's.
+        lora: options of the adapters.
+    """
+    path, _, kind = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    is_in_layer = "layers." in name and ".experts." not in name
+    return kind == "weight" and is_in_layer and _HF_NAMES.get(layer, layer) in lora.target_modules
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of an adapted policy belongs to an adapter."""
+    return name.endswith((f".{_A}", f".{_B}"))
+
+
+def adapted_layers(model: nn.Module) -> set[str]:
+    """Return Hugging Face's names of the kinds of linear layers that have an adapter."""
+    paths = (name.removesuffix(f".{_A}") for name in model.state_dict() if name.endswith(f".{_A}"))
+    return {_HF_NAMES.get(name, name) for name in (path.rpartition(".")[2] for path in paths)}
+
+
+def pushed_shapes(base: Path, lora: LoraOptions | None) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that a push sends: of an adapter, by peft's names, or of all.
+
+    Args:
+        base: folder of the base model.
+        lora: options of the adapters; None sends whole models.
+    """
+    whole = checkpoint_shapes(base)
+    if lora is None:
+        return whole
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in whole.items():
+        if is_target(name, lora):
+            rows, columns = shape
+            shapes[_peft_name(name, "lora_A")] = (lora.rank, columns)
+            shapes[_peft_name(name, "lora_B")] = (rows, lora.rank)
+    return shapes
+
+
+def adapter_tensors(tensors: StateDict) -> StateDict:
+    """Return those of some tensors that have peft's names."""
+    return {name: t for name, t in tensors.items() if name.startswith(_PEFT_PREFIX)}
+
+
+class AdapterNames:
+    """Gives adapters peft's names, and B the row order of Hugging Face's weight.
+
+    Args:
+        to_hf: function that converts base weights to Hugging Face's names and row order.
+    """
+
+    def __init__(self, to_hf: Callable[[StateDict], StateDict]) -> None:
+        self._to_hf = to_hf
+        self._orders: dict[tuple[str, int, int], Tensor | None] = {}
+        """Hugging Face's order of the rows of a kind of layer; None if it is the same."""
+
+    def __call__(self, tensors: StateDict) -> StateDict:
+        """Convert whole adapters.
+
+        Args:
+            tensors: adapters by the policy's names, each with both of its matrices.
+        """
+        converted: StateDict = {}
+        for name, a in tensors.items():
+            path = name.removesuffix(f".{_A}")
+            if path == name:
+                continue
+            b = tensors[f"{path}.{_B}"]
+            weight = f"{path}.weight"
+            (hf_name,) = self._to_hf({weight: torch.empty(len(b), a.shape[1], device="meta")})
+            order = self._order(weight, len(b), a.shape[1])
+            converted[_peft_name(hf_name, "lora_A")] = a
+            converted[_peft_name(hf_name, "lora_B")] = b if order is None else b[order.to(b.device)]
+        return converted
+
+    def _order(self, weight: str, rows: int, columns: int) -> Tensor | None:
+        kind = weight.split(".")[-2], rows, columns
+        if kind not in self._orders:
+            numbers = torch.arange(rows, dtype=torch.int32)
+            (moved,) = self._to_hf({weight: numbers[:, None].expand(rows, columns)}).values()
+            order = moved[:, 0].long()
+            self._orders[kind] = None if torch.equal(order, numbers.long()) else order
+        return self._orders[kind]
+
+
+def merged(tensors: StateDict, scale: float) -> StateDict:
+    """Return weights of an adapted policy by the base model's names, each adapter in its layer.
+
+    Args:
+        tensors: whole layers of the policy.
+        scale: factor of B A.
+    """
+    merged_tensors: StateDict = {}
+    for name, tensor in tensors.items():
+        if is_adapter(name):
+            continue
+        path = name.removesuffix(".weight")
+        if (a := tensors.get(f"{path}.{_A}")) is not None:
+            added = tensors[f"{path}.{_B}"].float() @ a.float()
+            tensor = (tensor.float() + scale * added).to(tensor.dtype)
+        merged_tensors[name] = tensor
+    return merged_tensors
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the optimizer updates."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _peft_name(hf_name: str, matrix: str) -> str:
+    return f"{_PEFT_PREFIX}{cast(str, hf_name).removesuffix('weight')}{matrix}.weight"

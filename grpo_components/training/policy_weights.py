@@ -1,0 +1,75 @@
+"""Loads a trainer rank's policy, and exports what a push or a checkpoint has of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_components.exchange.weights import StateDict
+from grpo_components.models.hf_weights import file_converter
+from grpo_components.models.loading import DTYPES, load_sharded_model
+from grpo_components.models.lora import (
+    AdapterNames,
+    adapted_model,
+    is_adapter,
+    merged,
+    new_adapters,
+)
+from grpo_components.models.meshes import Meshes, Sharding
+from grpo_components.training.trainer_options import ModelOptions
+from grpo_components.training.weight_export import WeightExport
+
+
+def load_policy(model: ModelOptions, meshes: Meshes, sharding: Sharding) -> nn.Module:
+    """Load the policy, sharded over the ranks; only rank 0 reads the base model's files.
+
+    Args:
+        model: the policy, and how it is computed.
+        meshes: device meshes of the trainer ranks.
+        sharding: layout of the ranks, and where shards are kept.
+    """
+    build_model = model.build_model
+    if model.lora is not None:
+        build_model = partial(adapted_model, build_model, model.lora, model.dtype)
+    return load_sharded_model(
+        build_model,
+        model.build_checkpointer,
+        meshes,
+        sharding,
+        model_type=model.model_type,
+        dtype=model.dtype,
+        enable_activation_checkpointing=model.enable_activation_checkpointing,
+        compile_layers=model.compile_model,
+        new_weights=new_adapters,
+    )
+
+
+def weight_exports(
+    policy: nn.Module, model: ModelOptions, device: torch.device, rank: int, num_ranks: int
+) -> list[WeightExport]:
+    """Return the exports of a checkpoint; pushes send the first one.
+
+    Args:
+        policy: what `load_policy` returned.
+        model: the policy, and how it is computed.
+        device: device on which layers are gathered.
+        rank: rank of this process.
+        num_ranks: number of ranks, each of which exports its share.
+    """
+    to_hf = file_converter(policy, model.model_type, Path(model.base_model_path))
+
+    def export(convert: Callable[[StateDict], StateDict], **which: Any) -> WeightExport:
+        return WeightExport(policy, convert, DTYPES[model.dtype], device, rank, num_ranks, **which)
+
+    lora = model.lora
+    if lora is None:
+        return [export(to_hf)]
+    exports = [export(AdapterNames(to_hf), exported=is_adapter)]
+    if lora.save_merged:
+        exports.append(export(lambda layer: to_hf(merged(layer, lora.scale))))
+    return exports

@@ -1,0 +1,94 @@
+"""Real vLLM with adapters: a swap is for every request, and each token has its version."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from grpo_components.models.lora import LoraOptions, pushed_shapes
+from grpo_components.replay.schedule import Schedule
+
+LORA = LoraOptions(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "gate_proj"))
+PREFIX = "base_model.model."
+SWAPS = {16: 1, 32: 2}
+"""Engine step -> version that is swapped in before it."""
+
+
+def adapter(base, seed):
+    random = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.3 * torch.randn(shape, generator=random)
+        for name, shape in pushed_shapes(base, LORA).items()
+    }
+
+
+def logprobs(base, adapter, prompt, response):
+    """Logprobs of a response by the base model with an adapter merged into it."""
+    model = Qwen2ForCausalLM.from_pretrained(base)
+    state = model.state_dict()
+    for name in adapter or {}:
+        if "lora_A" in name:
+            added = adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+            state[name.removeprefix(PREFIX).replace("lora_A.", "")] += LORA.scale * added
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response.tolist()])).logits[0, len(prompt) - 1 : -1]
+    taken = torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])
+    return taken[:, 0].numpy()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_running_requests_go_on_with_each_new_adapter(make_engine, checkpoints, workers):
+    base = checkpoints / "untied_A"
+    prompts = [[5, 6, 7, number] for number in range(2)]
+    entries = [(0, "request 0"), *((step, f"weights {v}") for step, v in SWAPS.items())]
+    entries.append((32, "request 1"))
+    schedule = Schedule(recorded=entries, timeout_s=60)
+    engine = make_engine(
+        base, recompute_kv_after_pull=True, schedule=schedule, lora=LORA, workers=workers
+    )
+    versions = {0: None, **{version: adapter(base, version) for version in SWAPS.values()}}
+    requests = [
+        engine.submit(
+            prompt,
+            max_tokens=48 - 16 * number,
+            temperature=1.0,
+            seed=number,
+            stop_token_ids=[],
+            name=f"request {number}",
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    for version, given in list(versions.items())[1:]:
+        copies = {name: tensor.clone() for name, tensor in given.items()}
+        engine.load_weights(version, copies)
+    completions = [request.result() for request in requests]
+    assert [c.token_versions.tolist() for c in completions] == [
+        [0] * 16 + [1] * 16 + [2] * 16,
+        [2] * 32,
+    ]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for version, given in versions.items():
+            own = completion.token_versions == version
+            expected = logprobs(base, given, prompt, completion.token_ids)
+            # With their KV recomputed, tokens are those of the one adapter.
+            np.testing.assert_allclose(completion.logprobs[own], expected[own], atol=1e-4)
+    assert engine._engine.collective_rpc("list_loras") == [{2}] * workers  # no old one is kept
+
+
+def test_an_adapter_of_other_layers_is_refused_and_nothing_changes(make_engine, checkpoints):
+    base = checkpoints / "tied_A"
+    engine = make_engine(base, lora=LORA)
+    given = adapter(base, 1)
+    *_, last = given
+    for wrong, problem in (
+        ({name: t for name, t in given.items() if name != last}, f"missing tensor {last}"),
+        (given | {f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 64)}, "unknown tensor"),
+        (given | {last: given[last][:, :2]}, f"{last} has shape"),
+    ):
+        with pytest.raises(ValueError, match=problem.replace(".", r"\.")):
+            engine.load_weights(1, wrong)
+    response = engine.submit([5, 6], max_tokens=8, temperature=1.0, seed=0, stop_token_ids=[])
+    completion = response.result()
+    assert completion.token_versions.tolist() == [0] * 8
+    expected = logprobs(base, None, [5, 6], completion.token_ids)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
