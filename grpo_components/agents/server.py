@@ -7,7 +7,7 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from grpo_components.agents.answers import Kind, model_body, models_body
@@ -37,7 +37,7 @@ class AgentServer:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._socket = socket.create_server((_HOST, 0), backlog=4096)
-        self._port: int = self._socket.getsockname()[1]
+        self.port: int = self._socket.getsockname()[1]
         self.loop = asyncio.new_event_loop()
         """Event loop of the thread; sessions live in it."""
         options: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off"}
@@ -49,7 +49,7 @@ class AgentServer:
     def open(self, session: Session) -> str:
         """Serve a session; return its base URL."""
         self._sessions[session.address] = session
-        return f"http://{_HOST}:{self._port}/sessions/{session.address}/v1"
+        return f"http://{_HOST}:{self.port}/sessions/{session.address}/v1"
 
     def close_session(self, session: Session) -> None:
         """Refuse all further requests of a session."""
@@ -123,14 +123,24 @@ async def _reward(session: Session, request: Request) -> Response:
 
 def _sampled(kind: Kind) -> Callable[[Session, Request], Awaitable[Response]]:
     async def handle(session: Session, request: Request) -> Response:
-        call, text = await session.answer(kind, body := await _body(request))
+        body = await _body(request)
+        if body.get("stream") is True:
+            events = session.stream(kind, body, request.is_disconnected)
+            first = await anext(events)  # a wrong request has an answer of its own
+            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
+        call, text = await session.answer(kind, body)
         if await request.is_disconnected():
             return Response(status_code=499)  # nobody reads it, and the answer is not trained
         session.deliver(call)
-        media = "text/event-stream" if body.get("stream") is True else "application/json"
-        return Response(text, media_type=media)
+        return Response(text, media_type="application/json")
 
     return handle
+
+
+async def _joined(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in events:
+        yield event
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

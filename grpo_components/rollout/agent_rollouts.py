@@ -112,28 +112,30 @@ class AgentRollouts:
             ) from error
         finally:
             self._server.close_session(session)
+        await session.settle()
         if isinstance(session.error, EngineStoppedError):
             raise session.error
         if isinstance(session.error, ReplayError):
             raise ReplayError(f"{sample.name}: the agent differs at {session.failure.result()}")
+        problem, given = outcome.error, None
+        if problem is None:
+            try:
+                given = session.reward_calls(outcome.reward or {}) or session.rewards
+            except ValueError as error:
+                problem = f"agent: {error}"
         parts = session.parts()
-        problem = outcome.error or (None if parts else "agent: it ended without an answer")
+        if problem is None and not parts:
+            problem = "agent: it ended without an answer"
         facts = {"sample": number, **session.facts()}
         if problem is not None:
             slot = SlotRollout.failed(prompt_ids, problem)
             slot.session = facts
             return slot
-        score = await asyncio.wrap_future(
-            self._rewards.begin(
-                {
-                    **reward_input(sample.prompt, session.last_text, session.finish_reason),
-                    "agent_reward": session.reward if outcome.reward is None else outcome.reward,
-                    "transcript": session.transcript,
-                }
-            )
-        )
+        answered = reward_input(sample.prompt, session.last_text, session.finish_reason)
+        more = {"agent_reward": given, "transcript": session.transcript}
+        score = await asyncio.wrap_future(self._rewards.begin({**answered, **more}))
         slots = [SlotRollout.of_session(part, score, {"sample": number}) for part in parts]
-        slots[0].session, slots[0].others = facts, slots[1:]
+        slots[0].session, slots[0].others = facts | (slots[0].session or {}), slots[1:]
         return slots[0]
 
     def _session(self, sample: Sample, temperature: float) -> Session:
