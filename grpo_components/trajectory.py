@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -37,16 +37,20 @@ _SCALAR: dict[str, type[np.generic]] = {
     "success": np.bool_,
     "advantage": np.float32,
 }
-_OBJECTS = ("finish_reason", "reward_terms", "error")
+SESSION_COUNTS = (
+    *("calls", "trajectories", "prompt_tokens", "cached_tokens", "retokenized", "drift"),
+)
+"""Numbers that the record of an agent's session has; docs/agents.md explains them."""
+_OBJECTS = ("finish_reason", "reward_terms", "error", "session")
 
 
 @dataclass
 class Trajectory:
-    """One response to one prompt, unpadded.
+    """One response to one prompt, unpadded; or a part of one, if an agent's session forked.
 
     Later stages of a run fill in later fields, and never overwrite earlier ones. A *group* is the
-    list of the `group_size` trajectories that answer one prompt. P is the number of tokens of the
-    prompt, R that of the response.
+    list of the trajectories of the `group_size` responses that answer one prompt. P is the number
+    of tokens of the prompt, R that of the response.
     """
 
     prompt_ids: NDArray[np.int64]
@@ -84,6 +88,9 @@ class Trajectory:
     """[R] natural log probabilities under the frozen teacher; None without a teacher."""
     advantage: float = float("nan")
     """Advantage of the response; NaN until its batch is formed."""
+    session: dict[str, Any] | None = None
+    """Session of an agent that made the trajectory: `sample`, number of the response in its group;
+    the first trajectory of a session has its facts, too (docs/agents.md). None without an agent."""
 
     def check(self) -> None:
         """Assert the record's invariants: equal lengths, finite logprobs, known versions.
@@ -172,7 +179,7 @@ def unpack(packed: PackedTrajectories) -> list[Trajectory]:
     for name in _SCALAR:
         columns[name] = packed[name].tolist()
     for name in _OBJECTS:
-        columns[name] = packed[name]
+        columns[name] = _objects(packed, name)
     return [Trajectory(**{name: columns[name][i] for name in columns}) for i in range(size)]
 
 
@@ -222,8 +229,32 @@ def concatenate(groups: Iterable[PackedTrajectories]) -> PackedTrajectories:
     for name in _SCALAR:
         joined[name] = np.concatenate([part[name] for part in parts])
     for name in _OBJECTS:
-        joined[name] = [value for part in parts for value in part[name]]
+        joined[name] = [value for part in parts for value in _objects(part, name)]
     return joined
+
+
+def _objects(packed: PackedTrajectories, name: str) -> list[Any]:
+    """Return a column; groups in older checkpoints have no `session`."""
+    return packed[name] if name in packed else [None] * len(packed["group_id"])
+
+
+def response_numbers(packed: PackedTrajectories) -> NDArray[np.int64]:
+    """Return [S] number of each trajectory's response in the batch, counted from 0, in order.
+
+    Trajectories of one session have the same number; any other is a response of its own.
+
+    Args:
+        packed: packed trajectories; those of a session follow each other.
+    """
+    sessions, groups = _objects(packed, "session"), packed["group_id"].tolist()
+    numbers: list[int] = []
+    last: tuple[int, int] | None = None
+    for group, session in zip(groups, sessions, strict=True):
+        this = None if session is None else (group, session["sample"])
+        same = this is not None and this == last
+        numbers.append(numbers[-1] + (not same) if numbers else 0)
+        last = this
+    return np.array(numbers, dtype=np.int64)
 
 
 def _all_missing(values: Sequence[Any], name: str) -> bool:
@@ -239,8 +270,9 @@ def batch_hash(packed: PackedTrajectories) -> str:
         packed: packed trajectories, from `pack` or `concatenate`.
 
     Returns:
-        xxh3 (128 bits, hexadecimal) over all fields but two: `attempt`, which a resume increments,
-        and `error`, whose text may name a process and is not trained on.
+        xxh3 (128 bits, hexadecimal) over all fields but `attempt`, which a resume increments, and
+        `error`, whose text may name a process and is not trained on; of `session`, the response
+        and the rewards of its calls.
     """
     digest = xxhash.xxh3_128()
 
@@ -254,9 +286,13 @@ def batch_hash(packed: PackedTrajectories) -> str:
         else:
             digest.update(json.dumps(value, sort_keys=True, default=float).encode())
 
-    for name in sorted(packed.keys() - {"attempt", "error"}):
+    for name in sorted(packed.keys() - {"attempt", "error", "session"}):
         digest.update(name.encode())
         update(packed[name])
+    if any(sessions := _objects(packed, "session")):
+        update(response_numbers(packed))
+        if any(rewards := [(each or {}).get("call_rewards") for each in sessions]):
+            update(rewards)
     return digest.hexdigest()
 
 
@@ -270,9 +306,10 @@ class GroupSummary:
     """[G] reward of each response; NaN for failed samples."""
     successes: list[bool]
     response_tokens: list[int]
-    """[G] sampled tokens of each response."""
+    """[G] sampled tokens of each response, also those of a session that no trajectory has."""
     response_lengths: list[int]
-    """[G] all tokens of each response, with the environment's; the length limit counts these."""
+    """[G] all tokens of each response, with the environment's; the length limit counts these. The
+    longest trajectory's, of a session."""
     oldest_version: int
     """Oldest policy version of a sampled token; -1 if there is none, because all samples failed."""
     newest_version: int
@@ -283,6 +320,8 @@ class GroupSummary:
     """[G] unweighted rewards of each response by name; those of a failed sample may be missing."""
     turns: list[int]
     """[G] turns of the policy in each response: its stretches between the environment's tokens."""
+    sessions: dict[str, int] = field(default_factory=dict)
+    """Sums over the sessions of agents, by the names of `SESSION_COUNTS`; empty without agents."""
 
     @property
     def scored_successes(self) -> list[bool]:
@@ -304,20 +343,45 @@ def summarize(group: PackedTrajectories) -> GroupSummary:
         failed = all(reason == "error" for reason in group["finish_reason"])
         assert failed, f"group {group_id}: no sampled token"
         versions = np.array([-1])
+    responses = [*_responses(group)]
+    first = [rows[0] for rows in responses]
+    sessions, reasons = _objects(group, "session"), group["finish_reason"]
     return GroupSummary(
         group_id=group_id,
         prompt_index=int(group["prompt_index"][0]),
-        rewards=group["reward"].tolist(),
-        successes=group["success"].tolist(),
-        response_tokens=[int(mask.sum()) for mask in masks],
-        response_lengths=[len(mask) for mask in masks],
+        rewards=group["reward"][first].tolist(),
+        successes=group["success"][first].tolist(),
+        response_tokens=[
+            (sessions[rows[0]] or {}).get("sampled_tokens", sum(int(masks[i].sum()) for i in rows))
+            for rows in responses
+        ],
+        response_lengths=[max(len(masks[i]) for i in rows) for rows in responses],
         oldest_version=int(versions.min()),
         newest_version=int(versions.max()),
-        finish_reasons=list(group["finish_reason"]),
+        finish_reasons=[
+            "length" if "length" in (reasons[i] for i in rows) else reasons[rows[0]]
+            for rows in responses
+        ],
         errors=[error for error in group["error"] if error is not None],
-        reward_terms=list(group["reward_terms"]),
-        turns=[_num_stretches(mask) for mask in masks],
+        reward_terms=[group["reward_terms"][i] for i in first],
+        turns=[sum(_num_stretches(masks[i]) for i in rows) for rows in responses],
+        sessions=_session_counts([session for i in first if (session := sessions[i])]),
     )
+
+
+def _session_counts(sessions: Sequence[dict[str, Any]]) -> dict[str, int]:
+    known = [session for session in sessions if "drift" in session]  # older checkpoints lack it
+    if not known:
+        return {}
+    counts = {name: sum(session[name] for session in known) for name in SESSION_COUNTS}
+    return {"count": len(known), **counts, "forks": sum(len(s["forks"]) for s in known)}
+
+
+def _responses(packed: PackedTrajectories) -> Iterator[list[int]]:
+    """Yield the indices of each response's trajectories."""
+    numbers = enumerate(response_numbers(packed).tolist())
+    for _, rows in itertools.groupby(numbers, key=lambda pair: pair[1]):
+        yield [index for index, _ in rows]
 
 
 def _num_stretches(mask: NDArray[np.bool_]) -> int:

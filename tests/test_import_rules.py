@@ -28,6 +28,7 @@ ONLY_IMPORTERS = {
     "vllm": (
         *("grpo_components.rollout.vllm_engine", "grpo_components.rollout.vllm_weights"),
         *("grpo_components.rollout.weight_sender", "grpo_components.rollout.gloo_transfer"),
+        "grpo_components.agents.tool_calls",
         "grpo_components.rollout.vllm_adapters",
     ),
 }
@@ -49,7 +50,17 @@ WITHOUT_TORCH = (
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
     *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
-    *("rollout", "sizing", "cluster", "offline", "report", "evaluation", "records", "config"),
+    *(
+        "agents",
+        "rollout",
+        "sizing",
+        "cluster",
+        "offline",
+        "report",
+        "evaluation",
+        "records",
+        "config",
+    ),
     *("audit", "plan", "equivalence", "twin", "examples"),
 )
 """The ground is the modules that stand in no room."""

@@ -262,6 +262,13 @@ def has_slots_apart(node: DictConfig) -> bool:
     return bool(getattr(_get_component_from_path(node._component_), "slots_apart", False))
 
 
+def runs_agents(node: DictConfig) -> bool:
+    """Whether the environment serves the policy to agents."""
+    if node == SHIPPED_ENVIRONMENT:
+        return False
+    return bool(getattr(_get_component_from_path(node._component_), "runs_agents", False))
+
+
 def split_learning_rate(node: DictConfig) -> tuple[DictConfig, Schedule | None]:
     """Replace a schedule at `lr` by its first number; return the node, and the schedule or None."""
     if OmegaConf.is_dict(node.get("lr")):

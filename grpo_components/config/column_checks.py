@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.data.columns import CALL, other_columns
+from grpo_components.data.columns import CALL, OF_AGENTS, other_columns
 from grpo_components.errors import fail
 from grpo_components.settings import Settings
 
@@ -54,6 +54,8 @@ def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
     }
     for name, node in cfg.rewards.items():
         taken = columns_taken(_get_component_from_path(node._component_))
+        if set(taken) & set(OF_AGENTS) and _has_agents(cfg):
+            taken = [column for column in taken if column not in OF_AGENTS]
         for key, dataset in used.items() if taken else ():
             for row in range(len(dataset)):
                 columns = other_columns(dataset[row])
@@ -62,3 +64,8 @@ def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
                     problem = f"{node._component_} takes {lacking[0]}, which row {index} of {key}"
                     has = ", ".join(list(columns)[:_MAX_SHOWN]) or "none"
                     fail(f"rewards.{name}", f"{problem} lacks", f"its other columns: {has}")
+
+
+def _has_agents(cfg: Settings) -> bool:
+    environment = _get_component_from_path(cfg.environment._component_)
+    return bool(getattr(environment, "runs_agents", False))

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components
+from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components, runs_agents
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.teacher_checks import try_teacher
 from grpo_components.data.columns import reward_input
@@ -272,4 +272,7 @@ def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
         return None
     prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
     samples = [reward_input(prompt, str(prompt["answer"]), "stop") for prompt in prompts]
+    if runs_agents(cfg.environment):
+        given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
+        samples = [{**each, "agent_reward": given, "transcript": []} for each in samples]
     return RewardTrial(reward_specs(cast(Any, cfg.rewards)), samples, cfg.timeouts.reward_s)

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from grpo_components.config.agent_checks import try_agents
 from grpo_components.config.building import (
     build_environment,
     has_slots_apart,
     nested_components,
+    runs_agents,
 )
 from grpo_components.objective.component_errors import (
     ComponentError,
@@ -44,12 +46,15 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
         ComponentError: the environment, its world or a tool fails, hangs or breaks its contract;
             says how, with the traceback of its own code.
     """
+    limit_s = cfg.timeouts.rollout_s
+    trial_s = min(limit_s / 2, max(_TRIAL_S, limit_s / 20))
+    if runs_agents(cfg.environment):
+        return try_agents(cfg, trial_s)
     key, name = "environment", cfg.environment._component_
     if "world" in nested_components(cfg.environment):
         key, name = "environment.world", cfg.environment.world._component_
     num_slots = 1 if has_slots_apart(cfg.environment) else min(cfg.group_size, 2)
-    limit_s = cfg.timeouts.rollout_s
-    thread = EnvironmentThread(min(limit_s / 2, max(_TRIAL_S, limit_s / 20)))
+    thread = EnvironmentThread(trial_s)
 
     def call(function: Any, *args: Any, called: str = name, allowed: str = _ALLOWED) -> Any:
         """Call a function in the environment's thread, in which `sys.exit` must be caught."""

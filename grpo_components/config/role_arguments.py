@@ -11,7 +11,12 @@ from typing import Any
 from torchtune import config
 
 from grpo_components.cluster.building import threads_of
-from grpo_components.config.building import build_environment, has_slots_apart, split_learning_rate
+from grpo_components.config.building import (
+    build_environment,
+    has_slots_apart,
+    runs_agents,
+    split_learning_rate,
+)
 from grpo_components.config.gpu_checks import generator_gpus
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
@@ -262,6 +267,7 @@ def _generator(
             # Shorter than the driver's time-out for a generator: a hang costs only this group.
             timeout_s=cfg.timeouts.rollout_s / 2,
             slots_apart=has_slots_apart(cfg.environment),
+            runs_agents=runs_agents(cfg.environment),
         ),
         "rewards": RewardOptions(
             rewards=reward_specs(cfg.rewards),

@@ -10,6 +10,10 @@ OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", "seed")
 CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 """Keyword arguments of every reward, besides the columns."""
 
+OF_AGENTS = ("agent_reward", "transcript")
+"""What rewards of an agent's session may take, too: the rewards that the agent gave, by name, and
+the messages of its last chat, with the answer."""
+
 
 def other_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a prompt's row, without those that are named like another argument.

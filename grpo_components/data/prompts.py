@@ -118,7 +118,7 @@ def _hugging_face_chat(
 ) -> Encode:
     tokenizer, template = _chat_tokenizer(folder)
     # As in vLLM: some templates expect the content as a text, some as a list of parts.
-    in_parts = _LOOP_OVER_PARTS.search(template) is not None
+    in_parts = reads_parts(template)
 
     def render(text: str, system: str | None) -> str:
         turns = ([] if system is None else [("system", system)]) + [("user", text)]
@@ -150,6 +150,15 @@ def _hugging_face_chat(
         return tokenizer(prompt, add_special_tokens=False)["input_ids"], prompt
 
     return encode
+
+
+def reads_parts(template: str) -> bool:
+    """Whether a chat template expects the content of a message as a list of parts.
+
+    Args:
+        template: Jinja text of the template.
+    """
+    return _LOOP_OVER_PARTS.search(template) is not None
 
 
 def _chat_tokenizer(folder: str) -> tuple[Any, str]:

@@ -46,6 +46,7 @@ _Range = Annotated[list[_Whole], Field(min_length=2, max_length=2)]
 _Number = Annotated[
     float, Field(ge=0, le=LARGEST, allow_inf_nan=False), BeforeValidator(_before_rounding)
 ]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 # Numbers as keys have one spelling, so that two keys are never the same number.
 _Version = Annotated[str, Field(pattern="^(0|[1-9][0-9]*)$"), AfterValidator(_number_as_key)]
 
@@ -125,6 +126,9 @@ _Start = Annotated[
     | Annotated[_object(**_START, **_DRAWS), Tag("<old draws>")],
     Discriminator(_tag_of_start),
 ]
+_SESSIONS = _object(
+    **dict.fromkeys(("count", "calls", "trajectories", "forks", "drift", "retokenized"), _Whole)
+)
 _RECORDS: dict[str, TypeAdapter[Any]] = {
     "start": TypeAdapter(_Start),
     "step": TypeAdapter(
@@ -134,6 +138,8 @@ _RECORDS: dict[str, TypeAdapter[Any]] = {
             token_versions=dict[_Version, _Whole],
             max_staleness=_Whole | None,
             correction_mass=_Number | None,
+            trained_share=(_Share | None, None),  # records of older versions have none
+            sessions=(_SESSIONS | None, None),
             batch_hash=str,
             trained=list[_object(**_PROMPT, group_id=_Whole)],
         )

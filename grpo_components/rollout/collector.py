@@ -16,6 +16,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import step_mdp
 
+from grpo_components.agents.parts import SessionPart
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.vllm_engine import Completion, VLLMEngine
 from grpo_components.trajectory import Trajectory
@@ -173,6 +174,10 @@ class SlotRollout:
         self.finish_reason = ""
         self.score: Score | None = None
         self.done = False
+        self.session: dict[str, Any] | None = None
+        """What the record says of an agent's session; None without an agent."""
+        self.others: list[SlotRollout] = []
+        """Further trajectories of the session."""
 
     @classmethod
     def failed(cls, prompt_ids: NDArray[np.int64], error: str) -> SlotRollout:
@@ -180,6 +185,16 @@ class SlotRollout:
         slot = cls(prompt_ids)
         slot.finish_reason, slot.done = "error", True
         slot.score = Score(math.nan, {}, False, error)
+        return slot
+
+    @classmethod
+    def of_session(cls, part: SessionPart, score: Score, session: dict[str, Any]) -> SlotRollout:
+        """Make a slot of one trajectory of an agent's session."""
+        slot = cls(part.prompt_ids)
+        slot.response_ids, slot.response_mask = part.response_ids, part.response_mask
+        slot.logprobs, slot.versions = part.logprobs, part.versions
+        slot.finish_reason, slot.score, slot.done = part.finish_reason, score, True
+        slot.session = session | ({"call_rewards": part.call_rewards} if part.call_rewards else {})
         return slot
 
     def extend(self, turn: Any) -> None:
@@ -238,6 +253,7 @@ class SlotRollout:
             reward_terms=self.score.terms,
             success=self.score.success,
             error=self.score.error,
+            session=self.session,
         )
         trajectory.check()
         return trajectory

@@ -26,7 +26,8 @@ from grpo_components.rollout.generator_options import (
 )
 from grpo_components.rollout.malloc_arenas import limit_malloc_arenas
 from grpo_components.rollout.observation_text import encode_text
-from grpo_components.rollout.rollouts import Rollouts, Sample
+from grpo_components.rollout.open_rollouts import open_rollouts
+from grpo_components.rollout.rollouts import Sample
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.rollout.token_texts import token_texts
 from grpo_components.rollout.vllm_engine import BASE_VERSION, VLLMEngine
@@ -80,8 +81,7 @@ class Generator:
             rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
         )
         self._tokenizer = build_tokenizer()
-        self._sampling = sampling
-        self._stop_token_ids = set(sampling.stop_token_ids)
+        self._sampling, self._stop_token_ids = sampling, set(sampling.stop_token_ids)
         schedule = open_schedule(
             number, replay.schedule_folder, replay.replayed_folder, replay.timeout_s, restart_count
         )
@@ -90,11 +90,8 @@ class Generator:
         self._budget = SequenceBudget(rollouts_in_flight, sampling.group_size)
         threads = rollouts_in_flight if replay.replayed_folder is None else _REPLAY_THREADS
         threads *= sampling.group_size  # of some groups, only one response may be left
-        self._rollouts = Rollouts(
-            self._engine,
-            self._rewards,
-            sampling,
-            environment,
+        self._rollouts = open_rollouts(
+            *(self._engine, self._rewards, sampling, environment, engine),
             decode=self._decode,
             encode=partial(encode_text, self._tokenizer),
             threads=threads,
@@ -145,15 +142,16 @@ class Generator:
         ]
         slots = await self._rollouts.collect(samples, temperature)
         identity = {"epoch": epoch, "group_id": group_id, "attempt": attempt}
-        group = [slot.trajectory(prompt, **identity, temperature=temperature) for slot in slots]
+        record = partial(SlotRollout.trajectory, prompt=prompt, **identity, temperature=temperature)
+        shown = partial(self._readable, token_texts_too=self._log_token_texts)
         text = {
             "prompt_index": prompt["prompt_index"],
             "epoch": epoch,
             "prompt": prompt["prompt_text"],
             "answer": prompt["answer"],
-            "responses": [self._readable(t, token_texts_too=self._log_token_texts) for t in group],
+            "responses": [shown(record(slot)) for slot in slots],
         }
-        packed = pack(group)
+        packed = pack([record(part) for slot in slots for part in (slot, *slot.others)])
         return packed, summarize(packed), text
 
     async def evaluate(
@@ -184,6 +182,7 @@ class Generator:
                 # The first sample's name does not depend on `samples`.
                 f"evaluation of prompt {index}" + (f" sample {i}" if i else ""),
                 sampling_seed(seed, 1, index, i),
+                evaluates=True,
             )
             for prompt in prompts
             for index in (prompt["prompt_index"],)
@@ -381,6 +380,7 @@ class Generator:
             "reward_terms": trajectory.reward_terms,
             "success": trajectory.success,
             "error": trajectory.error,
+            **({"session": trajectory.session} if trajectory.session else {}),
             **texts,
         }
 

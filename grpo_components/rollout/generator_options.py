@@ -82,6 +82,8 @@ class EnvironmentOptions:
     """Seconds for all environment calls of one rollout together, rewards included."""
     slots_apart: bool = False
     """Whether each response gets its own environment and thread, instead of one per group."""
+    runs_agents: bool = False
+    """Whether it is an `AgentEnvironment`, which takes no arguments when it is built."""
 
 
 @dataclass(frozen=True, kw_only=True)

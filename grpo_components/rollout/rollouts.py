@@ -41,6 +41,8 @@ class Sample:
     seed: int
     ended: Callable[[], None] = lambda: None
     """Function to call once the response is scored; more calls do nothing."""
+    evaluates: bool = False
+    """Whether it is sampled for an evaluation, and not trained."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,12 @@ from grpo_components.models.loading import load_whole_model
 from grpo_components.models.logprobs import ResponseLogprobs, parts_of, token_batch
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.objective.reward_shaping import sequence_kl
-from grpo_components.trajectory import PackedTrajectories, split, token_sequences
+from grpo_components.trajectory import (
+    PackedTrajectories,
+    response_numbers,
+    split,
+    token_sequences,
+)
 
 
 class Reference:
@@ -57,7 +62,7 @@ class Reference:
             group: packed trajectories of one prompt.
 
         Returns:
-            The packed group with [R] float32 logprobs, and for each trajectory the estimated
+            The packed group with [R] float32 logprobs, and for each response the estimated
             KL(generator || this model) in nats, summed over its sampled tokens.
         """
         sequences = token_sequences(group)
@@ -78,5 +83,6 @@ class Reference:
             [int(mask.sum()) for mask in split(group, "response_mask")],
             self._kl_estimator,
         )
+        of_responses = np.bincount(response_numbers(group), weights=divergences)
         added = (flat, group["response_ids"][1])
-        return {**group, self._field: added}, divergences
+        return {**group, self._field: added}, of_responses.tolist()

@@ -1,8 +1,8 @@
-"""A response in a training step: which of its tokens are trained, and with what weight."""
+"""A trajectory in a training step: which of its tokens are trained, and with what weight."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.objective.component_errors import ComponentError
+from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.token_advantages import TokenAdvantages
-from grpo_components.trajectory import Trajectory
+from grpo_components.trajectory import PackedTrajectories, Trajectory, response_numbers, unpack
+
+_EPS = 1e-4
+"""Added to the deviation of the rewards of calls."""
 
 
 @dataclass
 class TrainSample:
-    """One response of the batch, with what the training step computes for it."""
+    """One trajectory of the batch, with what the training step computes for it."""
 
     trajectory: Trajectory
     mask: NDArray[np.bool_]
     """[R] True for tokens that are trained."""
     number: int = 0
     """Number of the response in its group, from 0."""
+    response: int = 0
+    """Number of the response in the batch, from 0; trajectories of a session share it."""
     logged: bool = False
     """Whether the rollout log gets the logprobs of its tokens."""
     loss_weight: float = 0.0
@@ -42,7 +48,7 @@ class TrainSample:
 
 
 def make_samples(
-    trajectories: Sequence[Trajectory],
+    batch: PackedTrajectories,
     advantages: NDArray[Any],
     trained_tokens: Callable[[Trajectory], NDArray[np.bool_]],
     num_logged: int,
@@ -50,31 +56,67 @@ def make_samples(
     """Build the samples of a batch.
 
     Args:
-        trajectories: S trajectories of the batch, group by group.
-        advantages: [S] numbers, one per trajectory.
+        batch: packed trajectories of S responses, group by group.
+        advantages: [S] numbers, one per response.
         trained_tokens: function of a trajectory; returns [R] bool, which of its tokens are trained.
-        num_logged: number of first samples whose token logprobs are logged.
+        num_logged: number of first responses of whose first trajectory token logprobs are logged.
 
     Raises:
         ComponentError: the shape of `advantages` is not [S].
     """
-    if np.shape(advantages) != (len(trajectories),):
-        problem = f"shape {np.shape(advantages)} given for {len(trajectories)} responses"
+    responses = response_numbers(batch).tolist()
+    num_responses = len(set(responses))
+    if np.shape(advantages) != (num_responses,):
+        problem = f"shape {np.shape(advantages)} given for {num_responses} responses"
         raise ComponentError(f"advantages: {problem}; allowed: one number per response")
     samples: list[TrainSample] = []
-    in_group: Counter[int] = Counter()
-    for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
-        trajectory.advantage = advantage
-        number, logged = in_group[trajectory.group_id], len(samples) < num_logged
-        samples.append(TrainSample(trajectory, trained_tokens(trajectory), number, logged))
-        in_group[trajectory.group_id] += 1
+    first_of_group: dict[int, int] = {}
+    for trajectory, response in zip(unpack(batch), responses, strict=True):
+        trajectory.advantage = advantages[response].item()
+        number = response - first_of_group.setdefault(trajectory.group_id, response)
+        is_first = not samples or samples[-1].response != response
+        logged = is_first and response < num_logged
+        mask = trained_tokens(trajectory)
+        samples.append(TrainSample(trajectory, mask, number, response, logged))
     return samples
+
+
+def split_responses(samples: Sequence[TrainSample], num_parts: int) -> list[list[TrainSample]]:
+    """Split samples into parts of about equally many responses, for the updates of a step.
+
+    Args:
+        samples: samples of a batch.
+        num_parts: number of parts.
+    """
+    num_responses = samples[-1].response + 1 if samples else 0
+    parts: list[list[TrainSample]] = []
+    for chunk in map(set, map(np.ndarray.tolist, np.array_split(range(num_responses), num_parts))):
+        parts.append([sample for sample in samples if sample.response in chunk])
+    return parts
+
+
+def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
+    """Set each token's weight in an update; the trajectories of a session weigh as one response.
+
+    Args:
+        part: samples of the update.
+        aggregation: function from [S] trained tokens of each response to [S] weights of a token.
+
+    Raises:
+        ComponentError: the aggregation does not return what its contract demands.
+    """
+    _, index = np.unique([sample.response for sample in part], return_inverse=True)
+    counts = np.zeros(index.max() + 1, np.int64)
+    np.add.at(counts, index, [sample.num_tokens for sample in part])
+    weights = checked_aggregation(aggregation, counts)
+    for sample, weight in zip(part, weights[index].tolist(), strict=True):
+        sample.loss_weight = weight
 
 
 def spread_advantages(
     samples: Sequence[TrainSample], token_advantages: TokenAdvantages | None, step: int
 ) -> None:
-    """Set the advantage of each trained token.
+    """Set the advantage of each trained token; calls of an agent with a reward have their own.
 
     Args:
         samples: samples of the global batch, the same on every rank.
@@ -89,7 +131,7 @@ def spread_advantages(
         for sample in samples:
             advantage = sample.trajectory.advantage
             sample.advantages = np.full(sample.num_tokens, advantage, np.float32)
-        return
+        return _add_call_advantages(samples)
     trajectories = [sample.trajectory for sample in samples]
     parts = token_advantages(trajectories, [sample.mask for sample in samples], step)
     for sample, part in zip(samples, parts, strict=True):
@@ -97,3 +139,28 @@ def spread_advantages(
             problem = f"per_token returned shape {part.shape} for {sample.num_tokens} tokens"
             raise ComponentError(f"advantages: {problem}; allowed: one number per token")
         sample.advantages = part.astype(np.float32)
+    _add_call_advantages(samples)
+
+
+def _add_call_advantages(samples: Sequence[TrainSample]) -> None:
+    """Add to each token the normalized rewards of its call and of those that continue it.
+
+    DeepSeekMath, arXiv 2402.03300, section 4.1.3 (process supervision), with an agent's calls as
+    steps: the rewards of all calls of a group are normalized together.
+    """
+    known: defaultdict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        rewards = (call["reward"] for call in _call_rewards(sample))
+        known[sample.trajectory.group_id] += [each for each in rewards if each is not None]
+    for sample in samples:
+        of_group, added = known[sample.trajectory.group_id], np.zeros(len(sample.mask))
+        for call in _call_rewards(sample):
+            centred = call["sum"] - call["count"] * float(np.mean(of_group))
+            deviation = float(np.std(of_group, ddof=1)) if len(of_group) > 1 else 0.0
+            added[slice(*call["tokens"])] = centred / (deviation + _EPS)
+        assert sample.advantages is not None, "the response's advantage comes first"
+        sample.advantages += added[sample.mask].astype(np.float32)
+
+
+def _call_rewards(sample: TrainSample) -> list[dict[str, Any]]:
+    return (sample.trajectory.session or {}).get("call_rewards", [])

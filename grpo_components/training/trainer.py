@@ -24,7 +24,6 @@ from grpo_components.models.lora import trained_parameters
 from grpo_components.models.meshes import join_ranks
 from grpo_components.models.micro_batches import plan_micro_batches
 from grpo_components.models.shared_prompts import Part
-from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.losses import LossInputs
 from grpo_components.rendezvous import Rendezvous
 from grpo_components.training.base_reference import add_reference_logprobs
@@ -37,7 +36,13 @@ from grpo_components.training.policy_loss import PolicyLoss
 from grpo_components.training.policy_weights import load_policy, weight_exports
 from grpo_components.training.profiling import StepProfiler
 from grpo_components.training.resource_use import ResourceUse
-from grpo_components.training.sample import TrainSample, make_samples, spread_advantages
+from grpo_components.training.sample import (
+    TrainSample,
+    make_samples,
+    set_loss_weights,
+    split_responses,
+    spread_advantages,
+)
 from grpo_components.training.skip_reasons import UpdateWatch, nothing_to_train
 from grpo_components.training.skipped_steps import dump_batch
 from grpo_components.training.step_result import StepResult
@@ -52,7 +57,7 @@ from grpo_components.training.trainer_options import (
     OptimizerOptions,
     RankOptions,
 )
-from grpo_components.trajectory import PackedTrajectories, Trajectory, unpack
+from grpo_components.trajectory import PackedTrajectories, Trajectory
 
 
 def _parts(samples: list[TrainSample]) -> list[Part]:
@@ -100,8 +105,8 @@ class Trainer:
         timeout_s = ranks.collective_timeout_s
         meshes = join_ranks(rank, num_ranks, rendezvous, device, self._sharding, timeout_s)
         self._model = load_policy(model, meshes, self._sharding)
-        offload = self._sharding.offload_activations
-        self._activations = OffloadActivations() if offload else nullcontext()
+        offloads = self._sharding.offload_activations
+        self._activations = OffloadActivations() if offloads else nullcontext()
         self._logprobs = ResponseLogprobs(
             self._model,
             chunk_tokens=model.logprob_chunk_tokens,
@@ -142,8 +147,8 @@ class Trainer:
         """Train on one global batch; each rank computes its part.
 
         Args:
-            batch: S = B * G packed trajectories (B groups of G), in the order of group ids.
-            advantages: [S] float32, one per trajectory.
+            batch: packed trajectories of S = B * G responses (B groups of G), by group id.
+            advantages: [S] float32, one per response.
             step: number of training steps done before this one, for the schedules.
 
         Returns:
@@ -198,11 +203,12 @@ class Trainer:
     def _samples(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> list[TrainSample]:
-        trajectories, logged = unpack(batch), self._diagnostics.logged_responses
+        logged = self._diagnostics.logged_responses
+        samples = make_samples(batch, advantages, self._trained_tokens, logged)
+        trajectories = [sample.trajectory for sample in samples]
         if self._is_reference and trajectories[0].reference_logprobs is None:
             parts = (self._logprobs, self._plan_parts, self._device)
             add_reference_logprobs(trajectories, self._model, *parts)
-        samples = make_samples(trajectories, advantages, self._trained_tokens, logged)
         spread_advantages(samples, self._objective.token_advantages, step)
         return samples
 
@@ -216,8 +222,7 @@ class Trainer:
             policy that the step starts from.
         """
         epochs = self._batch.ppo_epochs
-        split = np.array_split(np.arange(len(samples)), self._batch.updates_per_batch)
-        parts = [[samples[i] for i in indices] for indices in split]
+        parts = split_responses(samples, self._batch.updates_per_batch)
         needs_start = self._policy_loss.corrects or self._policy_loss.from_proximal
         start_known = needs_start and epochs * len(parts) > 1
         if start_known:
@@ -271,15 +276,10 @@ class Trainer:
             index: number of the update since the run's start, from 0.
             with_mismatch: measure the mismatch between trainer and generator.
         """
-        samples = [sample for sample in part if sample.num_tokens]
-        if not samples:  # the same on every rank
+        if not (samples := [s for s in part if s.num_tokens]):  # the same on every rank
             return {}
-        counts = np.array([sample.num_tokens for sample in part])
-        total_tokens, measured, watch = int(counts.sum()), TokenMetrics(), UpdateWatch()
-        weights = checked_aggregation(self._objective.aggregation, counts)
-        for sample, weight in zip(part, weights.tolist(), strict=True):
-            sample.loss_weight = weight
-        learning_rate = self._optimizer.param_groups[0]["lr"]
+        num_tokens, measured, watch = sum(s.num_tokens for s in part), TokenMetrics(), UpdateWatch()
+        set_loss_weights(part, self._objective.aggregation)
         self._optimizer.zero_grad(set_to_none=True)
         self._balancing.count(samples, self._forward, measured)
         for indices in self._plan(samples):
@@ -288,17 +288,17 @@ class Trainer:
                 continue
             members = [samples[i] for i in indices]
             losses = self._weighted_losses(members, measured, watch, first=with_mismatch)
-            measured.add({"loss/total": losses * total_tokens})
+            measured.add({"loss/total": losses * num_tokens})
             # Undo FSDP's average over ranks, because the weights already count all ranks' tokens.
             loss = losses.sum() + self._balancing.loss(members, measured)
             (loss * self._num_data_ranks).backward()
         if self._supervised is not None:
-            self._supervised.backward(index, measured, total_tokens)
+            self._supervised.backward(index, measured, num_tokens)
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # else the time of the update would have the backward pass
         began = time.perf_counter()
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_grad_norm)
-        metrics = measured.over_ranks(total_tokens, self._sharding.tensor)
+        metrics = measured.over_ranks(num_tokens, self._sharding.tensor)
         metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same on every rank
             self._optimizer.step()
@@ -307,7 +307,7 @@ class Trainer:
             self._skipped_because = watch.reason(self._model, metrics, first_of)
         self._is_first_update = False
         metrics["time/update"] = time.perf_counter() - began
-        return {**metrics, "lr": float(learning_rate)}
+        return {**metrics, "lr": float(self._optimizer.param_groups[0]["lr"])}
 
     def _weighted_losses(
         self, members: list[TrainSample], measured: TokenMetrics, watch: UpdateWatch, first: bool

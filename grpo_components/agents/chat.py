@@ -1,0 +1,160 @@
+"""Writes messages as the text of a prompt, in the format of the policy, and reads its turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_components.agents.requests import RequestError
+from grpo_components.data.prompts import reads_parts
+
+PLAIN = "plain"
+"""Name of the template that writes the contents of all messages one after the other."""
+_PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+class Chat:
+    """Converts between messages, text and token ids.
+
+    Args:
+        tokenizer: Hugging Face tokenizer of the policy.
+        template: None for the tokenizer's chat template; `plain`; or the path of a file with a
+            Jinja template.
+        stop_token_ids: tokens that end a turn.
+        parse: finds tool calls in a turn; None if requests have no tools.
+
+    Raises:
+        ValueError: there is no such template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        stop_token_ids: Sequence[int],
+        parse: Any = None,
+    ) -> None:
+        self._tokenizer, self.parse = tokenizer, parse
+        self._template = _template_text(tokenizer, template)
+        self._in_parts = reads_parts(self._template)
+        self.stop_token_ids = list(stop_token_ids)
+        self._stops = [self.decode([token_id]) for token_id in stop_token_ids]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """Write messages as the prompt of the next turn.
+
+        Args:
+            messages: messages in OpenAI's format.
+            tools: tools that the policy may call, in OpenAI's format.
+            arguments: further variables of the template.
+
+        Raises:
+            RequestError: the template cannot write them.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(
+                [self._for_template(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=self._template,
+                tokenize=False,
+                **{"add_generation_prompt": True, **arguments},
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            what = "the chat template cannot write these messages"
+            raise RequestError(f"{what}: {type(error).__name__}: {error}", "messages") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; names of control tokens become these tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, control tokens included."""
+        kept = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return self._tokenizer.decode(list(token_ids), **kept)
+
+    def stop_text(self, turn: str) -> str:
+        """Return the stop token's text at the end of a turn; empty if there is none."""
+        return next((stop for stop in self._stops if turn.endswith(stop)), "")
+
+    def turn_length(self, text: str, turn: str) -> int | None:
+        """Return how many characters at the start of a text are a turn.
+
+        The same tool calls in another spelling of JSON are the same turn: what the policy wrote is
+        kept. Anything else that differs is another turn.
+
+        Args:
+            text: text that may begin with the turn.
+            turn: text of the turn, with its stop token if it has one.
+
+        Returns:
+            The number of characters; None if the text begins with another turn.
+        """
+        if text.startswith(turn):
+            return len(turn)
+        stop = self.stop_text(turn)
+        end = text.find(stop) if stop else -1
+        if self.parse is None or end < 0:
+            return None
+        return end + len(stop) if self.parse.same(turn.removesuffix(stop), text[:end]) else None
+
+    @property
+    def marks(self) -> tuple[str, ...] | None:
+        """Texts with which a tool call begins; None if that is not known."""
+        mark = getattr(self.parse, "mark", None)
+        return None if mark is None else (mark,)
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as templates expect it: no fields without a value, arguments as data."""
+        written = {name: value for name, value in message.items() if value is not None}
+        content = _text_of(written.get("content", ""))
+        written["content"] = [{"type": "text", "text": content}] if self._in_parts else content
+        if calls := written.pop("tool_calls", None):
+            written["tool_calls"] = [_for_template(call) for call in calls]
+        return written
+
+
+def _template_text(tokenizer: Any, template: str | None) -> str:
+    if template == PLAIN:
+        return _PLAIN_TEMPLATE
+    allowed = f"null, {PLAIN}, or the path of a file with a Jinja template"
+    if template is None:
+        found = tokenizer.get_chat_template() if tokenizer.chat_template else None
+        if found is None:
+            problem = "null given, and the model's tokenizer has no chat template"
+            raise ValueError(f"environment.chat_template: {problem}; allowed: {allowed}")
+        return found
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{template!r} given, {error}"
+        raise ValueError(f"environment.chat_template: {problem}; allowed: {allowed}") from error
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    problem = f"content: {json.dumps(content)[:80]} given; allowed: a text, or parts with texts"
+    raise RequestError(problem, "messages")
+
+
+def _for_template(call: Any) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        arguments = function.get("arguments", "")
+        if isinstance(arguments, str):
+            function["arguments"] = json.loads(arguments or "{}")
+        return {**call, "function": function}
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        problem = f"tool_calls: {call!r:.80} given; allowed: a function with JSON arguments"
+        raise RequestError(problem, "messages") from error

@@ -1,0 +1,59 @@
+"""The environment of a config in which the policy serves an agent that somebody else wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MOST_CALLS = 100
+
+
+class AgentEnvironment:
+    """Runs an agent for each response, and trains what the policy answers it.
+
+    The agent is a function of a task (a dictionary with the row's columns, `prompt_text`, `answer`
+    and `seed`), or a command that reads the task as JSON from its standard input. It reaches the
+    policy with any OpenAI client, at the address and with the key in the environment variables
+    `OPENAI_BASE_URL` and `OPENAI_API_KEY`. Its reward is what the function returns, what it posts
+    to `reward` below the address, or what the config's rewards make of its last answer.
+
+    Args:
+        agent: dotted path of a function, sync or async; or `command: [program, argument, ...]`.
+        chat_template: None for that of the model; `plain` writes the messages' contents one after
+            the other; or the path of a file with a Jinja template.
+        tool_parser: vLLM's parser for the model's tool calls, such as `hermes`; None refuses tools.
+        max_calls: most requests of one session.
+
+    Raises:
+        ValueError: an argument is wrong; names its key.
+    """
+
+    slots_apart = True
+    """Each response has an agent of its own."""
+    runs_agents = True
+    """The generator serves agents instead of stepping an environment."""
+
+    def __init__(
+        self,
+        agent: str | Mapping[str, Sequence[str]],
+        chat_template: str | None = None,
+        tool_parser: str | None = None,
+        max_calls: int = _MOST_CALLS,
+    ) -> None:
+        self.agent = _checked_agent(agent)
+        self.chat_template, self.tool_parser = chat_template, tool_parser
+        if type(max_calls) is not int or max_calls < 1:
+            allowed = "a whole number of at least 1"
+            raise ValueError(f"environment.max_calls: {max_calls!r} given; allowed: {allowed}")
+        self.max_calls = max_calls
+
+
+def _checked_agent(agent: Any) -> str | list[str]:
+    """Return the dotted path of a function, or a program and its arguments."""
+    if isinstance(agent, str) and "." in agent.strip("."):
+        return agent
+    command = agent.get("command") if isinstance(agent, Mapping) and len(agent) == 1 else None
+    if isinstance(command, Sequence) and not isinstance(command, str) and command:
+        return [str(part) for part in command]
+    allowed = "the dotted path of a function, or `command` with a list of texts"
+    raise ValueError(f"environment.agent: {agent!r:.100} given; allowed: {allowed}")

@@ -1,0 +1,169 @@
+"""Runs agents in processes of their own, with a deadline, from the server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_START_S = 120.0
+"""Seconds for the agent's module to be imported."""
+_KILL_S = 20.0
+"""Seconds until the kernel has ended a killed agent."""
+_MAX_LINE = 1 << 24
+
+
+class AgentImportError(RuntimeError):
+    """The agent cannot be imported; no sample is to blame."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an agent ended."""
+
+    reward: dict[str, float] | None = None
+    """Rewards that it returned, by name."""
+    error: str | None = None
+    """Why its sample has failed; None if it ended well."""
+
+
+class AgentProcesses:
+    """Starts an agent for each session, through a process that has imported it already.
+
+    Args:
+        agent: dotted path of a function, or a program and its arguments.
+    """
+
+    def __init__(self, agent: str | list[str]) -> None:
+        self._agent = agent
+        self._name = agent if isinstance(agent, str) else " ".join(agent)
+        self._starting = asyncio.Lock()
+        self._host: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._running: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._next = 0
+
+    async def run(
+        self,
+        task: Mapping[str, Any],
+        variables: Mapping[str, str],
+        timeout_s: float,
+        failure: asyncio.Future[str],
+    ) -> Outcome:
+        """Run an agent to its end; whatever happens, nothing of it is left.
+
+        Args:
+            task: its argument, or as JSON the standard input of a command.
+            variables: environment variables to set.
+            timeout_s: deadline, in seconds.
+            failure: done, with the reason, if the session cannot go on.
+
+        Raises:
+            AgentImportError: the agent cannot be imported.
+        """
+        await self._ensure_host()
+        number, self._next = self._next, self._next + 1
+        ended = self._running[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"session": number, "task": dict(task), "variables": dict(variables)})
+            waiting: set[asyncio.Future[Any]] = {ended, failure}
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                return Outcome(error=f"agent: {failure.result()}")
+            if not ended.done():
+                limit = f"{timeout_s:g} s, half of timeouts.rollout_s"
+                return Outcome(error=f"agent: TimeoutError: {self._name} did not end in {limit}")
+            return self._outcome(ended.result())
+        finally:
+            if not ended.done():
+                self._send({"session": number})
+                await asyncio.wait([ended], timeout=_KILL_S)
+            self._running.pop(number, None)
+
+    def close(self) -> None:
+        """Kill all agents, and the process that starts them. Any thread may call this."""
+        if self._host is not None and self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)  # it ends its agents and itself
+            try:
+                self._host.wait(_KILL_S)
+            except subprocess.TimeoutExpired:
+                self._host.kill()
+                self._host.wait()
+
+    def _outcome(self, ended: Mapping[str, Any]) -> Outcome:
+        if "lost" in ended:
+            return Outcome(error=f"agent: {ended['lost']}")
+        status, text = ended["status"], ended["result"]
+        if text:
+            return Outcome(**json.loads(text))
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with status {status}"
+        is_command = not isinstance(self._agent, str)
+        return Outcome(error=None if is_command and status == 0 else f"agent: {self._name} {how}")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.write(json.dumps(message, default=str).encode() + b"\n")
+
+    async def _ensure_host(self) -> None:
+        async with self._starting:
+            if self._host is None or self._host.poll() is not None:
+                await self._start_host()
+
+    async def _start_host(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        local = os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
+        no_proxy = ",".join(filter(None, ["127.0.0.1", "localhost", local]))
+        self._host = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "grpo_components.agents.host"),
+                *(str(theirs.fileno()), json.dumps(self._agent)),
+            ],
+            env={
+                **os.environ,
+                # A Ray worker extends sys.path without setting PYTHONPATH.
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "PYTHONHASHSEED": "0",  # an agent may iterate over a set, and a replay again
+                "NO_PROXY": no_proxy,
+                "no_proxy": no_proxy,
+            },
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_MAX_LINE)
+        problem: str | None = f"its process did not start within {_START_S:g} s"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_START_S):
+                line = await reader.readline()
+                problem = json.loads(line)["problem"] if line else "its process ended"
+        if problem is not None:
+            self._host.kill()
+            self._host.wait()
+            raise AgentImportError(problem)
+        self._reading = asyncio.create_task(self._read(reader, self._writer))
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            answer = json.loads(line)
+            ended = self._running.get(answer["session"])
+            if ended is not None and not ended.done():
+                ended.set_result(answer)
+        for ended in self._running.values():
+            if not ended.done():
+                ended.set_result({"lost": "the process that starts agents ended"})
+        writer.close()

@@ -1,0 +1,53 @@
+"""Rewards that an agent gives itself, and the component that puts them into the sum of rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def checked_reward(value: Any) -> dict[str, float] | None:
+    """Return a reward of an agent as numbers by name.
+
+    Args:
+        value: None, a number (named `reward`), or a mapping of numbers by name.
+
+    Raises:
+        ValueError: it is something else, or not finite.
+    """
+    if value is None:
+        return None
+    named = value if isinstance(value, Mapping) else {"reward": value}
+    for name, number in named.items():
+        is_number = isinstance(number, int | float) and math.isfinite(number)
+        if not isinstance(name, str) or not is_number:
+            problem = f"the agent's reward is {value!r:.100}"
+            raise ValueError(f"{problem}; allowed: a finite number, or such numbers by name")
+    return {name: float(number) for name, number in named.items()}
+
+
+class AgentReward:
+    """Reward that the agent returned or posted.
+
+    Args:
+        name: its name, if the agent gives several.
+        max_reward: the largest one, at which a session succeeds.
+    """
+
+    def __init__(self, name: str = "reward", max_reward: float = 1.0) -> None:
+        self._name, self.max_reward = name, max_reward
+
+    def __call__(self, *, agent_reward: Mapping[str, float] | None = None, **_: Any) -> float:
+        """Return the reward of one session.
+
+        Args:
+            agent_reward: rewards that the agent gave, by name; None if it gave none.
+
+        Raises:
+            ValueError: the agent gave no reward of this name.
+        """
+        if agent_reward is None or self._name not in agent_reward:
+            given = "none" if agent_reward is None else ", ".join(agent_reward)
+            raise ValueError(f"the agent gave no reward named {self._name}; it gave: {given}")
+        return agent_reward[self._name]

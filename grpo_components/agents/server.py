@@ -1,0 +1,160 @@
+"""The HTTP server through which agents reach the policy: OpenAI's addresses, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from grpo_components.agents.answers import Kind, model_body, models_body
+from grpo_components.agents.requests import RequestError
+from grpo_components.agents.session import Session
+
+_HOST = "127.0.0.1"
+_START_S, _STOP_S = 60.0, 10.0
+_KEEP_ALIVE_S = 3600
+"""Seconds that an idle connection is kept: a client that reuses a closed one sees an error."""
+
+
+class AgentServer:
+    """Serves sessions in a thread of its own, whose event loop others may use.
+
+    Each session has an address and a key; a request with another key is refused.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._socket = socket.create_server((_HOST, 0), backlog=4096)
+        self.port: int = self._socket.getsockname()[1]
+        self.loop = asyncio.new_event_loop()
+        """Event loop of the thread; sessions live in it."""
+        options: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off"}
+        options |= {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
+        self._server = uvicorn.Server(uvicorn.Config(self._application(), **options))
+        self._thread = threading.Thread(target=self._run, name="agent-server", daemon=True)
+        self._thread.start()
+
+    def open(self, session: Session) -> str:
+        """Serve a session; return its base URL."""
+        self._sessions[session.address] = session
+        return f"http://{_HOST}:{self.port}/sessions/{session.address}/v1"
+
+    def close_session(self, session: Session) -> None:
+        """Refuse all further requests of a session."""
+        session.closed = True
+        self._sessions.pop(session.address, None)
+
+    def submit(self, work: Any) -> Future[Any]:
+        """Run a coroutine in the server's event loop. Any thread may call this."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Stop the server and its thread."""
+        self._server.should_exit = True
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._server.serve(sockets=[self._socket]))
+
+    def _application(self) -> Starlette:
+        base = "/sessions/{address}/v1"
+        routes = [
+            Route("/health", _health),
+            Route(f"{base}/models", self._guarded(_models)),
+            Route(f"{base}/models/{{model:path}}", self._guarded(_model)),
+            Route(f"{base}/chat/completions", self._guarded(_sampled("chat")), methods=["POST"]),
+            Route(f"{base}/completions", self._guarded(_sampled("text")), methods=["POST"]),
+            Route(f"{base}/reward", self._guarded(_reward), methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+
+    def _guarded(
+        self, handler: Callable[[Session, Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler that knows its session, and answers errors in OpenAI's format."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(self._session_of(request), request)
+            except RequestError as error:
+                return JSONResponse(error.body(), error.status)
+
+        return handle
+
+    def _session_of(self, request: Request) -> Session:
+        session = self._sessions.get(request.path_params["address"])
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        expected = session.key if session else ""
+        if not (session and hmac.compare_digest(given.encode(), expected.encode())):
+            problem = "the key is wrong, or the session of this address is over"
+            raise RequestError(problem, status=401, code="invalid_api_key")
+        return session
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _models(session: Session, request: Request) -> Response:
+    return JSONResponse(models_body())
+
+
+async def _model(session: Session, request: Request) -> Response:
+    return JSONResponse(model_body(request.path_params["model"]))
+
+
+async def _reward(session: Session, request: Request) -> Response:
+    session.post_reward(await _body(request))
+    return JSONResponse({"status": "ok"})
+
+
+def _sampled(kind: Kind) -> Callable[[Session, Request], Awaitable[Response]]:
+    async def handle(session: Session, request: Request) -> Response:
+        body = await _body(request)
+        if body.get("stream") is True:
+            events = session.stream(kind, body, request.is_disconnected)
+            first = await anext(events)  # a wrong request has an answer of its own
+            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
+        call, text = await session.answer(kind, body)
+        if await request.is_disconnected():
+            return Response(status_code=499)  # nobody reads it, and the answer is not trained
+        session.deliver(call)
+        return Response(text, media_type="application/json")
+
+    return handle
+
+
+async def _joined(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in events:
+        yield event
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    known = "chat/completions, completions, models, reward below the base URL; /health"
+    problem = f"{request.method} {request.url.path}: not served; allowed: {known}"
+    return JSONResponse(RequestError(problem, status=status).body(), status)
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the request is not a JSON object")
+    return body

@@ -1,0 +1,54 @@
+"""Checks an environment that runs agents, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from grpo_components.agents.chat import Chat
+from grpo_components.agents.environment import AgentEnvironment
+from grpo_components.agents.host import imported
+from grpo_components.config.building import build_environment
+from grpo_components.errors import fail
+from grpo_components.objective.component_errors import named_failure
+from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
+from grpo_components.settings import Settings
+
+
+def try_agents(cfg: Settings, limit_s: float) -> None:
+    """Build the environment, read its chat template, and import the agent.
+
+    Args:
+        cfg: settings checked by preflight.
+        limit_s: seconds for the import.
+
+    Raises:
+        ValueError: a setting is wrong, or does not go with agents; names its key.
+        ComponentError: the agent cannot be imported.
+    """
+    _check_settings(cfg)
+    environment: AgentEnvironment = build_environment(cfg.environment)
+    tokenizer: Any = AutoTokenizer.from_pretrained(cfg.base_model_path)
+    Chat(tokenizer, environment.chat_template, ())
+    agent = environment.agent
+    if isinstance(agent, str):
+        thread = EnvironmentThread(limit_s)
+        try:
+            thread.call(_import, agent)
+        except HungCallError as error:
+            fail("environment.agent", f"{agent}: its import hangs: {error}", "one that ends")
+        thread.leave(lambda: None)
+
+
+def _check_settings(cfg: Settings) -> None:
+    if cfg.reward_model.path is not None:  # it reads one text per response
+        fail("reward_model.path", "given, and the environment runs agents", "null")
+    if cfg.rollout_only:
+        fail("rollout_only", "given, and the environment runs agents", "false")
+
+
+def _import(path: str) -> None:
+    allowed = "the dotted path of a function, installed or in the current folder"
+    with named_failure("environment.agent", path, (Exception, SystemExit), allowed):
+        imported(path)

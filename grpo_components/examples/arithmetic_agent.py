@@ -1,0 +1,42 @@
+"""An agent for the tiny policy: the policy writes a sum, a tool computes it, the policy answers.
+
+It knows nothing of this package: it reaches the policy with OpenAI's client, whose address and key
+are in the environment, and returns its reward.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from openai import AsyncOpenAI
+
+
+def calculator(expression: str) -> str:
+    """Compute a sum or a difference of two numbers, such as `3+4`."""
+    found = re.fullmatch(r"\s*(\d{1,6})\s*([+-])\s*(\d{1,6})\s*", expression)
+    if found is None:
+        return "?"
+    left, sign, right = found.groups()
+    return str(int(left) + int(right) if sign == "+" else int(left) - int(right))
+
+
+async def run(task: dict[str, Any]) -> dict[str, float]:
+    """Answer one task.
+
+    Args:
+        task: a row of the data set; its `prompt_text` is the question.
+    """
+    async with AsyncOpenAI() as client:
+        messages: list[Any] = [{"role": "user", "content": task["prompt_text"]}]
+        ask = client.chat.completions.create
+        first = await ask(model="policy", messages=messages, stop=["="], max_tokens=8)
+        expression = first.choices[0].message.content or ""
+        result = calculator(expression)
+        messages += [
+            {"role": "assistant", "content": expression},
+            {"role": "tool", "content": f"={result}\n#### "},
+        ]
+        last = await ask(model="policy", messages=messages, stop=["\n"], max_tokens=6)
+    answer = (last.choices[0].message.content or "").strip()
+    return {"reward": float(answer == task["answer"].rpartition(" ")[2]), "used": result != "?"}

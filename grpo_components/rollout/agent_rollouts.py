@@ -1,0 +1,163 @@
+"""Rolls out responses by serving the policy to agents, one session for each response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from grpo_components.agents.chat import Chat
+from grpo_components.agents.environment import AgentEnvironment
+from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.server import AgentServer
+from grpo_components.agents.session import Session, SessionLimits
+from grpo_components.agents.tool_calls import TurnParser
+from grpo_components.data.columns import other_columns, reward_input
+from grpo_components.errors import ReplayError
+from grpo_components.objective.component_errors import ComponentError
+from grpo_components.rewards.pool import RewardPool
+from grpo_components.rollout.collector import SlotRollout, sampling_seed
+from grpo_components.rollout.generator_options import (
+    EngineOptions,
+    EnvironmentOptions,
+    SamplingOptions,
+)
+from grpo_components.rollout.rollouts import Sample
+from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
+
+_log = logging.getLogger(__name__)
+
+
+class AgentRollouts:
+    """Serves a policy to agents, and records and scores their sessions.
+
+    Args:
+        engine: engine that all sessions share.
+        rewards: scores the sessions.
+        sampling: options of sampling.
+        environment: options of the environment, an `AgentEnvironment`.
+        engine_options: options of the engine.
+    """
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        rewards: RewardPool,
+        sampling: SamplingOptions,
+        environment: EnvironmentOptions,
+        engine_options: EngineOptions,
+    ) -> None:
+        self._engine, self._rewards, self._sampling = engine, rewards, sampling
+        self._timeout_s, self._max_model_len = environment.timeout_s, engine_options.max_model_len
+        built: Any = environment.build_environment()
+        self._options: AgentEnvironment = built
+        tokenizer = AutoTokenizer.from_pretrained(engine_options.model_path)
+        name = self._options.tool_parser
+        parse = None if name is None else TurnParser(name, tokenizer)
+        template, stops = self._options.chat_template, sampling.stop_token_ids
+        self._chat = Chat(tokenizer, template, stops, parse)
+        self._processes = AgentProcesses(self._options.agent)
+        self._server = AgentServer()
+
+    async def collect(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+        """Run one session for each sample, all at once.
+
+        Args:
+            samples: the responses to sample.
+            temperature: sampling temperature; 0 always takes the likeliest token.
+
+        Returns:
+            What was sampled and scored, in the order of the samples; a session whose agent failed
+            is a failed sample.
+
+        Raises:
+            EngineStoppedError: the engine's thread has ended.
+            RewardPoolError: the rewards cannot be computed at all.
+            ComponentError: the agent cannot be imported, or a reward never answered.
+            ReplayError: in a replay, an agent made another call than in the recorded run.
+        """
+        with self._engine.use.rollout():
+            return await asyncio.wrap_future(self._server.submit(self._all(samples, temperature)))
+
+    async def _all(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
+        runs = (self._one(number, each, temperature) for number, each in enumerate(samples))
+        return await asyncio.gather(*runs)
+
+    async def _one(self, number: int, sample: Sample, temperature: float) -> SlotRollout:
+        try:
+            slot = await self._rolled_out(number, sample, temperature)
+        finally:
+            sample.ended()
+        if slot.score is not None and slot.score.error is not None:
+            _log.error("%s failed: %s", sample.name, slot.score.error)
+        return slot
+
+    async def _rolled_out(self, number: int, sample: Sample, temperature: float) -> SlotRollout:
+        session = self._session(sample, temperature)
+        prompt_ids = np.asarray(sample.prompt["prompt_ids"])
+        base_url = self._server.open(session)
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": session.key}
+        task = _task(sample.prompt)
+        try:
+            outcome = await self._processes.run(task, variables, self._timeout_s, session.failure)
+        except AgentImportError as error:
+            line, _, trace = str(error).partition("\n")
+            raise ComponentError(
+                f"{line}; allowed: a function that can be imported", trace
+            ) from error
+        finally:
+            self._server.close_session(session)
+        await session.settle()
+        if isinstance(session.error, EngineStoppedError):
+            raise session.error
+        if isinstance(session.error, ReplayError):
+            raise ReplayError(f"{sample.name}: the agent differs at {session.failure.result()}")
+        problem, given = outcome.error, None
+        if problem is None:
+            try:
+                given = session.reward_calls(outcome.reward or {}) or session.rewards
+            except ValueError as error:
+                problem = f"agent: {error}"
+        parts = session.parts()
+        if problem is None and not parts:
+            problem = "agent: it ended without an answer"
+        facts = {"sample": number, **session.facts()}
+        if problem is not None:
+            slot = SlotRollout.failed(prompt_ids, problem)
+            slot.session = facts
+            return slot
+        answered = reward_input(sample.prompt, session.last_text, session.finish_reason)
+        more = {"agent_reward": given, "transcript": session.transcript}
+        score = await asyncio.wrap_future(self._rewards.begin({**answered, **more}))
+        slots = [SlotRollout.of_session(part, score, {"sample": number}) for part in parts]
+        slots[0].session, slots[0].others = facts | (slots[0].session or {}), slots[1:]
+        return slots[0]
+
+    def _session(self, sample: Sample, temperature: float) -> Session:
+        submit = partial(
+            self._engine.submit, temperature=temperature, truncation=self._sampling.truncation
+        )
+        limits = SessionLimits(
+            max_calls=self._options.max_calls,
+            max_model_len=self._max_model_len,
+            max_response_tokens=self._sampling.max_response_tokens,
+            temperature=temperature,
+            any_temperature=sample.evaluates,
+        )
+        return Session(sample.name, self._chat, submit, partial(sampling_seed, sample.seed), limits)
+
+    def close(self) -> None:
+        """End all agents and the server."""
+        self._processes.close()
+        self._server.close()
+
+
+def _task(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Return what an agent gets of a prompt."""
+    own = {name: prompt[name] for name in ("prompt_text", "answer", "seed", "prompt_index")}
+    return {**other_columns(prompt), **own}

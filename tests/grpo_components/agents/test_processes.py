@@ -1,0 +1,208 @@
+"""Agents in processes of their own: how they end, and that nothing of them is left."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from grpo_components.agents.host import imported
+from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.rewards import AgentReward, checked_reward
+
+AGENT = """
+import asyncio, os, random, subprocess, sys, time
+
+def plain(task):
+    return task["answer"] == os.environ["OPENAI_API_KEY"]
+
+async def coroutine(task):
+    await asyncio.sleep(0)
+    return {"a": 1, "b": random.random()}
+
+def raises(task):
+    raise RuntimeError("no idea")
+
+def exits(task):
+    sys.exit(3)
+
+def nonsense(task):
+    return "great"
+
+def dies(task):
+    os.kill(os.getpid(), 9)
+
+def hangs(task):
+    code = "import time; time.sleep(600)"
+    start = [sys.executable, "-c", code]
+    children = [subprocess.Popen(start, start_new_session=new) for new in (False, True)]
+    pids = [os.getpid(), *(child.pid for child in children)]
+    open(task["file"], "w").write(" ".join(map(str, pids)))
+    time.sleep(600)
+"""
+TASK = {"answer": "sk-1", "seed": 5}
+
+
+@pytest.fixture
+def agents(tmp_path, monkeypatch):
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    (tmp_path / "broken_agent.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run_one(agent, task=TASK, timeout_s=30.0, fails_after=None):
+    """Run an agent once; return its outcome."""
+
+    async def run():
+        processes = AgentProcesses(agent)
+        failure = asyncio.get_running_loop().create_future()
+        variables = {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": "http://127.0.0.1:1"}
+        if fails_after is not None:
+            asyncio.get_running_loop().call_later(fails_after, failure.set_result, "enough")
+        try:
+            return await processes.run(task, variables, timeout_s, failure)
+        finally:
+            processes.close()
+
+    return asyncio.run(run())
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def test_a_reward_is_what_the_function_returns(agents):
+    assert run_one("my_agent.plain").reward == {"reward": 1.0}
+    first, again = (run_one("my_agent.coroutine").reward for _ in range(2))
+    assert first == again  # the task's seed is that of `random`
+    assert first["a"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("raises", "agent: RuntimeError (FILE:12): no idea\n"),
+        ("exits", "agent: SystemExit (FILE:15): 3\n"),
+        ("nonsense", "allowed: a finite number, or such numbers by name"),
+        ("dies", "agent: my_agent.dies was killed by SIGKILL"),
+    ],
+)
+def test_an_agent_that_fails_says_how(agents, name, error):
+    found = run_one(f"my_agent.{name}").error
+    assert error.replace("FILE", str(agents / "my_agent.py")) in found
+
+
+@pytest.mark.parametrize("fails_after", [None, 3.0])
+def test_nothing_is_left_of_an_agent_that_does_not_end(agents, fails_after):
+    file = agents / "pids"
+    timeout_s = 3.0 if fails_after is None else 60.0
+    outcome = run_one("my_agent.hangs", {**TASK, "file": str(file)}, timeout_s, fails_after)
+    limit = "agent: TimeoutError: my_agent.hangs did not end in 3 s, half of timeouts.rollout_s"
+    assert outcome.error == (limit if fails_after is None else "agent: enough")
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert len(pids) == 3
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+OWNER = """
+import asyncio, json, sys
+from grpo_components.agents.processes import AgentProcesses
+
+async def run():
+    processes = AgentProcesses("my_agent.hangs")
+    failure = asyncio.get_running_loop().create_future()
+    variables = {"OPENAI_API_KEY": "sk-1"}
+    await processes.run({"file": sys.argv[1], "seed": 1}, variables, 600.0, failure)
+
+asyncio.run(run())
+"""
+
+
+def test_nothing_is_left_if_the_generator_is_killed(agents):
+    file = agents / "pids"
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(file)], env=environment) as owner:
+        assert until(lambda: file.exists() and len(file.read_text().split()) == 3)
+        owner.send_signal(signal.SIGKILL)
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert until(lambda: not [pid for pid in pids if is_alive(pid)])
+
+
+def until(condition):
+    """Wait for a condition; return whether it came."""
+
+    async def wait():
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0.05)
+
+    try:
+        asyncio.run(wait())
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_a_command_reads_its_task_from_standard_input(tmp_path):
+    code = """
+        import json, os, pathlib, sys
+        task = json.load(sys.stdin)
+        pathlib.Path(task["file"]).write_text(os.environ["OPENAI_API_KEY"])
+        sys.exit(task["status"])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    file = tmp_path / "key"
+    task = {**TASK, "file": str(file), "status": 0}
+    assert run_one(command, task).error is None
+    assert file.read_text() == "sk-1"
+    assert run_one(command, {**task, "status": 4}).error.endswith("ended with status 4")
+    assert run_one(["no-such-program"], task).error.endswith("ended with status 127")
+
+
+@pytest.mark.parametrize("agent", ["broken_agent.run", "my_agent.nobody", "no_such_module.run"])
+def test_an_agent_that_cannot_be_imported_is_named(agents, agent):
+    with pytest.raises(AgentImportError, match=f"environment.agent: {agent} cannot be imported"):
+        run_one(agent)
+
+
+def test_many_agents_at_once(agents):
+    async def run():
+        processes = AgentProcesses("my_agent.plain")
+        failure = asyncio.get_running_loop().create_future()
+        tasks = [{**TASK, "answer": f"sk-{i % 3}"} for i in range(60)]
+        outcomes = await asyncio.gather(
+            *(processes.run(task, {"OPENAI_API_KEY": "sk-1"}, 60.0, failure) for task in tasks)
+        )
+        processes.close()
+        return [outcome.reward["reward"] for outcome in outcomes]
+
+    assert asyncio.run(run()) == [float(i % 3 == 1) for i in range(60)]
+
+
+def test_rewards_are_finite_numbers_by_name():
+    assert checked_reward(True) == {"reward": 1.0}
+    assert checked_reward(None) is None
+    for wrong in ("1", float("nan"), {"a": "b"}, {1: 2.0}, [1.0]):
+        with pytest.raises(ValueError, match="allowed: a finite number"):
+            checked_reward(wrong)
+    assert AgentReward("b")(agent_reward={"a": 1.0, "b": 2.0}, prompt_text="x") == 2.0
+    for given in (None, {"a": 1.0}):
+        with pytest.raises(ValueError, match="no reward named b"):
+            AgentReward("b")(agent_reward=given)
+
+
+def test_a_function_is_imported_by_its_path():
+    assert imported("json.dumps") is json.dumps
+    with pytest.raises(ValueError, match="is no function"):
+        imported("json.decoder.NaN")
