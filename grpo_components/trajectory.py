@@ -282,6 +282,8 @@ class GroupSummary:
     """[G] unweighted rewards of each response by name; those of a failed sample may be missing."""
     turns: list[int]
     """[G] turns of the policy in each response: its stretches between the environment's tokens."""
+    reward_use: dict[str, float] = field(default_factory=dict)
+    """What the rewards used for the group, such as a judge's tokens and cost; see `Score`."""
 
 
 def summarize(group: PackedTrajectories) -> GroupSummary:

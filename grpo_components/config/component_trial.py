@@ -272,4 +272,12 @@ def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
         return None
     prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
     samples = [reward_input(prompt, str(prompt["answer"]), "stop") for prompt in prompts]
-    return RewardTrial(reward_specs(cast(Any, cfg.rewards)), samples, cfg.timeouts.reward_s)
+    specs = reward_specs(cast(Any, cfg.rewards))
+    if cfg.replay_events:  # it repeats what these gave, and needs no judge
+        varying = {
+            name
+            for name, spec in specs.items()
+            if getattr(_get_component_from_path(spec.component), "varies", False)
+        }
+        specs = {name: spec for name, spec in specs.items() if name not in varying}
+    return RewardTrial(specs, samples, cfg.timeouts.reward_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -67,6 +67,19 @@ def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float
         for name, values in terms.items()
         for kind, of in (("mean", mean), ("std", deviation))
     }
+
+
+def reward_use(used: Sequence[Counter[str]]) -> dict[str, float]:
+    """Return what the rewards used since the last step, and begin to count again.
+
+    Args:
+        used: counts of each generator, by reward and kind; emptied.
+    """
+    total = Counter[str]()
+    for counts in used:
+        total.update(counts)  # unlike a sum, it keeps what is 0
+        counts.clear()
+    return {f"reward_use/{name}": value for name, value in total.items()}
 
 
 def buffer_metrics(
