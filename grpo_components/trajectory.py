@@ -322,6 +322,8 @@ class GroupSummary:
     """[G] turns of the policy in each response: its stretches between the environment's tokens."""
     sessions: dict[str, int] = field(default_factory=dict)
     """Sums over the sessions of agents, by the names of `SESSION_COUNTS`; empty without agents."""
+    reward_use: dict[str, float] = field(default_factory=dict)
+    """What the rewards used for the group, such as a judge's tokens and cost; see `Score`."""
 
     @property
     def scored_successes(self) -> list[bool]:

@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "grpo_components.rewards.maths",
     "grpo_components.rewards.pool",
     "grpo_components.rewards.code_tests",
+    "grpo_components.rewards.judge",
     "grpo_components.rewards.sandbox.code_sandbox",
     "grpo_components.rewards.sandbox.inside",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +50,8 @@ class GeneratorHandle:
         self.rollouts_since_pull = 0
         self.swapping = ledger.events.lock()
         """Lock held while the generator's weights are swapped, or must stay as they are."""
+        self.reward_use: Counter[str] = Counter()
+        """What the rewards used since the last training step, such as a judge's tokens and cost."""
         self._ledger, self._timeout_s, self._weights_s = ledger, timeout_s, weights_s
         self._counts_successes = counts_successes
         self._reserved = 0
@@ -101,6 +104,7 @@ class GeneratorHandle:
         )
         turn = self._ledger.events.replay_wait("finish", group=entry.group_id)
         summary = await self.role.result(packed_summary, "generate_group", self._timeout_s, turn)
+        self.reward_use.update(summary.reward_use)  # pyright: ignore -- counts are numbers
         scored = summary.scored_successes if self._counts_successes else None
         await self._ledger.finish_generation(entry.group_id, summary.response_tokens, scored)
         return Group(entry, packed, packed_summary, summary)
@@ -154,6 +158,8 @@ class GeneratorHandle:
             "evaluate", prompts, temperature, samples, logged, timeout_s=timeout_s, turn=turn
         )
         events.record("evaluate", role=self.name, step=step)
+        for result in results:
+            self.reward_use.update(result.get("reward_use", {}))
         return results
 
 

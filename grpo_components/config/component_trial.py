@@ -275,4 +275,12 @@ def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
     if runs_agents(cfg.environment):
         given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
         samples = [{**each, "agent_reward": given, "transcript": []} for each in samples]
-    return RewardTrial(reward_specs(cast(Any, cfg.rewards)), samples, cfg.timeouts.reward_s)
+    specs = reward_specs(cast(Any, cfg.rewards))
+    if cfg.replay_events:  # it repeats what these gave, and needs no judge
+        varying = {
+            name
+            for name, spec in specs.items()
+            if getattr(_get_component_from_path(spec.component), "varies", False)
+        }
+        specs = {name: spec for name, spec in specs.items() if name not in varying}
+    return RewardTrial(specs, samples, cfg.timeouts.reward_s)

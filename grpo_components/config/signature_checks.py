@@ -71,10 +71,11 @@ def check_components(settings: Settings) -> None:
     if settings.environment["_component_"].endswith(".MultiTurnEnvironment"):
         _check_world(settings.environment)
     for name, node in settings.rewards.items():
-        _check_reward(f"rewards.{name}", node, settings.timeouts.reward_s)
+        _check_reward(f"rewards.{name}", node, settings)
 
 
-def _check_reward(key: str, node: DictConfig, limit_s: float) -> None:
+def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
+    limit_s = settings.timeouts.reward_s
     arguments = {str(name): node[name] for name in node if name not in _OF_REWARDS}
     reward = _check_arguments(key, arguments)
     _check_call(key, reward, (*CALL, *columns_taken(reward)), by_name=True)
@@ -83,11 +84,23 @@ def _check_reward(key: str, node: DictConfig, limit_s: float) -> None:
     try:  # our rewards are built quickly, and check their arguments
         made = config.instantiate(OmegaConf.create(arguments))
     except ValueError as error:
-        separator = "." if re.split("[,:]", str(error))[0] in arguments else ": "
+        separator = "." if re.split("[,:.]", str(error))[0] in arguments else ": "
         raise ValueError(f"{key}{separator}{error}") from error
     if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
         problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
         fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
+    if per_minute := getattr(made, "requests_per_minute", None):
+        _check_rate(key, per_minute, made.wall_s, settings)
+
+
+def _check_rate(key: str, per_minute: float, wall_s: float, settings: Settings) -> None:
+    """Refuse a limit with which a request may wait for those of all other reward processes."""
+    workers = settings.num_generators * settings.reward_workers
+    longest_s = 60 * workers / per_minute
+    if longest_s >= wall_s:
+        waits = f"with {workers} reward processes a request may wait {longest_s:.3g} s"
+        problem = f"{per_minute:g} given: {waits}, and {key}.wall_s is {wall_s:g}"
+        fail(f"{key}.requests_per_minute", problem, "a longer wall_s, or fewer reward_workers")
 
 
 def _check_world(environment: DictConfig) -> None:

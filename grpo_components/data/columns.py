@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", "seed")
+SEED = "seed"
+"""Field with a sample's own seed, by which its recorded rewards are found; no reward gets it."""
+OWN_FIELDS = ("prompt_index", "prompt_ids", "prompt_text", "answer", SEED)
 """Fields of a prompt that the recipe sets; all others are columns of its row."""
 CALL = ("prompt_text", "response_text", "answer", "finish_reason")
 """Keyword arguments of every reward, besides the columns."""
@@ -30,6 +32,8 @@ def reward_input(
 ) -> dict[str, Any]:
     """Return what the rewards judge: one response to one prompt, with the columns of its row.
 
+    The sample's seed, if the prompt has one, is added for `RewardPool`.
+
     Args:
         prompt: one item of a data set of prompts.
         response_text: text of the response, or of its last turn.
@@ -38,6 +42,7 @@ def reward_input(
     """
     return {
         **other_columns(prompt),
+        **({SEED: prompt[SEED]} if SEED in prompt else {}),
         "prompt_text": prompt["prompt_text"],
         "response_text": response_text,
         "answer": prompt["answer"] if answer is None else answer,

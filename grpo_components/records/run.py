@@ -20,7 +20,12 @@ from grpo_components.records.failed_samples import FailedSamples
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import RunStart
 from grpo_components.records.run_log import RunLog
-from grpo_components.records.step_metrics import buffer_metrics, rollout_metrics, session_counts
+from grpo_components.records.step_metrics import (
+    buffer_metrics,
+    reward_use,
+    rollout_metrics,
+    session_counts,
+)
 from grpo_components.replay.event_log import EventLog
 from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
@@ -118,6 +123,7 @@ class Run:
         if self._evaluation.due(step):
             await self._evaluate(step)
         metrics |= await self._evaluation.collect(step)
+        metrics |= reward_use([generator.reward_use for generator in self._roles.generators])
         await self._log_step(step, batch, advantages, result, metrics)
         self._records.agreement.check(step, metrics)
         why = result.skipped_because

@@ -94,6 +94,19 @@ def _reward_terms(scored: Sequence[tuple[GroupSummary, int]]) -> dict[str, float
     }
 
 
+def reward_use(used: Sequence[Counter[str]]) -> dict[str, float]:
+    """Return what the rewards used since the last step, and begin to count again.
+
+    Args:
+        used: counts of each generator, by reward and kind; emptied.
+    """
+    total = Counter[str]()
+    for counts in used:
+        total.update(counts)  # unlike a sum, it keeps what is 0
+        counts.clear()
+    return {f"reward_use/{name}": value for name, value in total.items()}
+
+
 def buffer_metrics(
     waited_s: float, buffered: int, dropped_stale: int, filtered: int, failed_samples: int
 ) -> dict[str, float]:

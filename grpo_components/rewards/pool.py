@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
 from traceback import StackSummary
 from typing import Any
@@ -25,6 +25,7 @@ from grpo_components.objective.component_errors import (
     stack_text,
     users_part,
 )
+from grpo_components.rewards.score_log import Outcome, ScoreLog
 from grpo_components.rewards.stuck_stack import StuckStack
 
 _START_TIMEOUT_S = 120.0
@@ -71,6 +72,10 @@ class Score:
     error: str | None
     """Name of the reward that failed, with file, line and message of its error; further lines are
     the traceback of its code. None if all succeeded."""
+    used: dict[str, float] = field(default_factory=dict, compare=False)
+    """What the rewards used for this sample, by reward and kind: `judge_requests`, `judge_cost`."""
+    varying: dict[str, Outcome] = field(default_factory=dict, compare=False)
+    """Outcome of each reward that may give the same sample another one, for a replay."""
 
 
 def reward_specs(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardSpec]:
@@ -110,12 +115,20 @@ class RewardPool:
         rewards: spec of each reward, by name.
         num_workers: number of worker processes; each is driven by a thread of this process.
         timeout_s: deadline of one sample in seconds, counted from the start of its scoring.
+        log: records the outcomes of rewards whose class has `varies = True`, or repeats them; None
+            does neither.
     """
 
     def __init__(
-        self, rewards: dict[str, RewardSpec], *, num_workers: int, timeout_s: float
+        self,
+        rewards: dict[str, RewardSpec],
+        *,
+        num_workers: int,
+        timeout_s: float,
+        log: ScoreLog | None = None,
     ) -> None:
         self._rewards, self._timeout_s = rewards, timeout_s
+        self._outcomes = log or ScoreLog()
         self._log = logging.getLogger(__name__)
         self._answered: set[str] = set()
         """Names of the rewards that have answered for at least one sample."""
@@ -178,6 +191,7 @@ class RewardPool:
         for worker in self._workers.copy():
             worker.kill()
         self._threads.shutdown()
+        self._outcomes.close()
 
     def _get_worker(self) -> _Worker:
         # One process per thread: a process dies with the thread that started it (PDEATHSIG).
@@ -195,21 +209,27 @@ class RewardPool:
 
     def _score_one(self, sample: RewardInput) -> Score:
         too_costly: list[str] = []
+        recorded = self._outcomes.recorded(sample)
         while True:
             worker = self._get_worker()
-            score = self._score_with(worker, sample, too_costly)
+            score = self._score_with(worker, sample, too_costly, recorded)
             if score is not None:
+                self._outcomes.record(sample, score.varying)
                 return score
             too_costly.append(worker.running)
             end = sample["response_text"][-_LOGGED_CHARS:]
             self._log.warning("reward %s: 0, the response costs too much: %r", worker.running, end)
 
     def _score_with(
-        self, worker: _Worker, sample: RewardInput, too_costly: list[str]
+        self,
+        worker: _Worker,
+        sample: RewardInput,
+        too_costly: list[str],
+        recorded: dict[str, Outcome] | None,
     ) -> Score | None:
         """Score a sample in one process; return None if a reward exceeded its CPU limit."""
         try:
-            score = worker.score(sample, too_costly, self._timeout_s)
+            score = worker.score((sample, too_costly, recorded), self._timeout_s)
             self._thread.num_missed = 0
             return score
         except TimeoutError:
@@ -273,8 +293,8 @@ class _Worker:
         self.running = next(iter(rewards), "")
         """Name of the reward that is running, or ran last."""
 
-    def score(self, sample: RewardInput, too_costly: list[str], timeout_s: float) -> Score:
-        """Score one sample; the rewards in `too_costly` count as 0.
+    def score(self, call: tuple[Any, ...], timeout_s: float) -> Score:
+        """Score one sample; `call` is what follows `rewards` in `score_sample`.
 
         Raises:
             TimeoutError: no score within `timeout_s`.
@@ -284,7 +304,7 @@ class _Worker:
         """
         if not self._ready:
             self._wait_until_ready()
-        self._connection.send((sample, too_costly))
+        self._connection.send(call)
         deadline, begun = time.monotonic() + timeout_s, False
         while self._connection.poll(max(0.0, deadline - time.monotonic())):
             message = self._connection.recv()

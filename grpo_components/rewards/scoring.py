@@ -11,12 +11,14 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
-from grpo_components.data.columns import CALL
+from grpo_components.data.columns import CALL, SEED
 from grpo_components.objective.component_errors import defined_at, describe, failure_text
 from grpo_components.rewards.pool import RewardInput, RewardSpec, Score
+from grpo_components.rewards.score_log import Outcome
 from grpo_components.rewards.stuck_stack import answer_on
 
 _MAX_CPU_S = 120.0
@@ -28,6 +30,7 @@ def score_sample(
     sample: RewardInput,
     announce: Callable[[str], None],
     too_costly: Sequence[str] = (),
+    recorded: Mapping[str, Outcome] | None = None,
     max_cpu_s: float = _MAX_CPU_S,
 ) -> Score:
     """Apply all rewards to one sample.
@@ -37,32 +40,49 @@ def score_sample(
         sample: keyword arguments, the same for each reward.
         announce: function that receives the name of each reward before the reward starts.
         too_costly: rewards to skip and count as 0, because the sample exceeded their CPU limit.
+        recorded: outcomes to use for the rewards that vary; None calls them.
         max_cpu_s: upper bound of each reward's `response_cpu_s`. If a sample exceeds the limit, the
             kernel kills this process.
     """
-    terms: dict[str, float] = {}
-    success = False
+    terms, used, varying = dict[str, float](), dict[str, float](), dict[str, Outcome]()
+    success, failed = False, partial(Score, math.nan, {}, False, used=used, varying=varying)
     for name, (spec, reward) in rewards.items():
         announce(name)
         if name in too_costly:
             terms[name] = 0.0
             continue
-        where = defined_at(reward)
-        try:
-            with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
-                value = float(reward(**arguments_for(reward, sample)))
-            at_maximum = value >= getattr(reward, "max_reward", 1.0)
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            return Score(math.nan, {}, False, failure_text(f"reward {name}", error, where))
-        if not math.isfinite(value):
-            return Score(math.nan, {}, False, f"reward {name}: gave {value}{where}")
-        terms[name] = value
+        varies = getattr(reward, "varies", False)
+        if varies and recorded is not None:
+            outcome = recorded.get(name, f"reward {name}: the replayed run has no outcome of it")
+        else:
+            outcome = _outcome(name, reward, sample, max_cpu_s)
+            if hasattr(reward, "take_use"):
+                now = cast(Any, reward).take_use()
+                used |= {f"{name}_{kind}": value for kind, value in now.items()}
+        if varies:
+            varying[name] = outcome
+        if isinstance(outcome, str):
+            return failed(outcome)
+        terms[name] = outcome
         if spec.is_success:
-            success = at_maximum
+            success = outcome >= getattr(reward, "max_reward", 1.0)
     total = sum(spec.weight * terms[name] for name, (spec, _) in rewards.items())
     if not math.isfinite(total):
-        return Score(math.nan, {}, False, f"rewards: the weighted sum is {total}")
-    return Score(total, terms, success, None)
+        return failed(f"rewards: the weighted sum is {total}")
+    return Score(total, terms, success, None, used, varying)
+
+
+def _outcome(
+    name: str, reward: Callable[..., float], sample: RewardInput, max_cpu_s: float
+) -> Outcome:
+    where = defined_at(reward)
+    try:
+        with _cpu_limit(getattr(reward, "response_cpu_s", None), max_cpu_s):
+            value = float(reward(**arguments_for(reward, sample)))
+        _ = value >= getattr(reward, "max_reward", 1.0)  # raises if it is no number
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return failure_text(f"reward {name}", error, where)
+    return value if math.isfinite(value) else f"reward {name}: gave {value}{where}"
 
 
 def arguments_for(reward: Callable[..., Any], sample: RewardInput) -> RewardInput:
@@ -70,8 +90,9 @@ def arguments_for(reward: Callable[..., Any], sample: RewardInput) -> RewardInpu
 
     Args:
         reward: what the config's component made.
-        sample: arguments of every reward, and the columns of the row.
+        sample: arguments of every reward, the columns of the row, and the sample's seed.
     """
+    sample = {name: value for name, value in sample.items() if name != SEED}
     try:
         parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):  # a builtin, or nothing that can be called
@@ -123,11 +144,11 @@ def _serve(connection: Connection, stack_descriptor: int) -> None:
     announce = connection.send if len(rewards) > 1 else lambda _: None
     while True:
         try:
-            sample, too_costly = connection.recv()
+            sample, too_costly, recorded = connection.recv()
         except EOFError:
             return
-        limits = {"too_costly": too_costly, "max_cpu_s": max_cpu_s}
-        connection.send(score_sample(rewards, sample, announce, **limits))
+        score = score_sample(rewards, sample, announce, too_costly, recorded, max_cpu_s)
+        connection.send(score)
 
 
 if __name__ == "__main__":

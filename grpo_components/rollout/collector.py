@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from functools import partial
 from typing import Any
@@ -257,3 +258,11 @@ class SlotRollout:
         )
         trajectory.check()
         return trajectory
+
+
+def reward_use(slots: Iterable[SlotRollout]) -> dict[str, float]:
+    """Add up what the rewards used for some responses, see `Score.used`."""
+    total: Counter[str] = Counter()
+    for slot in slots:
+        total.update(slot.score.used if slot.score else {})  # pyright: ignore -- numbers
+    return dict(total)

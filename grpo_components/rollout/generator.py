@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,14 +16,14 @@ from numpy.typing import NDArray
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.replay.schedule import open_schedule
-from grpo_components.rewards.pool import RewardPool
-from grpo_components.rollout.collector import Prompt, SlotRollout, sampling_seed
+from grpo_components.rollout.collector import Prompt, SlotRollout, reward_use, sampling_seed
 from grpo_components.rollout.generator_options import (
     EngineOptions,
     EnvironmentOptions,
     ReplayOptions,
     RewardOptions,
     SamplingOptions,
+    open_reward_pool,
 )
 from grpo_components.rollout.malloc_arenas import limit_malloc_arenas
 from grpo_components.rollout.observation_text import encode_text
@@ -77,9 +78,7 @@ class Generator:
         # At Python's 5 ms, collectors' threads hold up each engine step that waits for the GIL.
         sys.setswitchinterval(_SWITCH_S)
         limit_malloc_arenas(_MALLOC_ARENAS)
-        self._rewards = RewardPool(
-            rewards.rewards, num_workers=rewards.num_workers, timeout_s=rewards.timeout_s
-        )
+        self._rewards = open_reward_pool(rewards, replay, number, restart_count)
         self._tokenizer = build_tokenizer()
         self._sampling, self._stop_token_ids = sampling, set(sampling.stop_token_ids)
         schedule = open_schedule(
@@ -152,7 +151,7 @@ class Generator:
             "responses": [shown(record(slot)) for slot in slots],
         }
         packed = pack([record(part) for slot in slots for part in (slot, *slot.others)])
-        return packed, summarize(packed), text
+        return packed, replace(summarize(packed), reward_use=reward_use(slots)), text
 
     async def evaluate(
         self,
@@ -171,8 +170,8 @@ class Generator:
 
         Returns:
             For each response, in the order of the prompts: prompt_index, prompt_text, reward,
-            success, error, oldest_version, newest_version; for logged prompts also answer and
-            `readable`, which is as in the rollout log.
+            success, error, oldest_version, newest_version, reward_use (see `Score.used`); for
+            logged prompts also answer and `readable`, which is as in the rollout log.
         """
         seed, size = self._sampling.seed, self._sampling.group_size
         asked = [
@@ -352,6 +351,7 @@ class Generator:
             "error": slot.score.error,
             "oldest_version": min(versions, default=None),
             "newest_version": max(versions, default=None),
+            "reward_use": reward_use([slot]),
         }
         if temperature is None:
             return result

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpo_components.models.lora import LoraOptions
-from grpo_components.rewards.pool import RewardSpec
+from grpo_components.rewards.pool import RewardPool, RewardSpec
+from grpo_components.rewards.score_log import open_score_log
 
 if TYPE_CHECKING:
     from torchrl.envs import EnvBase
@@ -108,3 +109,23 @@ class ReplayOptions:
     """Folder of the recorded schedule to replay; None in a live run."""
     timeout_s: float = 0.0
     """Longest wait for the next recorded command in a replay, in seconds."""
+
+
+def open_reward_pool(
+    rewards: RewardOptions, replay: ReplayOptions, number: int, restart_count: int
+) -> RewardPool:
+    """Start a generator's reward processes.
+
+    Args:
+        rewards: options of the rewards.
+        replay: options of recording and replaying.
+        number: number of the generator.
+        restart_count: number of restarts of the generator's process so far.
+    """
+    folders = (replay.schedule_folder, replay.replayed_folder)
+    return RewardPool(
+        rewards.rewards,
+        num_workers=rewards.num_workers,
+        timeout_s=rewards.timeout_s,
+        log=open_score_log(number, *folders, restart_count),
+    )

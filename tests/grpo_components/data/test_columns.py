@@ -62,6 +62,7 @@ def test_a_column_cannot_take_the_place_of_what_the_recipe_sets(source):
         "response_text": "said",
         "answer": "2",
         "finish_reason": "stop",
+        "seed": 5,
     }
 
 

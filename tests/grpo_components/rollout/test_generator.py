@@ -433,7 +433,7 @@ def engines(module, monkeypatch):
 @pytest.fixture
 def make_generator(module, engines, monkeypatch):
     """Build a generator over another environment."""
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: FakePool())
+    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: FakePool())
     made = []
 
     def make(environment, *, group_size=3, rollouts_in_flight=2, timeout_s=60):
@@ -492,7 +492,7 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(
     make_generator, engines, module, monkeypatch
 ):
     pool, order = FakePool(), []
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: pool)
+    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: pool)
     generator, begin = make_generator(SingleTurnEnvironment), pool.begin
     waiting = []
 
@@ -561,7 +561,7 @@ def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(
 
         __call__ = score
 
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: Asking())
+    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: Asking())
     generator = make_generator(SingleTurnEnvironment)
     began = time.perf_counter()
     group(generator, number=4, group_id=17)
@@ -1031,7 +1031,7 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator, m
 
         __call__ = score
 
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: Slow())
+    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: Slow())
     generator = make_generator(SingleTurnEnvironment, timeout_s=0.5, rollouts_in_flight=1)
     _, summary, _ = group(generator, number=4, group_id=4)
     released.set()

@@ -396,7 +396,7 @@ class FakeEngine:
 def make_generator(module, monkeypatch):
     """Build a generator over a world."""
     monkeypatch.setattr(module, "VLLMEngine", FakeEngine)
-    monkeypatch.setattr(module, "RewardPool", lambda *args, **kwargs: FakePool())
+    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: FakePool())
     made = []
 
     def make(world, **kwargs):

@@ -1,0 +1,69 @@
+"""Keeps a judge's replies on disk, by the content of the request."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from grpo_components.whole_files import write_whole
+
+
+class ReplyCache:
+    """Keeps a judge's replies as files named by the hash of the request.
+
+    Any number of processes may share it. The first reply that is stored for a request stays, so
+    that all of them use the same one.
+
+    Args:
+        folder: created with the first reply; None keeps nothing.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder)
+
+    def find(self, key: str) -> str | None:
+        """Return the reply stored under a key; None if there is none, or its file is damaged.
+
+        Args:
+            key: hash of the request, in hexadecimal.
+        """
+        path = self._path(key)
+        if path is None:
+            return None
+        try:
+            reply = json.loads(path.read_text(encoding="utf-8"))["reply"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        return reply if isinstance(reply, str) else None
+
+    def store(self, key: str, reply: str, *, replace: bool) -> str:
+        """Store a reply; return the one that is stored then, which may be another process's.
+
+        Args:
+            key: hash of the request, in hexadecimal.
+            reply: text of the judge.
+            replace: whether to replace what is there, because it has no grade.
+        """
+        path = self._path(key)
+        if path is None:
+            return reply
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        write_whole(mine, json.dumps({"reply": reply}))
+        try:
+            if replace:
+                mine.replace(path)
+            else:
+                os.link(mine, path)  # unlike a rename, it never replaces another process's reply
+        except FileExistsError:
+            if (stored := self.find(key)) is not None:
+                return stored
+            mine.replace(path)  # what is there is damaged
+        finally:
+            mine.unlink(missing_ok=True)
+        return reply
+
+    def _path(self, key: str) -> Path | None:
+        return None if self._folder is None else self._folder / key[:2] / f"{key}.json"
