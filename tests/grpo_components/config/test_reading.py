@@ -40,6 +40,7 @@ NULL = {
     "ptx": {"_component_": "a.Dataset"},
     "lora": {"rank": 8, "alpha": 16},
     "teacher": {"path": "a/folder"},
+    "curriculum": {"decay": 0.9},
 }
 """Sections that are null in the tiny config, each with what it needs."""
 
