@@ -67,6 +67,7 @@ def prompt_dataset(
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
     tools: Sequence[Mapping[str, Any]] = (),
+    rows: Iterable[Any] | None = None,
 ) -> PromptDataset:
     """Load a data set whose rows have a `question` and an `answer` (a text or a number).
 
@@ -87,6 +88,7 @@ def prompt_dataset(
         max_prompt_tokens: longest allowed prompt, in tokens.
         too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
         tools: JSON schemas for the prompt, see `prompt_encoder`; by default of environment.world.
+        rows: the rows, set by builders that make them; `source` is then their name in errors.
 
     Returns:
         The prompts, each with the other columns of its row. Each prompt_index is the row number in
@@ -109,7 +111,9 @@ def prompt_dataset(
         max_prompt_tokens=max_prompt_tokens,
         drop_too_long=too_long == "drop",
     )
-    return builder.build(read_rows(source, name, split), num_rows, tools)
+    if rows is None:
+        rows = read_rows(source, name, split)
+    return builder.build(rows, num_rows, tools)
 
 
 @dataclass
