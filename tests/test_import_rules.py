@@ -46,6 +46,8 @@ WITHOUT_TORCH = (
     "grpo_components.rewards.code_tests",
     "grpo_components.rewards.sandbox.code_sandbox",
     "grpo_components.rewards.sandbox.inside",
+    "grpo_components.environments.reasoning_gym_score",
+    "grpo_components.environments.rewards",
 )
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
@@ -53,6 +55,7 @@ ROOMS = (
     *(
         "agents",
         "rollout",
+        "environments",
         "sizing",
         "cluster",
         "offline",

@@ -6,7 +6,7 @@ import importlib
 import warnings
 from typing import Any
 
-_INSTALL = 'pip install "torchtune-async-grpo[environments]"'
+_INSTALL = 'pip install ".[environments]"'
 
 
 def imported_extra(name: str) -> Any:

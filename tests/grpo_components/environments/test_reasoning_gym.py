@@ -6,11 +6,8 @@ import sys
 import pytest
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from grpo_components.environments.reasoning_gym import (
-    _DEPENDS_ON_PROCESS,
-    ReasoningGymScore,
-    reasoning_gym_dataset,
-)
+from grpo_components.environments.reasoning_gym import reasoning_gym_dataset
+from grpo_components.environments.reasoning_gym_score import DEPENDS_ON_PROCESS, ReasoningGymScore
 
 HOLDS_OBJECTS = ("codeio", "gsm_symbolic", "knights_knaves")
 
@@ -42,7 +39,7 @@ TASKS = (
 
 
 def test_the_tasks_that_are_refused_exist():
-    assert {*_DEPENDS_ON_PROCESS, *HOLDS_OBJECTS, *TASKS} < DATASETS.keys()
+    assert {*DEPENDS_ON_PROCESS, *HOLDS_OBJECTS, *TASKS} < DATASETS.keys()
 
 
 @pytest.mark.parametrize("task", HOLDS_OBJECTS)
