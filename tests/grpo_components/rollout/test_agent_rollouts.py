@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sessions import CHATML, ScriptedEngine, build_tokenizer
 
+from grpo_components.agents.parser_names import parser_names
 from grpo_components.errors import ReplayError
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.rewards.pool import RewardPool, RewardSpec
@@ -199,6 +200,10 @@ def test_vllms_parser_finds_calls_and_compares_turns(module):
     assert parse.same(call, spelled)
     assert not parse.same(call, call.replace("1", "2"))
     assert not parse.same("plain", "plain")
+    assert parse.mark == "<tool_call>"
+    from vllm.tool_parsers import ToolParserManager
+
+    assert parser_names() == ToolParserManager.list_registered()
     with pytest.raises(
         ValueError, match=r"^environment.tool_parser: 'nobody' given; allowed: null"
     ):
