@@ -36,6 +36,10 @@ _SCALAR: dict[str, type[np.generic]] = {
     "success": np.bool_,
     "advantage": np.float32,
 }
+SESSION_COUNTS = (
+    *("calls", "trajectories", "prompt_tokens", "cached_tokens", "retokenized", "drift"),
+)
+"""Numbers that the record of an agent's session has; docs/agents.md explains them."""
 _OBJECTS = ("finish_reason", "reward_terms", "error", "session")
 
 
@@ -266,7 +270,8 @@ def batch_hash(packed: PackedTrajectories) -> str:
 
     Returns:
         xxh3 (128 bits, hexadecimal) over all fields but `attempt`, which a resume increments, and
-        `error`, whose text may name a process and is not trained on; of `session`, the response.
+        `error`, whose text may name a process and is not trained on; of `session`, the response
+        and the rewards of its calls.
     """
     digest = xxhash.xxh3_128()
 
@@ -283,8 +288,10 @@ def batch_hash(packed: PackedTrajectories) -> str:
     for name in sorted(packed.keys() - {"attempt", "error", "session"}):
         digest.update(name.encode())
         update(packed[name])
-    if any(_objects(packed, "session")):
+    if any(sessions := _objects(packed, "session")):
         update(response_numbers(packed))
+        if any(rewards := [(each or {}).get("call_rewards") for each in sessions]):
+            update(rewards)
     return digest.hexdigest()
 
 
@@ -312,6 +319,8 @@ class GroupSummary:
     """[G] unweighted rewards of each response by name; those of a failed sample may be missing."""
     turns: list[int]
     """[G] turns of the policy in each response: its stretches between the environment's tokens."""
+    sessions: dict[str, int] = field(default_factory=dict)
+    """Sums over the sessions of agents, by the names of `SESSION_COUNTS`; empty without agents."""
 
 
 def summarize(group: PackedTrajectories) -> GroupSummary:
@@ -349,7 +358,16 @@ def summarize(group: PackedTrajectories) -> GroupSummary:
         errors=[error for error in group["error"] if error is not None],
         reward_terms=[group["reward_terms"][i] for i in first],
         turns=[sum(_num_stretches(masks[i]) for i in rows) for rows in responses],
+        sessions=_session_counts([session for i in first if (session := sessions[i])]),
     )
+
+
+def _session_counts(sessions: Sequence[dict[str, Any]]) -> dict[str, int]:
+    known = [session for session in sessions if "drift" in session]  # older checkpoints lack it
+    if not known:
+        return {}
+    counts = {name: sum(session[name] for session in known) for name in SESSION_COUNTS}
+    return {"count": len(known), **counts, "forks": sum(len(s["forks"]) for s in known)}
 
 
 def _responses(packed: PackedTrajectories) -> Iterator[list[int]]:

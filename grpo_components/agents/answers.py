@@ -18,6 +18,8 @@ class Answer(NamedTuple):
     tool_calls: list[dict[str, Any]]
     """Tool calls in OpenAI's format."""
     finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    """Log-probabilities of its tokens in OpenAI's format; None if they are not asked for."""
 
 
 Kind = Literal["chat", "text"]
@@ -40,26 +42,84 @@ def answer_body(
     return {**_envelope(_OBJECTS[kind], identity), "choices": choices, "usage": usage}
 
 
-def answer_events(
-    kind: Kind, identity: str, answers: Sequence[Answer], usage: dict[str, int] | None
-) -> Iterator[str]:
-    """Yield an answer as server-sent events: one for each choice and one for its end.
+class Events:
+    """Writes an answer as server-sent events, piece by piece.
 
     Args:
         kind: kind of the request.
         identity: id of the answer.
-        answers: its choices.
-        usage: numbers of tokens; None leaves them out.
+        num_choices: number of its choices.
+        with_usage: whether each event has a field for the numbers of tokens.
     """
-    name = "chat.completion.chunk" if kind == "chat" else _OBJECTS[kind]
-    envelope = _envelope(name, identity)
-    for index, answer in enumerate(answers):
-        for part in _parts(kind, answer):
-            choice = {"index": index, "finish_reason": None, "logprobs": None, **part}
-            yield _event({**envelope, "choices": [choice]})
-    if usage is not None:
-        yield _event({**envelope, "choices": [], "usage": usage})
-    yield "data: [DONE]\n\n"
+
+    def __init__(self, kind: Kind, identity: str, num_choices: int, with_usage: bool) -> None:
+        name = "chat.completion.chunk" if kind == "chat" else _OBJECTS[kind]
+        self._kind = kind
+        self._envelope = _envelope(name, identity) | ({"usage": None} if with_usage else {})
+        self._sent = [""] * num_choices
+
+    def begin(self) -> str:
+        """Return the events that begin the choices of a chat."""
+        if self._kind == "text":
+            return ""
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return "".join(self._event(index, delta) for index in range(len(self._sent)))
+
+    def piece(self, index: int, text: str) -> str:
+        """Return the event of the next piece of a choice's text."""
+        self._sent[index] += text
+        fields = {"text": text} if self._kind == "text" else {"delta": {"content": text}}
+        return self._event(index, fields)
+
+    def end(self, answers: Sequence[Answer], usage: dict[str, int] | None) -> Iterator[str]:
+        """Yield the events of what was not sent yet, and of the end.
+
+        Args:
+            answers: the choices.
+            usage: numbers of tokens; None leaves them out.
+        """
+        empty: dict[str, Any] = {"text": ""} if self._kind == "text" else {"delta": {}}
+        for index, answer in enumerate(answers):
+            rest = answer.content.removeprefix(self._sent[index])
+            # A parser may drop space that was sent already.
+            if rest and answer.content.startswith(self._sent[index]):
+                yield self.piece(index, rest)
+            calls = [{"index": i, **call} for i, call in enumerate(answer.tool_calls)]
+            if calls:
+                yield self._event(index, {"delta": {"tool_calls": calls}})
+            last = {"finish_reason": answer.finish_reason, "logprobs": answer.logprobs}
+            yield self._event(index, {**empty, **last})
+        if usage is not None:
+            yield _event({**self._envelope, "choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+
+    def _event(self, index: int, fields: dict[str, Any]) -> str:
+        choice = {"index": index, "finish_reason": None, "logprobs": None, **fields}
+        return _event({**self._envelope, "choices": [choice]})
+
+
+def error_event(body: dict[str, Any]) -> str:
+    """Return the event of an error in the middle of a stream."""
+    return _event(body)
+
+
+def token_logprobs(kind: Kind, tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+    """Return log-probabilities in OpenAI's format.
+
+    Args:
+        kind: kind of the request.
+        tokens: text of each token.
+        logprobs: log-probability of each, in nats.
+    """
+    if kind == "text":
+        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        names = {"tokens": list(tokens), "token_logprobs": list(logprobs)}
+        return {**names, "top_logprobs": None, "text_offset": offsets}
+    content = [
+        {"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []}
+        for t, p in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def models_body() -> dict[str, Any]:
@@ -81,7 +141,7 @@ def _envelope(name: str, identity: str) -> dict[str, Any]:
 
 
 def _choice(kind: Kind, index: int, answer: Answer) -> dict[str, Any]:
-    choice = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
+    choice = {"index": index, "finish_reason": answer.finish_reason, "logprobs": answer.logprobs}
     return {**choice, **({"message": _message(answer)} if kind == "chat" else _text(answer))}
 
 
@@ -93,18 +153,6 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 def _text(answer: Answer) -> dict[str, Any]:
     return {"text": answer.content}
-
-
-def _parts(kind: Kind, answer: Answer) -> Iterator[dict[str, Any]]:
-    """Yield the fields of a choice in each of its events."""
-    if kind == "text":
-        yield _text(answer)
-        yield {"text": "", "finish_reason": answer.finish_reason}
-        return
-    message = _message(answer)
-    calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
-    yield {"delta": {**message, **({"tool_calls": calls} if calls else {})}}
-    yield {"delta": {}, "finish_reason": answer.finish_reason}
 
 
 def _event(body: dict[str, Any]) -> str:

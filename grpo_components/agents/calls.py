@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.agents.parts import SessionPart, credits_of, joined, retokenized
+
 
 class Texts(Protocol):
     """What a session needs of the tokenizer and of the model's format of turns."""
@@ -73,6 +75,17 @@ class Call:
     parent: tuple[Call, Choice] | None
     """Call and answer that the prompt continues, token for token."""
     choices: list[Choice] = field(default_factory=list)
+    identity: str = ""
+    """Id of the answer, as the client gets it."""
+    reward: float | None = None
+    """Reward that the agent gave this call."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the engine's prefix cache."""
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the client was there to get the answer."""
+        return any(choice.delivered for choice in self.choices)
 
     @property
     def context(self) -> int:
@@ -89,18 +102,6 @@ class Place:
     fork: dict[str, Any] | None
     """Why it begins another trajectory: `after` (a call), `token` (the first that differs) and
     `why`; None if it begins none, or is the first."""
-
-
-@dataclass(frozen=True)
-class SessionPart:
-    """Tokens of one trajectory of a session; R is the number of its response tokens."""
-
-    prompt_ids: NDArray[np.int64]
-    response_ids: NDArray[np.int64]
-    response_mask: NDArray[np.bool_]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    finish_reason: str
 
 
 class CallTree:
@@ -206,16 +207,22 @@ class CallTree:
         paths.sort(key=lambda path: [(c.key, c.choices.index(choice)) for c, choice in path])
         used: set[int] = set()
         parts: list[SessionPart] = []
+        earned = credits_of([*self._answers()])
         for path in paths:
             new = [step for step in path if id(step[1]) not in used]
             used |= {id(choice) for _, choice in new}
-            parts.append(_joined(new))
+            parts.append(joined(new, earned))
         return parts
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the engine sampled for all calls."""
         return sum(choice.num_sampled for call in self.calls for choice in call.choices)
+
+    @property
+    def retokenized(self) -> int:
+        """Number of delivered tokens that a tokenization of their text would change."""
+        return sum(retokenized(self._texts, choice) for _, choice in self._answers())
 
     def _answers(self) -> Iterator[tuple[Call, Choice]]:
         for call in self.calls:
@@ -311,24 +318,3 @@ def _path(call: Call, choice: Choice) -> list[tuple[Call, Choice]]:
     while path[-1][0].parent is not None:
         path.append(path[-1][0].parent)
     return path[::-1]
-
-
-def _joined(steps: Sequence[tuple[Call, Choice]]) -> SessionPart:
-    """Join answers and what lies between them; what lies before the first one is the prompt."""
-    ids: list[NDArray[np.int64]] = []
-    masks: list[NDArray[np.bool_]] = []
-    logprobs: list[NDArray[np.float32]] = []
-    versions: list[NDArray[np.int32]] = []
-    prompt_ids = steps[0][0].prompt_ids
-    end = len(prompt_ids)
-    for call, choice in steps:
-        between = np.array(call.prompt_ids[end:], np.int64)
-        size, sampled = len(between), len(choice.token_ids)
-        ids += [between, choice.token_ids]
-        masks += [np.zeros(size, bool), np.ones(sampled, bool)]
-        logprobs += [np.zeros(size, np.float32), choice.logprobs]
-        versions += [np.full(size, -1, np.int32), choice.versions]
-        end = len(call.prompt_ids) + sampled
-    columns = [np.concatenate(column) for column in (ids, masks, logprobs, versions)]
-    reason = steps[-1][1].finish_reason
-    return SessionPart(np.array(prompt_ids, np.int64), *columns, reason)  # pyright: ignore

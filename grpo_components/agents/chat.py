@@ -104,6 +104,12 @@ class Chat:
             return None
         return end + len(stop) if self.parse.same(turn.removesuffix(stop), text[:end]) else None
 
+    @property
+    def marks(self) -> tuple[str, ...] | None:
+        """Texts with which a tool call begins; None if that is not known."""
+        mark = getattr(self.parse, "mark", None)
+        return None if mark is None else (mark,)
+
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as templates expect it: no fields without a value, arguments as data."""
         written = {name: value for name, value in message.items() if value is not None}

@@ -129,14 +129,14 @@ class AgentHost:
         environment.
         """
         own = {pid for pid, _, _ in self._running.values()}
-        orphans = {pid for pid in _children() if pid not in own}
-        for pid in orphans:
+        for pid in {pid for pid in _children() if pid not in own}:
+            killed = False
             with contextlib.suppress(OSError):
                 if f"OPENAI_API_KEY={key}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
                     os.kill(pid, signal.SIGKILL)
-        for pid in orphans:
+                    killed = True
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(pid, 0 if killed else os.WNOHANG)  # this takes a while
 
     def _be_agent(
         self, parent: int, writing: int, task: dict[str, Any], variables: dict[str, str]

@@ -14,7 +14,7 @@ _MOST_CHOICES = 128
 _HONOURED = {
     *("model", "messages", "prompt", "tools", "tool_choice", "n", "stop", "max_tokens"),
     *("max_completion_tokens", "temperature", "stream", "stream_options", "seed"),
-    "chat_template_kwargs",
+    *("chat_template_kwargs", "logprobs"),
 }
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -27,7 +27,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "echo": (False,),
     "best_of": (1,),
@@ -72,10 +71,13 @@ class SamplingRequest:
     """Texts before which an answer ends."""
     max_tokens: int | None
     """Longest answer in tokens; None for as long as there is room."""
-    seed: int
+    seed: int | None
+    """Repeats the answer of an equal request of the session; None for another one each time."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens."""
+    logprobs: bool = False
+    """Whether the answer has the log-probability of each token."""
 
 
 def read_sampling(
@@ -113,9 +115,10 @@ def read_sampling(
         num_choices=_whole(given, "n", 1, _MOST_CHOICES) or 1,
         stop=_stops(given.get("stop", ())),
         max_tokens=_whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1),
-        seed=_whole(given, "seed", 0) or 0,
+        seed=_whole(given, "seed", 0),
         stream=given.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        logprobs=_logprobs(given),
     )
 
 
@@ -160,6 +163,18 @@ def read_tools(body: Mapping[str, Any], has_parser: bool) -> list[dict[str, Any]
         problem = "tools: given, but environment.tool_parser is null"
         raise RequestError(f"{problem}; allowed: none, or set the model's parser", "tools")
     return tools if choice == "auto" else []
+
+
+def _logprobs(given: Mapping[str, Any]) -> bool:
+    """Whether a request asks for log-probabilities: `true` for a chat, 0 for a text."""
+    asked = given.get("logprobs", False)
+    if asked is True or (asked == 0 and asked is not False):
+        return True
+    if asked is not False:  # the engine computes no others
+        problem = f"logprobs: {asked!r:.60} given"
+        allowed = "those of the sampled tokens: true for a chat, 0 for a text"
+        raise RequestError(f"{problem}; allowed: {allowed}", "logprobs")
+    return False
 
 
 def _is_number(value: Any) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from grpo_components.agents.answers import Kind, model_body, models_body
@@ -37,19 +38,22 @@ class AgentServer:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._socket = socket.create_server((_HOST, 0), backlog=4096)
-        self._port: int = self._socket.getsockname()[1]
+        self.port: int = self._socket.getsockname()[1]
         self.loop = asyncio.new_event_loop()
         """Event loop of the thread; sessions live in it."""
         options: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off"}
         options |= {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(self._application(), **options))
         self._thread = threading.Thread(target=self._run, name="agent-server", daemon=True)
+        self._ended: str | None = None
+        self._watchers: set[Future[str]] = set()
+        self._lock = threading.Lock()
         self._thread.start()
 
     def open(self, session: Session) -> str:
         """Serve a session; return its base URL."""
         self._sessions[session.address] = session
-        return f"http://{_HOST}:{self._port}/sessions/{session.address}/v1"
+        return f"http://{_HOST}:{self.port}/sessions/{session.address}/v1"
 
     def close_session(self, session: Session) -> None:
         """Refuse all further requests of a session."""
@@ -65,9 +69,33 @@ class AgentServer:
         self._server.should_exit = True
         self._thread.join(_STOP_S)
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Future[str]]:
+        """Context manager: a future that is done, with the reason, if the server ends meanwhile."""
+        watcher: Future[str] = Future()
+        with self._lock:
+            self._watchers.add(watcher)
+            if self._ended is not None:
+                watcher.set_result(self._ended)
+        try:
+            yield watcher
+        finally:
+            with self._lock:
+                self._watchers.discard(watcher)
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._server.serve(sockets=[self._socket]))
+            why = "it was closed"
+            try:
+                runner.run(self._server.serve(sockets=[self._socket]))
+            except BaseException as error:  # whoever waits for a session must hear of it
+                why = repr(error)
+                raise
+            finally:  # before the runner cancels the sessions
+                with self._lock:
+                    self._ended = why
+                    for watcher in self._watchers:
+                        watcher.set_result(why)
 
     def _application(self) -> Starlette:
         base = "/sessions/{address}/v1"
@@ -123,14 +151,24 @@ async def _reward(session: Session, request: Request) -> Response:
 
 def _sampled(kind: Kind) -> Callable[[Session, Request], Awaitable[Response]]:
     async def handle(session: Session, request: Request) -> Response:
-        call, text = await session.answer(kind, body := await _body(request))
+        body = await _body(request)
+        if body.get("stream") is True:
+            events = session.stream(kind, body, request.is_disconnected)
+            first = await anext(events)  # a wrong request has an answer of its own
+            return StreamingResponse(_joined(first, events), media_type="text/event-stream")
+        call, text = await session.answer(kind, body)
         if await request.is_disconnected():
             return Response(status_code=499)  # nobody reads it, and the answer is not trained
         session.deliver(call)
-        media = "text/event-stream" if body.get("stream") is True else "application/json"
-        return Response(text, media_type=media)
+        return Response(text, media_type="application/json")
 
     return handle
+
+
+async def _joined(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in events:
+        yield event
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

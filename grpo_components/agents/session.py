@@ -7,22 +7,22 @@ import hashlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_components.agents.answers import Answer, Kind, answer_body, answer_events
-from grpo_components.agents.calls import (
-    Call,
-    CallTree,
-    Choice,
-    Place,
-    SessionPart,
-    decode_after,
-    partial_length,
+from grpo_components.agents.answers import (
+    Answer,
+    Events,
+    Kind,
+    answer_body,
+    error_event,
+    token_logprobs,
 )
+from grpo_components.agents.calls import Call, CallTree, Place
 from grpo_components.agents.chat import Chat
+from grpo_components.agents.parts import SessionPart
 from grpo_components.agents.requests import (
     RequestError,
     SamplingRequest,
@@ -31,6 +31,10 @@ from grpo_components.agents.requests import (
     read_tools,
 )
 from grpo_components.agents.rewards import checked_reward
+from grpo_components.agents.sampling import Sampler, Send
+
+_IDS = ("chatcmpl-", "cmpl-")
+"""What ids of answers begin with: a chat's, and a text's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +53,28 @@ class SessionLimits:
     """Whether requests may name another temperature, which is not used."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request that may be answered."""
+
+    kind: Kind
+    request: SamplingRequest
+    tools: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    """Messages of a chat; empty for a text."""
+    room: int
+    """Most tokens of the answer."""
+    call: Call
+
+
 class Session:
     """Answers the requests of one agent; all calls come from the server's event loop.
 
     Args:
         name: name of the sample, in errors and in the engine's schedule.
         chat: converts between messages, text and tokens.
-        submit: function of prompt ids, `max_tokens`, `seed`, `stop_token_ids` and `name`; returns
-            the future of a `Completion`.
-        seed_of: function of whole numbers that returns the seed of a choice.
+        submit: see `Sampler`.
+        seed_of: see `Sampler`.
         limits: limits of the session.
     """
 
@@ -71,7 +88,12 @@ class Session:
     ) -> None:
         self.name, self.key = name, f"sk-{secrets.token_urlsafe(24)}"
         self.address = secrets.token_hex(8)
-        self._chat, self._submit, self._seed_of, self._limits = chat, submit, seed_of, limits
+        self._chat, self._limits = chat, limits
+        self._sampler = Sampler(name, chat, submit, seed_of)
+        self._sampling: set[asyncio.Task[None]] = set()
+        """What is sampled, also for clients that have gone."""
+        self._answered: dict[int, tuple[_Asked, list[Answer]]] = {}
+        """Number of a call that nobody got yet -> its request and its answers."""
         self._tree = CallTree(chat)
         self._equal: Counter[str] = Counter()
         """Requests so far, by digest."""
@@ -95,57 +117,124 @@ class Session:
             body: JSON object of the request.
 
         Returns:
-            The call, for `deliver`; and the answer, as JSON or as a stream of events.
+            The call, for `deliver`; and the answer, as JSON.
 
         Raises:
             RequestError: the request cannot be answered.
         """
-        self._count()
-        limits = self._limits
-        request = read_sampling(body, limits.temperature, any_temperature=limits.any_temperature)
-        tools: list[dict[str, Any]] = []
-        if kind == "chat":
-            tools = read_tools(body, self._chat.parse is not None)
-            arguments = body.get("chat_template_kwargs") or {}
-            text = self._chat.render(read_messages(body), tools, arguments)
-            place = self._tree.place(text)
-        else:
-            text, place = self._continued(body.get("prompt"))
-        room = self._room(place, request)
-        digest = _digest(place.prompt_ids, request, room, tools)
-        key = digest, self._equal[digest]
-        self._equal[digest] += 1
-        call = self._tree.add(key, text, place)
-        await self._sample(call, request, room)
-        answers = [self._read(call, index, tools) for index in range(len(call.choices))]
-        if kind == "chat":
-            self._keep_transcript(body["messages"], answers[-1])
-        self.last_text, self.finish_reason = answers[-1].content, call.choices[-1].finish_reason
-        identity = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{digest[:16]}-{key[1]}"
-        usage = _usage(call)
-        if not request.stream:
-            return call, json.dumps(answer_body(kind, identity, answers, usage))
-        shown = usage if request.include_usage else None
-        return call, "".join(answer_events(kind, identity, answers, shown))
+        asked = self._ask(kind, body)
+        await self._begin_sampling(asked, None)
+        answers = self._answers(asked)
+        call = asked.call
+        return call, json.dumps(answer_body(kind, call.identity, answers, _usage(call)))
+
+    async def stream(
+        self, kind: Kind, body: Mapping[str, Any], gone: Callable[[], Awaitable[bool]]
+    ) -> AsyncIterator[str]:
+        """Sample the answer to a request, and yield its server-sent events meanwhile.
+
+        Args:
+            kind: kind of the request.
+            body: JSON object of the request.
+            gone: whether the client has disconnected. The answer counts as delivered if it has
+                not when the last events are due.
+
+        Raises:
+            RequestError: the request cannot be answered; raised before the first event.
+        """
+        asked = self._ask(kind, body)
+        call, usage = asked.call, asked.request.include_usage
+        events = Events(kind, call.identity, asked.request.num_choices, usage)
+        pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def send(index: int, text: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
+
+        sampling = self._begin_sampling(asked, send)
+        sampling.add_done_callback(lambda _: pieces.put_nowait(None))
+        yield events.begin()
+        while (piece := await pieces.get()) is not None:
+            yield events.piece(*piece)
+        try:
+            await sampling
+            answers = self._answers(asked)
+        except RequestError as error:
+            yield error_event(error.body())
+            return
+        if not await gone():
+            self.deliver(call)
+        for event in events.end(answers, _usage(call) if usage else None):
+            yield event
 
     def deliver(self, call: Call) -> None:
         """Note that the client is there to get the answer to a call."""
+        asked, answers = self._answered.pop(call.number)
+        if self.closed:
+            return
         for choice in call.choices:
-            choice.delivered = not self.closed
+            choice.delivered = True
+        if asked.kind == "chat":
+            self._keep_transcript(asked.messages, answers[-1])
+        self.last_text, self.finish_reason = answers[-1].content, call.choices[-1].finish_reason
+
+    async def settle(self) -> None:
+        """Wait until nothing is sampled any more, so that the record has all of it."""
+        await asyncio.gather(*self._sampling, return_exceptions=True)
 
     def post_reward(self, body: Mapping[str, Any]) -> None:
         """Keep the reward that the agent posts.
 
         Args:
-            body: JSON object with `reward`, see `checked_reward`.
+            body: JSON object with `reward`, see `checked_reward`; with `completion`, the id of an
+                answer, `reward` is a number, the reward of this call.
 
         Raises:
-            RequestError: it is none.
+            RequestError: it is none, or no answer has this id.
         """
+        identity = body.get("completion")
         try:
-            self.reward = checked_reward(body.get("reward"))
+            reward = checked_reward(body.get("reward"))
+            if identity is None:
+                self.reward = reward
+            else:
+                self.reward_calls({identity: (reward or {}).get("reward")})
         except ValueError as error:
-            raise RequestError(str(error), "reward") from error
+            raise RequestError(
+                str(error), "reward" if identity is None else "completion"
+            ) from error
+
+    def reward_calls(self, rewards: Mapping[Any, Any]) -> dict[str, float]:
+        """Give calls their own rewards.
+
+        Args:
+            rewards: numbers by name, of which some are ids of answers.
+
+        Returns:
+            The other ones.
+
+        Raises:
+            ValueError: no answer has such an id, or its reward is no number.
+        """
+        calls = {call.identity: call for call in self._tree.calls if call.delivered}
+        others: dict[str, float] = {}
+        for name, reward in rewards.items():
+            if isinstance(name, str) and not name.startswith(_IDS):
+                others[name] = reward
+            elif name not in calls or reward is None:
+                problem = f"the reward of the call {name!r:.60} is {reward}"
+                raise ValueError(f"{problem}; allowed: a number, for the id of an answer")
+            else:
+                calls[name].reward = float(reward)
+        return others
+
+    @property
+    def rewards(self) -> dict[str, float] | None:
+        """Rewards of the session that the agent posted; the sum of its calls' if it has none."""
+        if self.reward is not None:
+            return self.reward
+        own = [call.reward for call in self._tree.calls if call.reward is not None]
+        return {"reward": sum(own)} if own else None
 
     def fail(self, why: str, error: Exception | None = None) -> None:
         """End the session: its sample has failed."""
@@ -159,13 +248,64 @@ class Session:
 
     def facts(self) -> dict[str, Any]:
         """Return what the record says of the session, for its first trajectory."""
-        tree = self._tree
+        tree, parts = self._tree, self._tree.parts()
         return {
             "calls": len(tree.calls),
-            "trajectories": len(tree.parts()),
+            "trajectories": len(parts),
             "sampled_tokens": tree.sampled_tokens,
+            "prompt_tokens": sum(len(call.prompt_ids) for call in tree.calls),
+            "cached_tokens": sum(call.cached_tokens for call in tree.calls),
+            "retokenized": tree.retokenized,
+            "drift": sum(part.drift for part in parts),
             "forks": tree.forks,
         }
+
+    def _ask(self, kind: Kind, body: Mapping[str, Any]) -> _Asked:
+        """Check a request, and find its place among the calls."""
+        self._count()
+        limits = self._limits
+        request = read_sampling(body, limits.temperature, any_temperature=limits.any_temperature)
+        tools: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
+        if kind == "chat":
+            tools, messages = read_tools(body, self._chat.parse is not None), read_messages(body)
+            arguments = body.get("chat_template_kwargs") or {}
+            text = self._chat.render(messages, tools, arguments)
+            place = self._tree.place(text)
+        else:
+            text, place = self._continued(body.get("prompt"))
+        room = self._room(place, request)
+        digest = _digest(place.prompt_ids, request, room, tools)
+        key = digest, self._equal[digest]
+        self._equal[digest] += 1
+        call = self._tree.add(key, text, place)
+        call.identity = f"{_IDS[kind != 'chat']}{digest[:16]}-{key[1]}"
+        return _Asked(kind, request, tools, messages, room, call)
+
+    def _begin_sampling(self, asked: _Asked, send: Send | None) -> asyncio.Task[None]:
+        """Sample in a task of its own: it ends, whatever becomes of the client."""
+        task = asyncio.create_task(self._sample(asked, send))
+        self._sampling.add(task)
+        return task
+
+    async def _sample(self, asked: _Asked, send: Send | None) -> None:
+        call, tools = asked.call, bool(asked.tools)
+        try:
+            await self._sampler.sample(call, asked.request, asked.room, send, tools)
+        except Exception as error:  # of the engine or of a replay: the agent cannot go on
+            self.fail(f"call {call.number}: {error}", error)
+            raise RequestError(f"the policy cannot answer: {error}", status=500) from error
+
+    def _answers(self, asked: _Asked) -> list[Answer]:
+        """Return the choices as the client gets them, and keep them for `deliver`."""
+        try:
+            answers = [self._read(asked, index) for index in range(len(asked.call.choices))]
+        except Exception as error:  # of vLLM's parser: another try would sample again
+            problem = f"the tool parser fails: {type(error).__name__}: {error}"
+            self.fail(f"call {asked.call.number}: {problem}")
+            raise RequestError(problem, status=500) from error
+        self._answered[asked.call.number] = asked, answers
+        return answers
 
     def _count(self) -> None:
         self._num_requests += 1
@@ -202,62 +342,17 @@ class Session:
             raise RequestError(f"{has}; {limit}", "messages", code="context_length_exceeded")
         return min(rooms[limit], request.max_tokens or rooms[limit])
 
-    async def _sample(self, call: Call, request: SamplingRequest, room: int) -> None:
-        """Sample the choices of a call, and cut them at its stops."""
-        stops = self._stop_ids(request.stop)
-        _, digest, occurrence = call.key
-        depth, above = 1, call.parent
-        while above is not None:
-            depth, above = depth + 1, above[0].parent
-        name = f"{self.name} call {depth}:{digest[:12]}"
-        try:
-            sampled = [
-                self._submit(
-                    call.prompt_ids,
-                    max_tokens=room,
-                    seed=self._seed_of(int(digest[:15], 16), occurrence, request.seed, index),
-                    stop_token_ids=[*self._chat.stop_token_ids, *stops],
-                    name=name if index == 0 else f"{name} choice {index}",
-                )
-                for index in range(request.num_choices)
-            ]
-            found = await asyncio.gather(*map(asyncio.wrap_future, sampled))
-        except Exception as error:  # of the engine or of a replay: the agent cannot go on
-            self.fail(f"call {call.number}: {error}", error)
-            raise RequestError(f"the policy cannot answer: {error}", status=500) from error
-        call.choices = [self._cut(call, completion, request.stop) for completion in found]
-
-    def _stop_ids(self, stop: Sequence[str]) -> list[int]:
-        """Return the stops that are one token, so that the engine ends there."""
-        encoded = [self._chat.encode(text) for text in stop]
-        return [ids[0] for ids in encoded if len(ids) == 1]
-
-    def _cut(self, call: Call, completion: Any, stop: Sequence[str]) -> Choice:
-        """Make a choice of what the engine sampled, up to the token that completes a stop."""
-        ids = completion.token_ids
-
-        def decode(first: Sequence[int]) -> str:
-            return decode_after(self._chat, call.prompt_ids, first)
-
-        text, size, reason = decode(ids.tolist()), len(ids), completion.finish_reason
-        content = text.removesuffix(self._chat.stop_text(text))
-        if found := _first_stop(text, stop):
-            content, end = text[: found[0]], found[0] + len(found[1])
-            size = min(partial_length(decode, ids.tolist(), end - 1) + 1, len(ids))
-            text, reason = decode(ids[:size].tolist()), "stop"
-        fits = partial_length(decode, ids.tolist(), len(content))
-        return Choice(
-            *(ids[:size], completion.logprobs[:size], completion.token_versions[:size]),
-            *(reason, text, len(ids), content),
-            content_tokens=fits if decode(ids[:fits].tolist()) == content else 0,
-        )
-
-    def _read(self, call: Call, index: int, tools: Sequence[Mapping[str, Any]]) -> Answer:
+    def _read(self, asked: _Asked, index: int) -> Answer:
         """Return a choice as the client gets it."""
-        choice = call.choices[index]
-        if not tools:
-            return Answer(choice.content, [], choice.finish_reason)
-        turn = self._chat.parse(choice.content, tools)
+        call, choice = asked.call, asked.call.choices[index]
+        logprobs = None
+        if asked.request.logprobs:
+            size = choice.content_tokens or len(choice.token_ids)
+            tokens = [self._chat.decode([one]) for one in choice.token_ids[:size].tolist()]
+            logprobs = token_logprobs(asked.kind, tokens, choice.logprobs[:size].tolist())
+        if not asked.tools:
+            return Answer(choice.content, [], choice.finish_reason, logprobs)
+        turn = self._chat.parse(choice.content, asked.tools)
         calls = [
             {
                 # Not random: a template may show it, and a replay must repeat it.
@@ -267,7 +362,8 @@ class Session:
             }
             for number, (name, arguments) in enumerate(turn.calls)
         ]
-        return Answer(turn.content, calls, "tool_calls" if calls else choice.finish_reason)
+        reason = "tool_calls" if calls else choice.finish_reason
+        return Answer(turn.content, calls, reason, logprobs)
 
     def _keep_transcript(self, messages: Sequence[Mapping[str, Any]], answer: Answer) -> None:
         said: dict[str, Any] = {"role": "assistant", "content": answer.content}
@@ -285,12 +381,6 @@ def _digest(
     """Return a fingerprint of what is sampled: the same for an equal request in a replay."""
     asked = [list(prompt_ids), request.num_choices, request.stop, room, request.seed, bool(tools)]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return place and text of the stop that comes first in a text; None if none does."""
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
-    return min(found, default=None)
 
 
 def _usage(call: Call) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from grpo_components.cluster.handles import Roles
 from grpo_components.cluster.weight_sync import WeightSync
 from grpo_components.exchange.ledger import Ledger
@@ -43,12 +45,15 @@ class Journal:
         self._receipts, self._checkpoints, self._original = receipts, checkpoints, original
         self._save_every_n_steps = save_every_n_steps
 
-    async def commit(self, batch_hash: str, result: StepResult) -> int:
+    async def commit(
+        self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
+    ) -> int:
         """Commit a trained step; a replay first waits for the turn of this step.
 
         Args:
             batch_hash: hash of the batch.
             result: result of the trainers.
+            sessions: counts of the agents' sessions, see `session_counts`; empty without agents.
 
         Returns:
             The number of the step, from 1.
@@ -59,10 +64,12 @@ class Journal:
         """
         step = self._ledger.steps_done + 1
         await self._ledger.events.wait_turn("step", step=step)
-        self._commit(step, batch_hash, result)
+        self._commit(step, batch_hash, result, sessions or {})
         return step
 
-    def _commit(self, step: int, batch_hash: str, result: StepResult) -> None:
+    def _commit(
+        self, step: int, batch_hash: str, result: StepResult, sessions: Mapping[str, int]
+    ) -> None:
         """Commit a step without an await: no event may happen between receipt and state to save.
 
         Otherwise a resumed run would miss that event, or record it in a second receipt.
@@ -71,7 +78,8 @@ class Journal:
             self._original.check_batch(step, batch_hash)
         self._ledger.finish_step(result.policy_version)
         mass = result.metrics["off_policy/correction_mass"]
-        self._receipts.step(step, result.policy_version, result.token_versions, mass, batch_hash)
+        after, versions = result.policy_version, result.token_versions
+        self._receipts.step(step, after, versions, mass, batch_hash, sessions)
         self._checkpoints.hold()
 
     async def save_if_due(self, step: int, roles: Roles) -> None:

@@ -45,6 +45,7 @@ _Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 _Number = Annotated[
     float, Field(ge=0, le=LARGEST, allow_inf_nan=False), BeforeValidator(_before_rounding)
 ]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 # Numbers as keys have one spelling, so that two keys are never the same number.
 _Version = Annotated[str, Field(pattern="^(0|[1-9][0-9]*)$"), AfterValidator(_number_as_key)]
 
@@ -104,6 +105,9 @@ _Start = Annotated[
     Annotated[_object(**_START, **_IDS), Tag("<ids>")] | Annotated[_object(**_START), Tag("<old>")],
     Discriminator(lambda record: "<ids>" if record.keys() & _IDS else "<old>"),
 ]
+_SESSIONS = _object(
+    **dict.fromkeys(("count", "calls", "trajectories", "forks", "drift", "retokenized"), _Whole)
+)
 _RECORDS: dict[str, TypeAdapter[Any]] = {
     "start": TypeAdapter(_Start),
     "step": TypeAdapter(
@@ -113,6 +117,8 @@ _RECORDS: dict[str, TypeAdapter[Any]] = {
             token_versions=dict[_Version, _Whole],
             max_staleness=_Whole | None,
             correction_mass=_Number | None,
+            trained_share=(_Share | None, None),  # records of older versions have none
+            sessions=(_SESSIONS | None, None),
             batch_hash=str,
             trained=list[_object(**_PROMPT, group_id=_Whole)],
         )

@@ -17,6 +17,8 @@ from grpo_components.replay.event_order import Event
 from grpo_components.settings import Settings
 
 FORMAT = 2
+SESSION_FIELDS = ("count", "calls", "trajectories", "forks", "drift", "retokenized")
+"""What a step record says of the agents' sessions."""
 
 
 class Receipts:
@@ -85,6 +87,7 @@ class Receipts:
         token_versions: Mapping[int, int],
         correction_mass: float,
         batch_hash: str,
+        sessions: Mapping[str, int] | None = None,
     ) -> None:
         """Write the record of one training step; call it after `Ledger.finish_step`.
 
@@ -95,11 +98,17 @@ class Receipts:
                 counts once, whatever the number of epochs over the batch.
             correction_mass: mean off-policy weight of the trained tokens.
             batch_hash: hash of the batch.
+            sessions: counts of the agents' sessions in the batch; empty or None without agents.
 
         Raises:
             OSError: if a file cannot be written; names the file.
         """
         versions = {version: n for version, n in sorted(token_versions.items()) if n}
+        recent = self._recent.take()
+        groups = recent["groups"]["trained"]
+        mean = (groups["response_tokens_mean"] or 0.0) * self._settings["group_size"]
+        sampled = round(groups["count"] * mean)
+        counts = {name: sessions[name] for name in SESSION_FIELDS} if sessions else None
         self._write(
             "step",
             step=step,
@@ -110,8 +119,10 @@ class Receipts:
             if versions
             else None,
             correction_mass=correction_mass if math.isfinite(correction_mass) else None,
+            trained_share=sum(versions.values()) / sampled if sampled else None,
             batch_hash=batch_hash,
-            **self._recent.take(),
+            **({"sessions": counts} if counts else {}),
+            **recent,
         )
         self._step, self._policy_version = step, policy_version
 

@@ -19,7 +19,7 @@ from grpo_components.records.failed_samples import FailedSamples
 from grpo_components.records.journal import Journal
 from grpo_components.records.resume import RunStart
 from grpo_components.records.run_log import RunLog
-from grpo_components.records.step_metrics import buffer_metrics, rollout_metrics
+from grpo_components.records.step_metrics import buffer_metrics, rollout_metrics, session_counts
 from grpo_components.replay.event_log import EventLog
 from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
@@ -108,7 +108,8 @@ class Run:
             result: result of the trainers.
         """
         metrics = self._metrics(batch, result)
-        step = await self._journal.commit(batch.batch_hash, result)
+        sessions = session_counts(batch.groups)
+        step = await self._journal.commit(batch.batch_hash, result, sessions)
         metrics["time/step"] = time.perf_counter() - batch.began
         if self._evaluation.due(step):
             await self._evaluate(step)

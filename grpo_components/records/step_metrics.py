@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -48,6 +48,31 @@ def rollout_metrics(
         **_reward_terms(scored),
         "staleness/mean": staleness(version_sum / trained, policy_version) if trained else math.nan,
         "staleness/max": staleness(min(token_versions, default=policy_version), policy_version),
+        **_session_metrics(groups, trained / max(sum(tokens), 1)),
+    }
+
+
+def session_counts(groups: Sequence[GroupSummary]) -> Counter[str]:
+    """Add up the counts of the agents' sessions of some groups; empty without agents.
+
+    Args:
+        groups: summaries of the groups.
+    """
+    return sum((Counter(group.sessions) for group in groups), Counter[str]())
+
+
+def _session_metrics(groups: Sequence[GroupSummary], trained_share: float) -> dict[str, float]:
+    counts = session_counts(groups)
+    if not counts:
+        return {}
+    return {
+        "agents/calls_mean": counts["calls"] / counts["count"],
+        "agents/trajectories_mean": counts["trajectories"] / counts["count"],
+        "agents/forks": counts["forks"],
+        "agents/drift": counts["drift"],
+        "agents/retokenized": counts["retokenized"],
+        "agents/cached_share": counts["cached_tokens"] / max(counts["prompt_tokens"], 1),
+        "agents/trained_share": trained_share,
     }
 
 

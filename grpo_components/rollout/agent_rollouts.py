@@ -33,6 +33,10 @@ from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
 _log = logging.getLogger(__name__)
 
 
+class AgentServerError(RuntimeError):
+    """The server has ended; no session gets an answer."""
+
+
 class AgentRollouts:
     """Serves a policy to agents, and records and scores their sessions.
 
@@ -77,12 +81,23 @@ class AgentRollouts:
 
         Raises:
             EngineStoppedError: the engine's thread has ended.
+            AgentServerError: the server's thread has ended.
             RewardPoolError: the rewards cannot be computed at all.
             ComponentError: the agent cannot be imported, or a reward never answered.
             ReplayError: in a replay, an agent made another call than in the recorded run.
         """
-        with self._engine.use.rollout():
-            return await asyncio.wrap_future(self._server.submit(self._all(samples, temperature)))
+        with self._engine.use.rollout(), self._server.watched() as watched:
+            ended = asyncio.wrap_future(watched)
+            if not ended.done():
+                work = self._all(samples, temperature)
+                sessions = asyncio.wrap_future(self._server.submit(work))
+                try:
+                    await asyncio.wait({sessions, ended}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    sessions.cancel()  # unless it is done
+            if ended.done():
+                raise AgentServerError(f"the agents' server ended: {ended.result()}")
+            return sessions.result()
 
     async def _all(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         runs = (self._one(number, each, temperature) for number, each in enumerate(samples))
@@ -112,28 +127,30 @@ class AgentRollouts:
             ) from error
         finally:
             self._server.close_session(session)
+        await session.settle()
         if isinstance(session.error, EngineStoppedError):
             raise session.error
         if isinstance(session.error, ReplayError):
             raise ReplayError(f"{sample.name}: the agent differs at {session.failure.result()}")
+        problem, given = outcome.error, None
+        if problem is None:
+            try:
+                given = session.reward_calls(outcome.reward or {}) or session.rewards
+            except ValueError as error:
+                problem = f"agent: {error}"
         parts = session.parts()
-        problem = outcome.error or (None if parts else "agent: it ended without an answer")
+        if problem is None and not parts:
+            problem = "agent: it ended without an answer"
         facts = {"sample": number, **session.facts()}
         if problem is not None:
             slot = SlotRollout.failed(prompt_ids, problem)
             slot.session = facts
             return slot
-        score = await asyncio.wrap_future(
-            self._rewards.begin(
-                {
-                    **reward_input(sample.prompt, session.last_text, session.finish_reason),
-                    "agent_reward": session.reward if outcome.reward is None else outcome.reward,
-                    "transcript": session.transcript,
-                }
-            )
-        )
+        answered = reward_input(sample.prompt, session.last_text, session.finish_reason)
+        more = {"agent_reward": given, "transcript": session.transcript}
+        score = await asyncio.wrap_future(self._rewards.begin({**answered, **more}))
         slots = [SlotRollout.of_session(part, score, {"sample": number}) for part in parts]
-        slots[0].session, slots[0].others = facts, slots[1:]
+        slots[0].session, slots[0].others = facts | (slots[0].session or {}), slots[1:]
         return slots[0]
 
     def _session(self, sample: Sample, temperature: float) -> Session:

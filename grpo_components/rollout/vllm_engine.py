@@ -7,13 +7,10 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -28,6 +25,12 @@ from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
 from grpo_components.models.lora import ADAPTER_FILE, pushed_shapes
 from grpo_components.replay.schedule import STOP, Schedule
 from grpo_components.rollout import gloo_transfer  # noqa: F401 -- so that vLLM knows `gloo`
+from grpo_components.rollout.completions import (
+    Completion,
+    Watch,
+    WatchedRequest,
+    finished_completion,
+)
 from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep, sleep_arguments
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
@@ -44,19 +47,6 @@ from grpo_components.rollout.worker_processes import (
 
 BASE_VERSION = 0
 """Policy version of the weights that the engine loads first."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine sampled for one request."""
-
-    token_ids: NDArray[np.int64]
-    """[R] sampled tokens, including the stop token if one was sampled."""
-    logprobs: NDArray[np.float32]
-    """[R] log-probability of each token in nats, under the distribution it was sampled from."""
-    token_versions: NDArray[np.int32]
-    """[R] version of the policy that sampled each token."""
-    finish_reason: Literal["stop", "length", "abort"]
 
 
 class EngineStoppedError(RuntimeError):
@@ -109,8 +99,9 @@ class VLLMEngine:
             check_names_and_shapes(shapes_of(adapter), self._expected_shapes)
             self._adapters.swap(BASE_VERSION, adapter, self._core.scheduler)
         self._schedule = Schedule() if schedule is None else schedule
-        self._step = 0
+        self._step, self._version = 0, BASE_VERSION
         self._running: dict[str, Future[Completion]] = {}
+        self._watched: dict[str, WatchedRequest] = {}
         self._next_request = 0
         self._entered_prompts = self._entered_tokens = 0
         """Requests, and tokens of their prompts, that entered since the last step."""
@@ -128,6 +119,7 @@ class VLLMEngine:
         stop_token_ids: Sequence[int],
         truncation: Mapping[str, float] | None = None,
         name: str = "a request",
+        watch: Watch | None = None,
     ) -> Future[Completion]:
         """Queue one request. Any thread may call this.
 
@@ -139,6 +131,8 @@ class VLLMEngine:
             stop_token_ids: token ids after which sampling stops.
             truncation: other changes to the distribution, by vLLM's names (top_p, ...).
             name: name of the request in the schedule.
+            watch: called in the engine's thread after each step; what it returns may depend on
+                nothing but the tokens, so that a replay ends at the same one.
         """
         sampling = SamplingParams(
             n=1,
@@ -148,10 +142,10 @@ class VLLMEngine:
             stop_token_ids=list(stop_token_ids),
             logprobs=0,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if watch else RequestOutputKind.FINAL_ONLY,
             **{"top_p": 1.0, "top_k": 0, **(truncation or {})},
         )
-        return self._command(name, "request", (list(prompt_ids), sampling))
+        return self._command(name, "request", (list(prompt_ids), sampling, watch))
 
     def sleep(self) -> Future[int]:
         """Abort what runs, and free GPU memory until `load_weights`. Any thread may call this.
@@ -229,8 +223,8 @@ class VLLMEngine:
                     elif kind == "sleep":
                         waiting.set_result(self._fall_asleep())
                     else:
-                        prompt_ids, sampling = payload
-                        self._add_request(prompt_ids, sampling, waiting)
+                        prompt_ids, sampling, watch = payload
+                        self._add_request(prompt_ids, sampling, watch, waiting)
                     waiting = None
                 self._step += 1
                 with self.use.step(self._entered_prompts, self._entered_tokens):
@@ -258,7 +252,11 @@ class VLLMEngine:
         return self._schedule.take(self._step, idle=idle)
 
     def _add_request(
-        self, prompt_ids: list[int], sampling: SamplingParams, future: Future[Completion]
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        watch: Watch | None,
+        future: Future[Completion],
     ) -> None:
         if self._sleep.asleep:
             future.set_exception(EngineAsleepError("the engine sleeps until it gets weights"))
@@ -273,30 +271,23 @@ class VLLMEngine:
             future.set_exception(error)
             return
         self._running[request_id] = future
+        if watch is not None:
+            self._watched[request_id] = WatchedRequest(watch)
         self._entered_prompts += 1
         self._entered_tokens += len(prompt_ids)
 
     def _step_engine(self) -> None:
         for output in self._engine.step():
+            request_id, completion = output.request_id, None
             if output.finished:
-                self._finish(output)
-
-    def _finish(self, output: Any) -> None:
-        completion = output.outputs[0]
-        token_ids = np.asarray(completion.token_ids, dtype=np.int64)
-        logprobs = np.array(
-            [
-                entry[token].logprob
-                for entry, token in zip(completion.logprobs, token_ids.tolist(), strict=True)
-            ],
-            dtype=np.float32,
-        )
-        versions = np.full(len(token_ids), -1, dtype=np.int32)
-        for span in completion.weight_versions:
-            versions[span.start : span.end] = int(span.version)
-        self._running.pop(output.request_id).set_result(
-            Completion(token_ids, logprobs, versions, completion.finish_reason)
-        )
+                completion = finished_completion(output)
+            elif watched := self._watched.get(request_id):
+                completion = watched.follow(output, self._version)
+                if completion is not None:
+                    self._engine.abort_request([request_id])
+            if completion is not None:
+                self._watched.pop(request_id, None)
+                self._running.pop(request_id).set_result(completion)
 
     def _swap_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor] | IncomingWeights
@@ -315,6 +306,7 @@ class VLLMEngine:
             else:
                 load_into_workers(core.model_executor, tensors)
         self._engine.set_weight_version(str(version))
+        self._version = version
         if not self._recompute_kv:
             empty_prefix_cache(core.scheduler)
         elif not self._engine.reset_prefix_cache(reset_running_requests=True):
@@ -326,6 +318,7 @@ class VLLMEngine:
         self._finish_batches_in_flight(self._core)
         # Nobody waits for these: their environment failed, or their attempt was rolled back.
         aborted, self._running = self._running, {}
+        self._watched.clear()
         self._engine.abort_request(list(aborted))
         for future in aborted.values():
             future.set_exception(EngineAsleepError("the engine fell asleep"))

@@ -1,9 +1,11 @@
 """A tokenizer and a chat, for the tests of sessions."""
 
+import openai
 import pytest
-from sessions import CHATML, build_tokenizer
+from sessions import CHATML, LIMITS, ScriptedEngine, build_tokenizer, make_session
 
 from grpo_components.agents.chat import Chat
+from grpo_components.agents.server import AgentServer
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +24,32 @@ def make_chat(tokenizer, tmp_path):
         return Chat(tokenizer, str(path), [stop], parse)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = AgentServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def serve(server, make_chat):
+    """Opens sessions; returns the engine, the session and its client."""
+    clients = []
+
+    def open_session(*texts, parse=None, limits=LIMITS, engine=ScriptedEngine):
+        chat = make_chat(parse=parse)
+        played = engine(chat, *texts)
+
+        async def build():
+            return make_session(chat, played, limits)
+
+        session = server.submit(build()).result(10)
+        url = server.open(session)
+        clients.append(openai.OpenAI(base_url=url, api_key=session.key, max_retries=0))
+        return played, session, clients[-1]
+
+    yield open_session
+    for client in clients:
+        client.close()

@@ -39,18 +39,23 @@ class ScriptedEngine:
         self.requests, self.held = [], []
         self.hold = False
 
-    def submit(self, prompt_ids, *, max_tokens, **sampling):
+    def submit(self, prompt_ids, *, max_tokens, watch=None, **sampling):
         future = Future()
         self.requests.append((list(prompt_ids), max_tokens, sampling))
         text = self.texts.pop(0) if self.texts else "x<|im_end|>"
         ids = tokens_of(self.chat, text)[:max_tokens]
-        ended = ids[-1] in self.chat.stop_token_ids
+        reason = "stop" if ids[-1] in self.chat.stop_token_ids else "length"
+        for size in range(1, len(ids)) if watch else ():
+            if watch(ids[:size]):
+                ids, reason = ids[:size], "stop"
+                break
         number = len(self.requests)
         found = SimpleNamespace(
             token_ids=np.array(ids, np.int64),
             logprobs=np.full(len(ids), -number, np.float32),
             token_versions=np.full(len(ids), number, np.int32),
-            finish_reason="stop" if ended else "length",
+            finish_reason=reason,
+            cached_tokens=0,
         )
         if self.hold:
             self.held.append((future, found))

@@ -9,42 +9,12 @@ import urllib.request
 
 import openai
 import pytest
-from sessions import LIMITS, ScriptedEngine, make_session
 from test_session import Found
 
 from grpo_components.agents.server import AgentServer
 
 USER = [{"role": "user", "content": "abab?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture
-def server():
-    server = AgentServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def serve(server, make_chat):
-    """Opens sessions; returns the engine, the session and its client."""
-    clients = []
-
-    def open_session(*texts, parse=None, limits=LIMITS):
-        chat = make_chat(parse=parse)
-        engine = ScriptedEngine(chat, *texts)
-
-        async def build():
-            return make_session(chat, engine, limits)
-
-        session = server.submit(build()).result(10)
-        url = server.open(session)
-        clients.append(openai.OpenAI(base_url=url, api_key=session.key, max_retries=0))
-        return engine, session, clients[-1]
-
-    yield open_session
-    for client in clients:
-        client.close()
 
 
 def test_a_chat_with_tools_goes_on_in_one_trajectory(serve):
@@ -155,6 +125,11 @@ def test_the_server_outlives_what_clients_do(serve, server):
             raw.sendall(b"POST /sessions/x/v1/completions HTTP/1.1\r\nContent-Le")
         answer = client.chat.completions.create(model="m", messages=USER)
     assert answer.choices[0].message.content == "a"
+
+
+def test_a_closed_server_listens_no_more():
+    server = AgentServer()
+    port = server.port
     server.close()
     server.close()
     deadline = time.monotonic() + 10

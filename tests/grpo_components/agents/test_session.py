@@ -96,6 +96,8 @@ def test_an_edited_question_forks_at_its_token(make_chat):
 class Parser:
     """Finds calls written as JSON in tags."""
 
+    mark = "<tool_call>"
+
     def __call__(self, text, tools):
         inside = text.partition("<tool_call>")[2].partition("</tool_call>")[0]
         if not inside:
@@ -222,7 +224,7 @@ def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
     (part,) = session.parts()
     assert chat.decode(sampled(part)) == "1+2=39<|im_end|>"
     assert chat.decode(part.response_ids.tolist()) == "1+2=3!9<|im_end|>"
-    assert session.facts()["sampled_tokens"] == 8 + 2  # also those after the stop
+    assert session.facts()["sampled_tokens"] == 5 + 2  # none after the stop
     assert chat.encode("=3")[0] not in engine.requests[0][2]["stop_token_ids"]
 
 
@@ -290,6 +292,13 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, "response_format", "leave it out"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tool_parser is null"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+    ({"tool_choice": "required"}, "tool_choice", "allowed: auto, none"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "auto, none"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out, or True"),
+    ({"top_logprobs": 2}, "top_logprobs", "leave it out, or 0"),
+    ({"logprobs": 2}, "logprobs", "those of the sampled tokens"),
+    ({"seed": "x"}, "seed", "a whole number"),
     ({"n": 1000}, "n", "at most 128"),
     ({"stop": 5}, "stop", "a text, or a list"),
     ({"guided_json": {}}, "guided_json", "not supported"),
@@ -409,3 +418,111 @@ def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
         assert whole.startswith("abq")
         assert part.response_mask[0]
         assert part.response_mask[-1]
+
+
+def test_no_token_drifts_where_the_template_drops_thoughts(make_chat):
+    """A record of texts would train tokens that nobody sampled; this one forks instead."""
+    chat = make_chat(DROPS_THOUGHTS)
+
+    async def run():
+        texts = [f"<think>ab{i}</think>abab<|im_end|>" for i in range(3)]
+        session, messages = make_session(chat, ScriptedEngine(chat, *texts)), list(USER)
+        for _ in range(3):
+            answer = await ask(session, messages)
+            messages += said(answer, "ab?")[-2:]
+        return session
+
+    session = asyncio.run(run())
+    facts = session.facts()
+    assert (facts["calls"], facts["trajectories"], len(facts["forks"])) == (3, 3, 2)
+    assert facts["drift"] == 0
+    assert facts["retokenized"] > 0  # `ab` was sampled as two tokens, and has one of its own
+    tokens = sum(int(part.response_mask.sum()) for part in session.parts())
+    assert tokens == facts["sampled_tokens"]
+
+
+def test_tokens_that_follow_others_than_the_policy_saw_are_counted_as_drift(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat, "abc<|im_end|>", "de<|im_end|>"))
+        first = await ask(session, USER)
+        await ask(session, said(first, "more"))
+        return session
+
+    session = asyncio.run(run())
+    assert session.facts()["drift"] == 0
+    session._tree.calls[0].choices[0].token_ids[0] += 1  # a fault: no client can cause it
+    assert session.facts()["drift"] == 3
+
+
+async def completed(session, messages, **body):
+    """Send a chat to a session; return the whole answer."""
+    call, text = await session.answer("chat", {"messages": messages, **body})
+    session.deliver(call)
+    return json.loads(text)
+
+
+def test_a_call_gets_its_own_reward_and_passes_it_on_to_those_before_it(make_chat):
+    chat = make_chat()
+
+    async def run():
+        texts = "a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "other<|im_end|>"
+        session, messages = make_session(chat, ScriptedEngine(chat, *texts)), list(USER)
+        ids = []
+        for _ in range(3):
+            body = await completed(session, messages)
+            ids.append(body["id"])
+            messages += said(body["choices"][0]["message"], "next")[-2:]
+        await completed(session, [{"role": "user", "content": "unlike"}])
+        session.post_reward({"reward": 2.0, "completion": ids[1]})
+        assert session.reward_calls({ids[2]: -1, "score": 0.5}) == {"score": 0.5}
+        with pytest.raises(RequestError, match="for the id of an answer"):
+            session.post_reward({"reward": 1.0, "completion": "chatcmpl-0"})
+        with pytest.raises(ValueError, match="for the id of an answer"):
+            session.reward_calls({"chatcmpl-0": 1.0})
+        return session
+
+    session = asyncio.run(run())
+    assert session.reward is None
+    assert session.rewards == {"reward": 1.0}  # their sum
+    long, short = sorted(session.parts(), key=lambda part: -len(part.call_rewards))
+    assert [call["reward"] for call in long.call_rewards] == [None, 2.0, -1.0]
+    assert [(c["sum"], c["count"]) for c in long.call_rewards] == [(1.0, 2), (1.0, 2), (-1.0, 1)]
+    for call in long.call_rewards:
+        assert long.response_mask[slice(*call["tokens"])].all()
+    covered = sum(end - begin for begin, end in (c["tokens"] for c in long.call_rewards))
+    assert covered == long.response_mask.sum()
+    assert [(c["sum"], c["count"]) for c in short.call_rewards] == [(0.0, 0)]
+
+
+def test_a_seed_repeats_an_answer_and_its_absence_does_not(make_chat):
+    chat = make_chat()
+
+    async def run(**body):
+        engine = ScriptedEngine(chat)
+        session = make_session(chat, engine)
+        for _ in range(2):
+            await ask(session, USER, **body)
+        return [sampling["seed"] for _, _, sampling in engine.requests]
+
+    first, second = asyncio.run(run(seed=0))
+    assert first == second
+    assert len({first, *asyncio.run(run()), *asyncio.run(run(seed=1))}) == 4
+
+
+def test_logprobs_are_those_of_the_sampled_tokens(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat, "ab<|im_end|>", "cd"))
+        body = await completed(session, USER, logprobs=True)
+        _, text = await session.answer("text", {"prompt": "q", "logprobs": 0, "max_tokens": 2})
+        return body["choices"][0], json.loads(text)["choices"][0]
+
+    turn, text = asyncio.run(run())
+    shown = [(entry["token"], entry["logprob"]) for entry in turn["logprobs"]["content"]]
+    assert shown == [("a", -1.0), ("b", -1.0)]
+    assert text["logprobs"]["tokens"] == ["c", "d"]
+    assert text["logprobs"]["token_logprobs"] == [-2.0, -2.0]
+    assert text["logprobs"]["text_offset"] == [0, 1]

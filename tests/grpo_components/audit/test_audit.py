@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from grpo_components.audit.__main__ import RULES, main
+from grpo_components.records.receipts import SESSION_FIELDS
 
 
 @pytest.fixture
@@ -165,6 +166,7 @@ def a_stale_group_is_dropped_at_eta_zero(r):
     for record in r[1:7]:
         record["token_versions"] = {str(record["trained_from"]): 14}
         record["max_staleness"] = 0
+        del record["trained_share"]  # as older versions wrote it
 
 
 def a_group_vanishes(r):
@@ -253,6 +255,8 @@ EDITS = [
     ("contract", (5, "token_versions", "2"), 0),
     ("checksums", (2, "acknowledged", 0, "checksum"), "something else"),
     ("tokens", (5, "token_versions", "3"), 11),
+    ("tokens", (5, "trained_share"), 0.5),
+    ("tokens", (5, "sessions"), {**dict.fromkeys(SESSION_FIELDS, 0), "count": 4, "drift": 1}),
     ("hashes", (5, "batch_hash"), ""),
     ("hashes", (5, "batch_hash"), "hash 2"),
     ("correction", (5, "correction_mass"), None),

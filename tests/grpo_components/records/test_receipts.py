@@ -74,6 +74,7 @@ def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
         "token_versions": {"0": 18},
         "max_staleness": 0,
         "correction_mass": 0.75,
+        "trained_share": 1.0,  # 2 groups of 2 responses, of 4.5 sampled tokens
         "batch_hash": "hash",
         "generators": {
             "generator_0": {"version": 0, "checksum": None},

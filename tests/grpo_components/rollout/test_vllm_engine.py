@@ -1,6 +1,7 @@
 """Real vLLM: new weights are those of a fresh engine, and every token has its version."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -262,3 +263,55 @@ def test_a_closed_engine_answers_with_an_error_and_not_with_silence(make_engine,
         running[0].result(timeout=30)
     with pytest.raises(EngineStoppedError):
         submit(engine)[0].result(timeout=30)
+
+
+def test_a_watch_sees_the_tokens_while_they_are_sampled_and_may_end_them(make_engine, checkpoints):
+    engine = make_engine(checkpoints / "tied_A")
+    whole = [future.result() for future in submit(engine)]
+    long = [i for i, each in enumerate(whole) if len(each.token_ids) > 8]
+    seen = {i: [] for i in range(len(PROMPTS))}
+
+    def watch(i, token_ids):
+        seen[i].append(list(token_ids))
+        return i in long[:2] and len(token_ids) == 5
+
+    futures = [
+        engine.submit(
+            *(ids,),
+            **{"max_tokens": 24, "temperature": 1.0, "seed": i, "stop_token_ids": [0]},
+            watch=partial(watch, i),
+        )
+        for i, ids in enumerate(PROMPTS)
+    ]
+    watched = [future.result() for future in futures]
+    assert len(long) > 2
+    for i, (one, other) in enumerate(zip(watched, whole, strict=True)):
+        size = 5 if i in long[:2] else len(other.token_ids)
+        assert one.finish_reason == ("stop" if i in long[:2] else other.finish_reason)
+        np.testing.assert_array_equal(one.token_ids, other.token_ids[:size])
+        np.testing.assert_array_equal(one.logprobs, other.logprobs[:size])
+        assert one.token_versions.tolist() == [0] * size
+        assert seen[i][:4] == [one.token_ids[:n].tolist() for n in range(1, 5)]
+    assert_same(
+        [
+            engine.submit(
+                PROMPTS[0], max_tokens=24, temperature=1.0, seed=0, stop_token_ids=[0]
+            ).result()
+        ],
+        whole[:1],
+    )
+
+
+def test_a_conversation_that_goes_on_finds_its_tokens_in_the_prefix_cache(make_engine, checkpoints):
+    """A session's next call; after a pull, nothing of the old weights is found."""
+    engine = make_engine(checkpoints / "tied_A")
+    sampling = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "stop_token_ids": []}
+    prompt = [7 + number % 200 for number in range(70)]
+    first = engine.submit(prompt, **sampling).result()
+    again = [*prompt, *first.token_ids.tolist(), 5, 6]
+    second = engine.submit(again, **sampling).result()
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == 64  # two whole blocks of 32
+    engine.load_weights(1, weights(checkpoints / "tied_B")).result()
+    third = engine.submit(again, **sampling).result()
+    assert third.cached_tokens == 0
