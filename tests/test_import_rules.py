@@ -47,6 +47,8 @@ WITHOUT_TORCH = (
     "grpo_components.rewards.judge",
     "grpo_components.rewards.sandbox.code_sandbox",
     "grpo_components.rewards.sandbox.inside",
+    "grpo_components.environments.reasoning_gym_score",
+    "grpo_components.environments.rewards",
 )
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
@@ -54,6 +56,7 @@ ROOMS = (
     *(
         "agents",
         "rollout",
+        "environments",
         "sizing",
         "cluster",
         "offline",

@@ -136,9 +136,7 @@ class AgentHost:
                     os.kill(pid, signal.SIGKILL)
                     killed = True
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(
-                    pid, 0 if killed else os.WNOHANG
-                )  # a busy kernel takes a while to end it
+                os.waitpid(pid, 0 if killed else os.WNOHANG)  # this takes a while
 
     def _be_agent(
         self, parent: int, writing: int, task: dict[str, Any], variables: dict[str, str]

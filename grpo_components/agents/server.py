@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -44,6 +45,9 @@ class AgentServer:
         options |= {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(self._application(), **options))
         self._thread = threading.Thread(target=self._run, name="agent-server", daemon=True)
+        self._ended: str | None = None
+        self._watchers: set[Future[str]] = set()
+        self._lock = threading.Lock()
         self._thread.start()
 
     def open(self, session: Session) -> str:
@@ -65,9 +69,33 @@ class AgentServer:
         self._server.should_exit = True
         self._thread.join(_STOP_S)
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Future[str]]:
+        """Context manager: a future that is done, with the reason, if the server ends meanwhile."""
+        watcher: Future[str] = Future()
+        with self._lock:
+            self._watchers.add(watcher)
+            if self._ended is not None:
+                watcher.set_result(self._ended)
+        try:
+            yield watcher
+        finally:
+            with self._lock:
+                self._watchers.discard(watcher)
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._server.serve(sockets=[self._socket]))
+            why = "it was closed"
+            try:
+                runner.run(self._server.serve(sockets=[self._socket]))
+            except BaseException as error:  # whoever waits for a session must hear of it
+                why = repr(error)
+                raise
+            finally:  # before the runner cancels the sessions
+                with self._lock:
+                    self._ended = why
+                    for watcher in self._watchers:
+                        watcher.set_result(why)
 
     def _application(self) -> Starlette:
         base = "/sessions/{address}/v1"

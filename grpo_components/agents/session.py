@@ -298,7 +298,12 @@ class Session:
 
     def _answers(self, asked: _Asked) -> list[Answer]:
         """Return the choices as the client gets them, and keep them for `deliver`."""
-        answers = [self._read(asked, index) for index in range(len(asked.call.choices))]
+        try:
+            answers = [self._read(asked, index) for index in range(len(asked.call.choices))]
+        except Exception as error:  # of vLLM's parser: another try would sample again
+            problem = f"the tool parser fails: {type(error).__name__}: {error}"
+            self.fail(f"call {asked.call.number}: {problem}")
+            raise RequestError(problem, status=500) from error
         self._answered[asked.call.number] = asked, answers
         return answers
 

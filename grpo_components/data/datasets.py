@@ -67,6 +67,7 @@ def prompt_dataset(
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
     tools: Sequence[Mapping[str, Any]] = (),
+    rows: Iterable[Any] | None = None,
 ) -> PromptDataset:
     """Load a data set whose rows have a `question` and an `answer` (a text or a number).
 
@@ -81,20 +82,19 @@ def prompt_dataset(
         partition: parts of the rows to use, such as `1-9/10`, see `Partition`.
         num_rows: how many of the remaining rows to use, from the first one; None uses all.
         prompt_template: text of the prompt; contains `{question}` once.
-        chat_template: `torchtune` or a model folder formats the prompt as a chat, see
-            `prompt_encoder`; None uses the plain text.
+        chat_template: None for plain text; or the format of a chat, see `prompt_encoder`.
         system_prompt: system message of the chat.
         max_prompt_tokens: longest allowed prompt, in tokens.
         too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
         tools: JSON schemas for the prompt, see `prompt_encoder`; by default of environment.world.
+        rows: the rows, set by builders that make them; `source` is then their name in errors.
 
     Returns:
         The prompts, each with the other columns of its row. Each prompt_index is the row number in
         the source, counted from 0 before any row is left out.
 
     Raises:
-        ValueError: a setting is wrong, or a row cannot be used. The message names the key, or the
-            source, row (from 1) and field.
+        ValueError: a setting or a row is wrong; names the key, or source, row (from 1) and field.
     """
     chat = {"chat_template": chat_template, "system_prompt": system_prompt, "columns": columns}
     lengths = {"num_rows": num_rows, "max_prompt_tokens": max_prompt_tokens, "too_long": too_long}
@@ -109,7 +109,7 @@ def prompt_dataset(
         max_prompt_tokens=max_prompt_tokens,
         drop_too_long=too_long == "drop",
     )
-    return builder.build(read_rows(source, name, split), num_rows, tools)
+    return builder.build(read_rows(source, name, split) if rows is None else rows, num_rows, tools)
 
 
 @dataclass

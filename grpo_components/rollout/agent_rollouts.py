@@ -33,6 +33,10 @@ from grpo_components.rollout.vllm_engine import EngineStoppedError, VLLMEngine
 _log = logging.getLogger(__name__)
 
 
+class AgentServerError(RuntimeError):
+    """The server has ended; no session gets an answer."""
+
+
 class AgentRollouts:
     """Serves a policy to agents, and records and scores their sessions.
 
@@ -77,12 +81,23 @@ class AgentRollouts:
 
         Raises:
             EngineStoppedError: the engine's thread has ended.
+            AgentServerError: the server's thread has ended.
             RewardPoolError: the rewards cannot be computed at all.
             ComponentError: the agent cannot be imported, or a reward never answered.
             ReplayError: in a replay, an agent made another call than in the recorded run.
         """
-        with self._engine.use.rollout():
-            return await asyncio.wrap_future(self._server.submit(self._all(samples, temperature)))
+        with self._engine.use.rollout(), self._server.watched() as watched:
+            ended = asyncio.wrap_future(watched)
+            if not ended.done():
+                work = self._all(samples, temperature)
+                sessions = asyncio.wrap_future(self._server.submit(work))
+                try:
+                    await asyncio.wait({sessions, ended}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    sessions.cancel()  # unless it is done
+            if ended.done():
+                raise AgentServerError(f"the agents' server ended: {ended.result()}")
+            return sessions.result()
 
     async def _all(self, samples: Sequence[Sample], temperature: float) -> list[SlotRollout]:
         runs = (self._one(number, each, temperature) for number, each in enumerate(samples))

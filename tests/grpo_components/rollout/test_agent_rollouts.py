@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sessions import CHATML, ScriptedEngine, build_tokenizer
 
+from grpo_components.agents.parser_names import parser_names
 from grpo_components.errors import ReplayError
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.rewards.pool import RewardPool, RewardSpec
@@ -31,6 +32,16 @@ def run(task):
     what = task["prompt_text"]
     if what == "nothing":
         return 1.0
+    if what.startswith("rewards"):
+        message = [{"role": "user", "content": what}]
+        answer = client.chat.completions.create(model="m", messages=message)
+        if what.endswith("nobody"):
+            return {"chatcmpl-0": 1.0}
+        own = {answer.id: 0.5}
+        return own if what.endswith("else") else {"reward": 1.0, **own}
+    if what == "kills its parent":
+        os.kill(os.getppid(), 9)
+        time.sleep(600)
     first = chat(client, what)
     if what == "raises":
         raise ValueError("no more")
@@ -199,7 +210,41 @@ def test_vllms_parser_finds_calls_and_compares_turns(module):
     assert parse.same(call, spelled)
     assert not parse.same(call, call.replace("1", "2"))
     assert not parse.same("plain", "plain")
+    assert parse.mark == "<tool_call>"
+    from vllm.tool_parsers import ToolParserManager
+
+    assert parser_names() == ToolParserManager.list_registered()
     with pytest.raises(
         ValueError, match=r"^environment.tool_parser: 'nobody' given; allowed: null"
     ):
         module.TurnParser("nobody", build_tokenizer())
+
+
+def test_a_server_that_ends_is_an_error_and_no_silence(run, module):
+    class Ending(ScriptedEngine):
+        def submit(self, *args, **sampling):
+            def end():
+                raise SystemExit("out of memory")
+
+            asyncio.get_running_loop().call_soon(end)
+            self.hold = True
+            return super().submit(*args, **sampling)
+
+    with pytest.raises(module.AgentServerError, match=r"server ended: SystemExit\('out of memory"):
+        run("good", engine=Ending(None))
+
+
+def test_a_call_that_the_agent_rewards_has_its_reward_in_the_record(run):
+    (slot,) = run("rewards")
+    (call,) = slot.session["call_rewards"]
+    assert (call["reward"], call["tokens"]) == (0.5, [0, len(slot.response_ids)])
+    assert slot.score.reward == 1.0
+    (alone,) = run("rewards nothing else")
+    assert alone.score.reward == 0.5  # the sum of its calls
+    (wrong,) = run("rewards nobody")
+    assert wrong.score.error.startswith("agent: the reward of the call 'chatcmpl-0' is 1.0")
+
+
+def test_the_death_of_the_process_that_starts_agents_fails_its_sessions_alone(run):
+    (lost,) = run("kills its parent")
+    assert lost.score.error == "agent: the process that starts agents ended"

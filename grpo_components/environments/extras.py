@@ -1,0 +1,27 @@
+"""Imports the packages of environments, which are installed by an extra of this project."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+_INSTALL = 'pip install ".[environments]"'
+
+
+def imported_extra(name: str) -> Any:
+    """Import a package of the extra `environments`.
+
+    Args:
+        name: the module's name.
+
+    Raises:
+        ValueError: it is not installed; says how to install it.
+    """
+    try:
+        with warnings.catch_warnings():  # some of its own imports are written for an older Python
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = f"the package {error.name} is not installed"
+        raise ValueError(f"{missing}; allowed: `{_INSTALL}`") from error

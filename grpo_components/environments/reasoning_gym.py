@@ -1,0 +1,93 @@
+"""Tasks of the package reasoning-gym as data sets of prompts."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from grpo_components.data.datasets import PromptDataset, prompt_dataset
+from grpo_components.data.rows import Row
+from grpo_components.environments.extras import imported_extra
+from grpo_components.environments.reasoning_gym_score import task_of
+from grpo_components.errors import fail, shown
+
+
+def reasoning_gym_dataset(
+    tokenizer: Any,
+    *,
+    task: str,
+    num_rows: int = 500,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    prompt_template: str = "{question}\n",
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+    max_prompt_tokens: int | None = None,
+    too_long: str = "error",
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> PromptDataset:
+    """Generate the rows of a task of reasoning-gym.
+
+    Args:
+        tokenizer: torchtune's tokenizer.
+        task: name of the task there, such as `chain_sum`.
+        num_rows: number of rows to generate.
+        seed: seed of the rows; a data set for evaluation has another one.
+        options: settings of the task, by their names there; its defaults for the others.
+        prompt_template: text of the prompt; contains `{question}` once.
+        chat_template: see `prompt_dataset`.
+        system_prompt: see `prompt_dataset`.
+        max_prompt_tokens: see `prompt_dataset`.
+        too_long: see `prompt_dataset`.
+        tools: see `prompt_dataset`.
+
+    Returns:
+        The prompts; each has a column `reasoning_gym`, which `ReasoningGymScore` takes.
+
+    Raises:
+        ValueError: the package is missing, a setting is wrong, or the task cannot be used.
+    """
+    imported_extra("reasoning_gym")
+    if not isinstance(num_rows, int) or isinstance(num_rows, bool) or num_rows < 1:
+        fail("dataset.num_rows", f"{shown(num_rows)} given", "a whole number above 0")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        fail("dataset.seed", f"{shown(seed)} given", "a whole number")
+    settings: Any = OmegaConf.to_container(OmegaConf.create(dict(options or {})))
+    task_rows = task_of(task, json.dumps({**settings, "size": num_rows, "seed": seed}))
+    return prompt_dataset(
+        tokenizer,
+        source=f"reasoning_gym {task}",
+        rows=_rows(task, settings, task_rows),
+        read=_question_and_answer,
+        prompt_template=prompt_template,
+        chat_template=chat_template,
+        system_prompt=system_prompt,
+        max_prompt_tokens=max_prompt_tokens,
+        too_long=too_long,
+        tools=tools,
+    )
+
+
+def _rows(task: str, options: Mapping[str, Any], rows: Any) -> Iterator[dict[str, Any]]:
+    for number in range(len(rows)):
+        entry = rows[number]
+        # The scores read types that JSON has not, such as tuples: the text of Python's literals.
+        text = repr(entry)
+        try:
+            is_same = ast.literal_eval(text) == entry
+        except (ValueError, SyntaxError):
+            is_same = False
+        if not is_same:
+            fail("dataset.task", f"{task} given, whose rows hold objects of its code", "others")
+        known = {"task": task, "options": dict(options), "entry": text}
+        yield {"question": entry["question"], "answer": entry["answer"], "reasoning_gym": known}
+
+
+def _question_and_answer(row: Row) -> tuple[str, str]:
+    """Return a row's question, and its answer; empty where only the task's score can tell."""
+    answer = row.value("answer")
+    return row.text("question"), "" if answer is None else str(answer)

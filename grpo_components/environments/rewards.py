@@ -1,0 +1,52 @@
+"""The reward that a world of this room gives a conversation."""
+
+from __future__ import annotations
+
+import math
+
+
+def reward_as_answer(total: float) -> str:
+    """Return the reward of a conversation as the `answer` of a `Reply`, for `EnvironmentReward`.
+
+    Args:
+        total: sum of the rewards so far.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    if not math.isfinite(total):
+        raise ValueError(f"the environment gave rewards whose sum is {total}")
+    return repr(float(total))
+
+
+class EnvironmentReward:
+    """Sum of the rewards that the environment gave in a conversation.
+
+    It goes with `GymnasiumWorld` and `ChatEnvWorld`.
+
+    Args:
+        max_reward: the largest sum, at which a conversation succeeds.
+    """
+
+    def __init__(self, max_reward: float = 1.0) -> None:
+        self.max_reward = max_reward
+
+    def __call__(
+        self, *, prompt_text: str, response_text: str, answer: str, finish_reason: str
+    ) -> float:
+        """Return the reward of one conversation.
+
+        Args:
+            prompt_text: not used.
+            response_text: not used.
+            answer: the sum, as the world writes it.
+            finish_reason: not used.
+
+        Raises:
+            ValueError: the world gives no reward of its own.
+        """
+        try:
+            return float(answer)
+        except ValueError as error:
+            problem = f"answer: {answer!r:.50} given"
+            raise ValueError(f"{problem}; allowed: a number, as the world writes it") from error

@@ -1,0 +1,168 @@
+"""Tools of a real MCP server: offered, called with a deadline, and never left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_components.environments.mcp_server import MCPServer, MCPServerError
+from grpo_components.environments.mcp_tools import MCPTools
+
+SERVER = """
+import os, subprocess, time
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("tests")
+subprocess.Popen(["sleep", "1000"])  # left behind by the server itself
+
+
+@server.tool()
+def add(left: int, right: int) -> str:
+    "Add two numbers."
+    return str(left + right)
+
+
+@server.tool()
+def fail(why: str) -> str:
+    "Fail."
+    raise ToolError(why)
+
+
+@server.tool()
+def hang() -> str:
+    "Never answer."
+    time.sleep(1000)
+
+
+@server.tool()
+def die() -> str:
+    "End the server."
+    os._exit(3)
+
+
+server.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mcp") / "server.py"
+    path.write_text(SERVER)
+    return [sys.executable, str(path)]
+
+
+@pytest.fixture(scope="module")
+def world(command):
+    return MCPTools(command, timeout_s=60)
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def descendants():
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
+
+
+def wait_until(condition, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def result_of(reply):
+    return reply.text.partition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
+
+
+def test_the_servers_tools_are_offered_and_run(world):
+    functions = [tool["function"] for tool in world.tool_schemas]
+    assert [function["name"] for function in functions] == ["add", "fail", "hang", "die"]
+    assert functions[0]["description"] == "Add two numbers."
+    assert functions[0]["parameters"]["required"] == ["left", "right"]
+    respond = world({}, 1)
+    assert result_of(respond(call("add", left=3, right=4))) == "7"
+    assert respond("It is 7.").done
+
+
+def test_the_policy_reads_errors_of_its_calls(world):
+    respond = world({}, 1)
+    assert "too <s> small" not in result_of(respond(call("fail", why="too <s> small")))
+    assert "too < s> small" in result_of(respond(call("fail", why="too <s> small")))
+    assert result_of(respond(call("add", left="x", right=4))).startswith("error: ")
+    assert "there is no tool 'minus'" in result_of(respond(call("minus")))
+
+
+def test_a_server_that_ends_fails_the_sample_and_is_started_again(world):
+    respond = world({}, 1)
+    with pytest.raises(MCPServerError, match="ended during die"):
+        respond(call("die"))
+    assert result_of(respond(call("add", left=1, right=1))) == "2"
+
+
+def test_a_call_that_hangs_fails_the_sample_and_nothing_is_left(command):
+    before = {process.pid for process in descendants()}
+    server = MCPServer(command)
+    started = [process for process in descendants() if process.pid not in before]
+    assert len(started) >= 3  # the one that watches, the server, and what it left
+    with pytest.raises(MCPServerError, match=r"did not answer hang within 0\.2 s"):
+        server.call("hang", {}, 0.2)
+    assert not server.is_running
+    wait_until(lambda: not any(process.is_running() for process in started))
+    with pytest.raises(MCPServerError, match="has ended"):
+        server.call("add", {"left": 1, "right": 1}, 1)
+
+
+def test_no_process_outlives_a_killed_owner(command, tmp_path):
+    owner = tmp_path / "owner.py"
+    owner.write_text(
+        "import sys, time\n"
+        "from grpo_components.environments.mcp_server import MCPServer\n"
+        f"server = MCPServer({command!r})\n"
+        "print('ready', flush=True)\n"
+        "server.call('hang', {}, 1000)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, str(owner)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout.readline() == "ready\n"
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) >= 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(
+        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in started)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"command": "server"}, "^command: 'server' given; allowed: a list of texts"),
+        ({"command": ["/no/server"]}, "^command: the tool server /no/server does not start"),
+        ({"timeout_s": 0}, "^timeout_s: 0 given; allowed: a number above 0"),
+        ({"call_format": "xml"}, "^call_format: 'xml' given"),
+    ],
+)
+def test_a_wrong_setting_is_refused(command, settings, problem):
+    with pytest.raises(ValueError, match=problem):
+        MCPTools(**{"command": command, **settings})
+
+
+def test_a_missing_package_is_one_line_that_says_what_to_install(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ValueError, match=r"mcp is not installed; .*pip install .*environments"):
+        MCPTools(command)
+
+
+def test_the_watching_process_imports_the_standard_library_only():
+    path = Path(__file__).parents[3] / "grpo_components/environments/mcp_process.py"
+    assert "grpo_components" not in path.read_text()

@@ -1,0 +1,119 @@
+"""reasoning-gym: its rows become prompts, and its own score is the reward, for every task."""
+
+import ast
+import sys
+
+import pytest
+from reasoning_gym.factory import DATASETS, create_dataset
+
+from grpo_components.environments.reasoning_gym import reasoning_gym_dataset
+from grpo_components.environments.reasoning_gym_score import DEPENDS_ON_PROCESS, ReasoningGymScore
+
+HOLDS_OBJECTS = ("codeio", "gsm_symbolic", "knights_knaves")
+
+
+class CharacterTokenizer:
+    def encode(self, text, add_bos, add_eos):
+        return [ord(character) for character in text]
+
+
+def load(task, **kwargs):
+    return reasoning_gym_dataset(CharacterTokenizer(), task=task, **kwargs)
+
+
+def score(prompt, answer, answer_format="tag"):
+    return ReasoningGymScore(answer_format)(
+        prompt_text="",
+        response_text=answer,
+        answer="",
+        finish_reason="stop",
+        reasoning_gym=prompt["reasoning_gym"],
+    )
+
+
+TASKS = (
+    *("ab", "basic_arithmetic", "boxnet", "chain_sum", "dice", "graph_color", "jugs", "maze"),
+    *("mini_sudoku", "rubiks_cube", "rush_hour", "shortest_path", "tower_of_hanoi", "word_sorting"),
+)
+"""Of each kind some: rows with an answer and without, with tuples, and with scores in parts."""
+
+
+def test_the_tasks_that_are_refused_exist():
+    assert {*DEPENDS_ON_PROCESS, *HOLDS_OBJECTS, *TASKS} < DATASETS.keys()
+
+
+@pytest.mark.parametrize("task", HOLDS_OBJECTS)
+def test_a_task_whose_rows_hold_objects_is_refused(task):
+    with pytest.raises(ValueError, match=r"^dataset.task: \w+ given, whose rows hold objects"):
+        load(task, num_rows=20)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_is_scored_as_by_itself(task):
+    own = create_dataset(task, size=1, seed=3)
+    (prompt,) = load(task, num_rows=1, seed=3)
+    entry = own[0]
+    assert prompt["prompt_text"] == f"{entry['question']}\n"
+    assert ast.literal_eval(prompt["reasoning_gym"]["entry"]) == entry
+    answer = str(entry["answer"]).strip()
+    assert score(prompt, f"So <answer>{answer}</answer>.") == own.score_answer(answer, entry)
+    assert score(prompt, f"So {answer}.") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "right"),
+    [
+        ("tag", "<answer>1</answer> <answer>\n7 </answer>"),
+        ("gsm8k", "4+3\n#### 7\n"),
+        ("plain", " 7\n"),
+    ],
+)
+def test_only_the_last_marked_answer_counts(answer_format, right):
+    (prompt,) = load("chain_sum", num_rows=1, seed=42)
+    assert prompt["answer"] == "7"
+    assert score(prompt, right, answer_format) == 1.0
+    assert score(prompt, right + "<answer>8</answer>\n#### 8", answer_format) < 1.0
+    assert score(prompt, "seven", answer_format) == 0.0
+
+
+def test_options_reach_the_task_and_its_score():
+    prompts = load("basic_arithmetic", num_rows=4, options={"min_terms": 5, "max_terms": 5})
+    for prompt in prompts:
+        assert prompt["reasoning_gym"]["options"] == {"min_terms": 5, "max_terms": 5}
+        assert score(prompt, f"<answer>{prompt['answer']}</answer>") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"task": "chain_sums"},
+            "dataset.task: reasoning-gym has no task 'chain_sums'; .*mean chain_sum?",
+        ),
+        (
+            {"task": "word_ladder"},
+            "dataset.task: word_ladder given, whose rows differ from process",
+        ),
+        ({"task": "composite"}, "dataset.task: composite given; allowed: one task, or several in"),
+        ({"num_rows": 0}, "dataset.num_rows: 0 given; allowed: a whole number above 0"),
+        ({"seed": 0.5}, "dataset.seed: 0.5 given; allowed: a whole number"),
+        (
+            {"options": {"terms": 1}},
+            "dataset.options.terms: not a setting of chain_sum; allowed: min_t",
+        ),
+        ({"options": {"min_terms": 0}}, "dataset.options: chain_sum: min_terms must be positive"),
+        ({"options": {"min_terms": "many"}}, "dataset.options: chain_sum: "),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, problem):
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        load(**{"task": "chain_sum", **settings})
+
+
+def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for build in (ReasoningGymScore, lambda: load("chain_sum")):
+        with pytest.raises(
+            ValueError, match=r"reasoning_gym is not installed; .*pip install .*envir"
+        ):
+            build()
