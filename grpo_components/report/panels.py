@@ -97,6 +97,7 @@ PANELS = {
             {"curriculum/in_band": "in the band", "curriculum/generated_success": "right"},
             range=_SHARE,
         ),
+        Panel(
             "Agents",
             "share of sampled tokens that was trained, and of prompts' tokens found in the cache",
             {"agents/trained_share": "trained", "agents/cached_share": "cached"},
