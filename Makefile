@@ -102,7 +102,10 @@ $(VENV)/.project: pyproject.toml $(VENV)/.runtime
 	@$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.dev: requirements/dev.txt $(VENV)/.project
+# reasoning-gym needs a package that pip builds with a C compiler: without one, its tests are skipped.
+$(VENV)/.dev: requirements/dev.txt requirements/dev-compiled.txt $(VENV)/.project
 	@echo "Installing $$(wc -l < $<) packages for tests and checks"
 	@$(PIP_INSTALL) -r $<
+	@$(PIP_INSTALL) -r requirements/dev-compiled.txt 2>$(VENV)/compiled.log || \
+		echo 'No C compiler (see $(VENV)/compiled.log): the tests of reasoning-gym will be skipped'
 	@touch $@

@@ -4,10 +4,12 @@ import ast
 import sys
 
 import pytest
-from reasoning_gym.factory import DATASETS, create_dataset
 
 from grpo_components.environments.reasoning_gym import reasoning_gym_dataset
 from grpo_components.environments.reasoning_gym_score import DEPENDS_ON_PROCESS, ReasoningGymScore
+
+tasks = pytest.importorskip("reasoning_gym.factory", reason="pycosat needs a C compiler")
+DATASETS, create_dataset = tasks.DATASETS, tasks.create_dataset
 
 HOLDS_OBJECTS = ("codeio", "gsm_symbolic", "knights_knaves")
 
