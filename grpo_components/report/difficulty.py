@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_components.report.curves import Chart, chart
 from grpo_components.report.run_files import Receipts
+from grpo_components.shapes import fits
 
 _BINS = ("0 %", "to 20 %", "to 40 %", "to 60 %", "to 80 %", "over 80 %", "100 %")
 
@@ -20,9 +21,8 @@ def difficulty_charts(receipts: Receipts) -> Sequence[Chart]:
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for result in receipts.results:
-        prompt, successes, scored = (result[key] for key in ("prompt", "successes", "scored"))
-        if 0 <= successes <= scored > 0:
+    for prompt, successes, scored in (g for each in receipts.results for g in each["groups"]):
+        if fits(prompt, int) and 0 <= successes <= scored > 0:
             first.setdefault(prompt, _bin(successes, scored))
             last[prompt] = _bin(successes, scored)
     if not first:

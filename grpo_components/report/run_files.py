@@ -146,7 +146,8 @@ class Receipts:
     drops: list[Record] = field(default_factory=list)
     """Dropped groups with step, attempt, group_id, prompt_index, epoch, reason and reissue."""
     results: list[Record] = field(default_factory=list)
-    """Groups generated in a run with a curriculum: step, attempt, prompt, successes and scored."""
+    """With a curriculum: records of step, attempt, and `groups` that were generated before the
+    step, as tuples of prompt_index, successes and scored responses."""
 
 
 def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
@@ -175,6 +176,8 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
         if fits(record.get("token_versions"), dict):
             found = record["token_versions"].values()
             receipts.trained_tokens[record["step"]] = sum(n for n in found if fits(n, int))
+        results: list[tuple[int | None, int, int]] = []
+        receipts.results.append({"step": record["step"], "attempt": attempt, "groups": results})
         events = record.get("events", [])
         for event in events if fits(events, Items[dict]) else ():
             kind = next((kind for kind in _ENDS if kind in event), None)
@@ -186,10 +189,7 @@ def read_receipts(path: Path, unread: Unread | None = None) -> Receipts:
                 prompts[event["issued"]] = prompt
             elif fits(event, _Generated):
                 prompt = prompts.get(event["generated"], {}).get("prompt_index")
-                if fits(prompt, int):
-                    result = {key: event[key] for key in ("successes", "scored")}
-                    where = {"step": record["step"], "attempt": attempt, "prompt": prompt}
-                    receipts.results.append(where | result)
+                results.append((prompt, event["successes"], event["scored"]))
             elif "trained" in event:
                 prompts.pop(event["trained"], None)
             elif "dropped" in event:
