@@ -53,19 +53,8 @@ WITHOUT_TORCH = (
 # From the ground up: a room imports only itself and rooms above it in this list.
 ROOMS = (
     *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
-    *(
-        "agents",
-        "rollout",
-        "environments",
-        "sizing",
-        "cluster",
-        "offline",
-        "report",
-        "evaluation",
-        "records",
-        "config",
-    ),
-    *("audit", "plan", "equivalence", "twin", "examples"),
+    *("agents", "rollout", "environments", "interop", "sizing", "cluster", "offline", "report"),
+    *("evaluation", "records", "config", "audit", "plan", "equivalence", "twin", "examples"),
 )
 """The ground is the modules that stand in no room."""
 MAX_ROOM = 0.12

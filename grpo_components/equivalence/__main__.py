@@ -20,6 +20,7 @@ from grpo_components.equivalence import (
     lora_rungs,
     policy_rungs,
     rungs,
+    torchrl_rungs,
 )
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.hf_families import HF_FAMILIES
@@ -128,6 +129,15 @@ RUNGS = (
         "weight change of that step",
         1e-5,
         policy_rungs.transformers_is_torchtune,
+    ),
+    Rung(
+        "torchrl's `GRPOLoss` = our loss",
+        "loss, and gradient relative to the largest, in float64: the tiny policy on ragged "
+        "responses with environment tokens, as a padded batch of torchrl's containers with both of "
+        "its masks; two pairs of clip bounds; `token_mean` = `TokenMean`, `prompt_mean` = "
+        "`SequenceMean`",
+        1e-6,
+        torchrl_rungs.torchrl_loss_is_ours,
     ),
     Rung(
         "FSDP on 2 ranks = 1 rank",

@@ -93,4 +93,4 @@ def _last_object(text: str, key: str) -> float | None:
         else:
             grade = value.get(key)
         start = _OBJECT.search(text, end)
-    return float(grade) if _is_number(grade) else None
+    return float(grade) if grade is not None and _is_number(grade) else None

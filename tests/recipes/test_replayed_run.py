@@ -1,5 +1,6 @@
 """A finished run of every kind of role is replayed to the same bits, by the real `tune`."""
 
+import random
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from chaos import Fault, forked_recipe
 from classifier import random_classifier
+from judge_server import judge_server
 from safetensors.torch import load_file
 from whole_runs import assert_same_run, audit, metrics, records, succeed
 
@@ -30,7 +32,15 @@ class Talkative:
 """
 
 
-def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
+@pytest.fixture
+def judge():
+    """A judge whose grades are random, so that a replay that asks it differs."""
+    with judge_server() as judge:
+        judge.default = lambda _: f"Score: {random.random():.3f}"
+        yield judge
+
+
+def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path, judge):
     """With new weights within responses; later a generator and the buffer are killed.
 
     The original pushes deltas, which the new generator gets from the last whole push on; the replay
@@ -60,20 +70,30 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path):
         "environment.max_turns=21",
         "environment.world._component_=my_worlds.Talkative",
         *("rollouts_logged_per_step=2", f"teacher.path={BASE}", "teacher.coeff=0.05"),
+        "rewards.judge._component_=grpo_components.rewards.judge.LLMJudge",
+        *("rewards.judge.weight=0.1", "rewards.judge.model=random", "rewards.judge.wall_s=50"),
+        *(f"rewards.judge.base_url={judge.url}", "timeouts.reward_s=60"),
+        *("rewards.judge.rubric='{{ prompt }} {{ response }}'", "rewards.judge.request_s=50"),
+        "rewards.judge.prices.completion=1000000",
     )
     output, original = succeed(tune, *knobs, "push=delta", recipe=recipe, env=environment)
     back = re.findall(r"^(\w+) is back", output, re.MULTILINE)
     assert len(back) == 2 and back[0] == "replay_buffer", output
     code, table = audit(original)
     assert code == 0, table
+    asked = len(judge.requests)
     output, replay = succeed(tune, *knobs, "weights=gloo", f"replay_events={original}")
+    assert len(judge.requests) == asked > 0, "a replay asks no judge"
     assert "events in the recorded order" in output
     assert re.findall(r"^(\w+) is back", output, re.MULTILINE) == back[1:], output
     groups = records(original / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
-    assert all("reward_model" in response["reward_terms"] for response in responses)
+    assert all({"reward_model", "judge"} < r["reward_terms"].keys() for r in responses)
     steps = metrics(original)[1:]
+    # What was used by a process that was killed is not counted, nor before the run starts.
+    costs = [record.get("reward_use/judge_cost", 0.0) for record in steps]
+    assert 0 < sum(costs) <= 2 * asked
     whole = max(record["push/bytes"] for record in steps)
     assert 0 < min(record["push/bytes"] for record in steps[1:]) < 0.9 * whole
     assert max(record["staleness/max"] for record in steps) > 0

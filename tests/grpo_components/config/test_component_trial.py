@@ -350,6 +350,14 @@ def test_a_reward_that_gives_no_number_is_refused(tried, kind, what):
     assert message.startswith("rewards.correctness: own_rewards.Reward ") and what in message
 
 
+def test_a_judge_that_is_down_is_refused_before_the_start(tried):
+    own = component("rewards.judge", "grpo_components.rewards.judge.LLMJudge", model="m")
+    own += ("rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0")
+    message = refusal(tried, *own, "rewards.judge.rubric='{{ response }}'")
+    assert message.startswith("rewards.judge: ") and "JudgeError" in message
+    assert "127.0.0.1:9" in message
+
+
 @pytest.mark.parametrize("name", ["code_tests.CodeTests", "countdown.CountdownCorrectness"])
 def test_a_reward_of_ours_that_cannot_judge_the_answers_of_the_data_is_refused(tried, name):
     message = refusal(tried, *component("rewards.correctness", f"grpo_components.rewards.{name}"))

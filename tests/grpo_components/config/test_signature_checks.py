@@ -114,6 +114,20 @@ def test_programs_are_ended_before_their_reward_is(cfg, check, refusal):
     assert refusal("rewards.code.cpu_s=0").startswith("rewards.code.cpu_s: 0 given")
 
 
+def test_the_arguments_of_a_judge_are_checked_by_their_keys(cfg, check, refusal):
+    cfg.rewards.judge = {
+        "_component_": "grpo_components.rewards.judge.LLMJudge",
+        **{"base_url": "http://localhost:1/v1", "model": "m", "rubric": "{{ response }}"},
+        "requests_per_minute": 60,
+    }
+    check()
+    assert refusal("rewards.judge.wall_s=10").startswith("rewards.judge.wall_s: 10 given with time")
+    message = refusal("num_generators=2", "reward_workers=4")
+    assert message.startswith("rewards.judge.requests_per_minute: 60 given: with 8 reward process")
+    assert refusal("rewards.judge.verdict.format=x").startswith("rewards.judge.verdict.format: ")
+    assert refusal("rewards.judge.api_key_env=NONE_X").startswith("rewards.judge.api_key_env: no ")
+
+
 MULTI_TURN = (
     "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
     "environment.max_turns=4",

@@ -168,21 +168,8 @@ def test_a_limit_that_leaves_no_request_in_time_is_a_failed_sample(server, make,
     assert len(server.requests) == 1
 
 
-def test_a_judge_that_is_down_is_a_failed_sample_of_the_pool(server):
-    server.default = (500, b"down", {})
-    arguments = {"base_url": server.url, "model": "m", "rubric": RUBRIC, "retries": 0}
-    pool = RewardPool(
-        {"judge": RewardSpec(COMPONENT, arguments, 1.0, False)}, num_workers=1, timeout_s=60
-    )
-    (score,) = pool.score([CALL])
-    pool.close()
-    assert math.isnan(score.reward) and score.terms == {} and not score.success
-    assert score.error and score.error.startswith("reward judge: JudgeError")
-    assert score.used["judge_failures"] == 1
-
-
-def test_a_replay_uses_the_recorded_grades_and_failures(server, tmp_path):
-    """By the seed of the sample: the same text got other grades, and once none."""
+def test_a_judge_that_is_down_is_a_failed_sample_and_a_replay_repeats_it(server, tmp_path):
+    """Grades too, by the seed of the sample: the same text got other grades, and once none."""
     server.answers = ["Score: 1", "Score: 2", (400, b"", {}), "Score: 3"]
     arguments = {"base_url": server.url, "model": "m", "rubric": RUBRIC}
     specs = {"judge": RewardSpec(COMPONENT, arguments, 1.0, False)}
@@ -192,6 +179,9 @@ def test_a_replay_uses_the_recorded_grades_and_failures(server, tmp_path):
     live = [pool.score([sample])[0] for sample in samples]
     pool.close()
     assert [score.reward for score in live] == pytest.approx([0.1, 0.2, math.nan, 0.3], nan_ok=True)
+    down = live[2]
+    assert down.error and down.error.startswith("reward judge: JudgeError")
+    assert (down.terms, down.success, down.used["judge_failures"]) == ({}, False, 1)
     replayed = ScoreLog(tmp_path / "again.jsonl", path)
     pool = RewardPool(specs, num_workers=2, timeout_s=60, log=replayed)
     order = (1, 0, 2, 3)

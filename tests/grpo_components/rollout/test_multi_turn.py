@@ -164,6 +164,7 @@ def test_the_world_reads_each_turn_and_the_rewards_judge_the_last_one(module):
             "response_text": "three",
             "answer": "of the third",
             "finish_reason": "stop",
+            "seed": 1000,
         }
     ]
 

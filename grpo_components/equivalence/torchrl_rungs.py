@@ -1,0 +1,141 @@
+"""Rung of the equivalence ladder that compares our loss with torchrl's, on the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from grpo_components.equivalence.rungs import (
+    Bench,
+    max_difference,
+    ragged_batch,
+    whole_model,
+)
+from grpo_components.objective.aggregation import SequenceMean, TokenMean
+from grpo_components.objective.losses import GRPOLoss, LossInputs
+from grpo_components.trajectory import Trajectory
+
+_CLIPS = ((0.2, 0.2), (0.05, 0.1))
+"""Pairs of clip_low and clip_high."""
+_AGGREGATIONS = ((TokenMean(), "token_mean"), (SequenceMean(), "prompt_mean"))
+"""Ours, and torchrl's of the same meaning."""
+
+
+def torchrl_loss_is_ours(bench: Bench) -> float:
+    """Compare torchrl's `GRPOLoss` with ours.
+
+    Ours gets the trained tokens, torchrl's the padded batch of `to_tensordict` with each of its
+    masks of the response: all of it, or the policy's tokens.
+
+    Returns:
+        The largest difference of losses, or of gradients relative to the largest one.
+    """
+    # Importing them takes seconds, and no other rung needs them.
+    from torchrl.objectives.llm import GRPOLoss as TheirGRPOLoss
+
+    from grpo_components.interop.containers import to_tensordict
+
+    records, advantages = ragged_batch(bench)
+    pairs = zip(records, advantages.tolist(), strict=True)
+    batch = to_tensordict([replace(record, advantage=value) for record, value in pairs])
+    model = whole_model(bench).double().requires_grad_(True)
+    worst = 0.0
+    for low, high in _CLIPS:
+        for aggregation, name in _AGGREGATIONS:
+            logits, tokens = _left_padded_logits(model, records), _tokens(records, advantages)
+            weights = aggregation(np.array([int(r.response_mask.sum()) for r in records]))
+            inputs = replace(tokens, trainer_logprobs=_sampled_logprobs(model, records))
+            each = torch.from_numpy(weights)[tokens.sequence_ids]
+            expected = (GRPOLoss(low, high)(inputs)[0] * each).sum()
+            for strategy in ("sft", "rlhf"):
+                loss = TheirGRPOLoss(
+                    _Actor(logits, records),  # pyright: ignore -- has what the loss reads
+                    clip_epsilon=(low, high),
+                    aggregation=name,
+                    entropy_bonus=False,
+                    masking_strategy=strategy,
+                )
+                found = loss(batch).loss_objective.sum()
+                worst = max(worst, _difference(model, expected, found))
+    return worst
+
+
+class _Actor(nn.Module):
+    """What torchrl's loss reads of a policy: the distribution of the tokens of a batch."""
+
+    def __init__(self, logits: Tensor, records: Sequence[Trajectory]) -> None:
+        super().__init__()
+        self._logits, self._records = logits, records
+
+    def get_dist(self, batch: Any, **_: Any) -> Any:
+        """Refuse: the loss asks for one of the two masks below."""
+        raise NotImplementedError
+
+    def _get_sft_dist(self, batch: Any) -> Any:
+        ends = [len(record.response_ids) for record in self._records]
+        width = batch["tokens", "full"].shape[-1]
+        return self._dist(torch.arange(width) >= width - torch.tensor(ends)[:, None])
+
+    def _get_rlhf_dist(self, batch: Any) -> Any:
+        return self._dist(batch["masks", "all_assistant_mask"])
+
+    def _dist(self, mask: Tensor) -> Any:
+        from torchrl.modules.distributions import LLMMaskedCategorical
+
+        return LLMMaskedCategorical(logits=self._logits, mask=mask)
+
+
+def _left_padded_logits(model: nn.Module, records: Sequence[Trajectory]) -> Tensor:
+    """Return logits [S, T, V], at each token those that predict it, over the temperature."""
+    rows = []
+    for record in records:
+        ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
+        logits = model(ids[None])[0] / record.temperature
+        rows.append(torch.cat([torch.zeros_like(logits[:1]), logits[:-1]]))
+    width = max(map(len, rows))
+    return torch.stack([nn.functional.pad(row, (0, 0, width - len(row), 0)) for row in rows])
+
+
+def _sampled_logprobs(model: nn.Module, records: Sequence[Trajectory]) -> Tensor:
+    """Return the logprobs [N] of the tokens that the policy sampled."""
+    found = []
+    for record in records:
+        ids = torch.from_numpy(np.concatenate([record.prompt_ids, record.response_ids]))
+        logprobs = torch.log_softmax(model(ids[None])[0] / record.temperature, dim=-1)
+        own = logprobs[torch.arange(len(ids) - 1), ids[1:]][len(record.prompt_ids) - 1 :]
+        found.append(own[torch.from_numpy(record.response_mask)])
+    return torch.cat(found)
+
+
+def _tokens(records: Sequence[Trajectory], advantages: NDArray[np.float32]) -> LossInputs:
+    """Return the sampled tokens of a batch as our loss reads them, without trainer logprobs."""
+    counts = torch.tensor([int(record.response_mask.sum()) for record in records])
+    numbers = torch.repeat_interleave(torch.arange(len(records)), counts)
+    generated = np.concatenate([r.generator_logprobs[r.response_mask] for r in records])
+    return LossInputs(
+        trainer_logprobs=torch.empty(0),
+        generator_logprobs=torch.from_numpy(generated).double(),
+        advantages=torch.from_numpy(advantages).double()[numbers],
+        sequence_ids=numbers,
+        staleness=torch.zeros_like(numbers),
+        step=0,
+    )
+
+
+def _difference(model: nn.Module, expected: Tensor, found: Tensor) -> float:
+    """Return the difference of two losses, or of their gradients if that is larger."""
+    before, after = (_gradients(model, loss) for loss in (expected, found))
+    largest = max(float(gradient.abs().max()) for gradient in before.values())
+    return max(float((expected - found).abs()), max_difference(before, after) / largest)
+
+
+def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, retain_graph=True)
+    return dict(zip(names, found, strict=True))
