@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from grpo_components.agents.calls import Call, Choice, Texts
+from grpo_components.agents.choices import Call, Choice, Texts
 
 
 @dataclass(frozen=True)

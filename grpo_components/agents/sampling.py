@@ -16,7 +16,7 @@ Send = Callable[[int, str], object]
 """Function of the number of a choice and of the next piece of its text."""
 
 
-class Sampler:
+class AnswerSampler:
     """Samples what a session asks for.
 
     Args:

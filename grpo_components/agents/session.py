@@ -31,7 +31,7 @@ from grpo_components.agents.requests import (
     read_tools,
 )
 from grpo_components.agents.rewards import checked_reward
-from grpo_components.agents.sampling import Sampler, Send
+from grpo_components.agents.sampling import AnswerSampler, Send
 
 _IDS = ("chatcmpl-", "cmpl-")
 """What ids of answers begin with: a chat's, and a text's."""
@@ -73,8 +73,8 @@ class Session:
     Args:
         name: name of the sample, in errors and in the engine's schedule.
         chat: converts between messages, text and tokens.
-        submit: see `Sampler`.
-        seed_of: see `Sampler`.
+        submit: see `AnswerSampler`.
+        seed_of: see `AnswerSampler`.
         limits: limits of the session.
     """
 
@@ -89,7 +89,7 @@ class Session:
         self.name, self.key = name, f"sk-{secrets.token_urlsafe(24)}"
         self.address = secrets.token_hex(8)
         self._chat, self._limits = chat, limits
-        self._sampler = Sampler(name, chat, submit, seed_of)
+        self._sampler = AnswerSampler(name, chat, submit, seed_of)
         self._sampling: set[asyncio.Task[None]] = set()
         """What is sampled, also for clients that have gone."""
         self._answered: dict[int, tuple[_Asked, list[Answer]]] = {}

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_components.equivalence import (
+    agent_rungs,
     engine_rungs,
     family_rungs,
     lora_rungs,
@@ -211,6 +212,20 @@ RUNGS = (
         "pulled after a step at temperature 0.7",
         1e-4,
         lora_rungs.generator_is_adapted_trainer,
+    ),
+    Rung(
+        "agent's session of one call = plain rollout",
+        "an agent with OpenAI's client, and the plain environment, on the same prompts: tokens, "
+        "masks, versions, rewards, logprobs, and the weights after one SGD step",
+        0.0,
+        agent_rungs.session_is_plain_rollout,
+    ),
+    Rung(
+        "agent's session of two calls, the second of which continues the first = plain rollout",
+        "tokens, masks, versions and rewards are the same; logprobs in nats, as the second call "
+        "reads what the first sampled",
+        1e-5,
+        agent_rungs.continued_session_is_plain_rollout,
     ),
 )
 """The ladder, in the order of the table."""

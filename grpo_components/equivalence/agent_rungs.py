@@ -1,0 +1,94 @@
+"""Rungs of the equivalence ladder that compare sessions of agents with plain rollouts."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from openai import OpenAI
+
+from grpo_components.equivalence.roles import GENERATOR, RoleProcess, tiny_arguments, tiny_config
+from grpo_components.equivalence.rungs import (
+    SYNCHRONOUS,
+    Bench,
+    max_difference,
+    weights_after_step,
+)
+from grpo_components.trajectory import Trajectory, concatenate, unpack
+
+_GROUPS = 4
+_FIRST_TOKENS = 4
+"""Tokens of the first of two calls."""
+_TEMPERATURE = 0.05  # so low that the seeds, which differ, do not matter
+_SAME = ("prompt_ids", "response_ids", "response_mask", "token_versions")
+
+
+def one_call(task: dict[str, Any]) -> None:
+    """Ask once, as an agent.
+
+    Args:
+        task: a row of the data set.
+    """
+    OpenAI().completions.create(model="policy", prompt=task["prompt_text"])
+
+
+def two_calls(task: dict[str, Any]) -> None:
+    """Ask for the first tokens, and then for the others, as an agent.
+
+    Args:
+        task: a row of the data set.
+    """
+    prompt, ask = task["prompt_text"], OpenAI().completions.create
+    first = ask(model="policy", prompt=prompt, max_tokens=_FIRST_TOKENS).choices[0].text
+    ask(model="policy", prompt=prompt + first)
+
+
+def session_is_plain_rollout(bench: Bench) -> float:
+    """Compare what sessions of one call and plain rollouts record, and the weights they train."""
+    plain, sessions = _plain(bench), _rolled_out(bench, one_call.__name__)
+    gap = _difference(plain, sessions)
+    advantages = np.resize(np.array([1, -1], np.float32), len(plain))
+    trained = [weights_after_step(bench, rows, advantages) for rows in (plain, sessions)]
+    return max(gap, max_difference(*trained))
+
+
+def continued_session_is_plain_rollout(bench: Bench) -> float:
+    """Compare what sessions of two calls that continue each other and plain rollouts record."""
+    return _difference(_plain(bench), _rolled_out(bench, two_calls.__name__))
+
+
+def _plain(bench: Bench) -> list[Trajectory]:
+    return bench.once("plain rollouts", lambda: _rolled_out(bench, None))
+
+
+def _rolled_out(bench: Bench, agent: str | None) -> list[Trajectory]:
+    """Return responses to the first prompts; of an agent's sessions if one is named."""
+    own = [
+        "environment._component_=grpo_components.agents.environment.AgentEnvironment",
+        f"environment.agent={__name__}.{agent}",
+        "environment.chat_template=plain",
+    ]
+    cfg = tiny_config(bench.folder() / "run", *SYNCHRONOUS, *(own if agent else ()))
+    arguments, prompts = tiny_arguments(cfg)
+    with closing(RoleProcess(GENERATOR, **arguments.generator)) as generator:
+        groups = [
+            generator.call("generate_group", *next(prompts), number, 0, _TEMPERATURE)[0]
+            for number in range(_GROUPS)
+        ]
+    return unpack(concatenate(groups))
+
+
+def _difference(left: list[Trajectory], right: list[Trajectory]) -> float:
+    """Return the largest difference of logprobs in nats; infinite if anything else differs."""
+    worst = 0.0
+    if len(left) != len(right):
+        return math.inf
+    for a, b in zip(left, right, strict=True):
+        same = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in _SAME)
+        if not same or (a.reward, a.finish_reason) != (b.reward, b.finish_reason):
+            return math.inf
+        gap = np.abs(a.generator_logprobs - b.generator_logprobs)
+        worst = max(worst, float(gap.max(initial=0.0)))
+    return worst
