@@ -161,8 +161,8 @@ class _ShownEnv:
                 allowed = "a ChatEnv of batch size [1], input_mode history, and its transforms"
                 raise ValueError(f"env: {kind}; allowed: {allowed}")
             self._inputs = _KeepsInputs()
-            added: Any = Compose(self._inputs, *transforms)
-            self.env = TransformedEnv(base, added)
+            added: list[Any] = [self._inputs, *transforms]
+            self.env = TransformedEnv(base, Compose(*added))
         self._whole = made
         self._data_key = base.data_key
         self._role = base.policy_role or "assistant"
