@@ -84,7 +84,7 @@ def response_body(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[s
         "tools": request.get("tools") or [],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
