@@ -117,9 +117,11 @@ class MCPServer:
         except mcp_error as error:
             if error.error.code != closed:
                 raise ValueError(f"{error}") from error
-            self.close()
-            problem = f"the tool server {self.name} ended during {name}"
-            raise MCPServerError(problem) from error
+            problem = error
+        except Exception as error:  # its connection is broken, in one of many ways
+            problem = error
+        self.close()
+        raise MCPServerError(f"the tool server {self.name} ended during {name}") from problem
 
     def close(self) -> None:
         """End the server and all that it started; calls that wait for it fail."""

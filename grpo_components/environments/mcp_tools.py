@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,14 +19,15 @@ from grpo_components.rollout.tools import ToolUse
 class MCPTools:
     """World that runs the policy's tool calls in a tool server, on this machine.
 
-    The server is started at the first call of a generator, and serves all its conversations. A
-    server that ends, or misses the deadline of a call, fails the samples that wait for it; the next
-    call starts it again.
+    A generator starts servers as its conversations need them, each for one call at a time: a server
+    that ends, or misses the deadline of a call, fails only that sample, and another is started in
+    its place. A server must keep no state between calls, because the next may go to another one.
 
     Args:
         command: the server's program and arguments.
         call_format: see `ToolUse`.
         timeout_s: deadline of one call, in seconds.
+        num_servers: most servers of a generator; further calls wait for one.
         max_result_characters: see `ToolUse`.
 
     Raises:
@@ -36,6 +39,7 @@ class MCPTools:
         command: Sequence[str],
         call_format: str = "hermes",
         timeout_s: float = 10.0,
+        num_servers: int = 8,
         max_result_characters: int = 1000,
     ) -> None:
         imported_extra("mcp")
@@ -44,15 +48,18 @@ class MCPTools:
         is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
         if not is_number or not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s: {timeout_s!r} given; allowed: a number above 0")
-        server = _server_of(tuple(command))
+        if type(num_servers) is not int or num_servers < 1:
+            allowed = "a whole number of at least 1"
+            raise ValueError(f"num_servers: {num_servers!r} given; allowed: {allowed}")
+        servers = _servers_of(tuple(command), num_servers)
         try:
-            self.tool_schemas = server.schemas()
+            self.tool_schemas = servers.schemas()
         except MCPServerError as error:
             raise ValueError(f"command: {error}; allowed: a server that starts") from error
         if not self.tool_schemas:
-            raise ValueError(f"command: {server.name} offers no tools; allowed: at least one")
+            raise ValueError(f"command: {servers.name} offers no tools; allowed: at least one")
         names = [tool["function"]["name"] for tool in self.tool_schemas]
-        tools = {name: _tool(server, name, timeout_s) for name in names}
+        tools = {name: _tool(servers, name, timeout_s) for name in names}
         self._use = ToolUse(tools, call_format, max_result_characters)
 
     def __call__(self, prompt: Prompt, seed: int) -> Callable[[str], Reply]:
@@ -65,32 +72,34 @@ class MCPTools:
         return self._use(prompt, seed)
 
 
-def _tool(server: _Server, name: str, timeout_s: float) -> Callable[..., str]:
+def _tool(servers: _Servers, name: str, timeout_s: float) -> Callable[..., str]:
     def call(**arguments: Any) -> str:
-        return server.running().call(name, arguments, timeout_s)
+        with servers.one() as server:
+            return server.call(name, arguments, timeout_s)
 
     return call
 
 
 @cache
-def _server_of(command: tuple[str, ...]) -> _Server:
-    """Return the server of a command, of which a process has one."""
-    return _Server(command)
+def _servers_of(command: tuple[str, ...], num_servers: int) -> _Servers:
+    """Return the servers of a command, which all worlds of a process share."""
+    return _Servers(command, num_servers)
 
 
-class _Server:
-    """Starts a tool server when it is needed, and again when it has ended."""
+class _Servers:
+    """Starts tool servers when they are needed, and others in place of those that have ended."""
 
-    def __init__(self, command: tuple[str, ...]) -> None:
+    def __init__(self, command: tuple[str, ...], num_servers: int) -> None:
         self.name = " ".join(command)
         self._start = partial(MCPServer, command)
-        self._lock = threading.Lock()
-        self._server: MCPServer | None = None
+        self._free = threading.BoundedSemaphore(num_servers)
+        self._idle: deque[MCPServer] = deque()
+        self._listing = threading.Lock()
         self._schemas: list[dict[str, Any]] | None = None
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the tools' schemas; asked of a server that ends with the answer."""
-        with self._lock:
+        with self._listing:
             if self._schemas is None:
                 server = self._start()
                 try:
@@ -99,8 +108,16 @@ class _Server:
                     server.close()
             return self._schemas
 
-    def running(self) -> MCPServer:
-        with self._lock:
-            if self._server is None or not self._server.is_running:
-                self._server = self._start()
-            return self._server
+    @contextlib.contextmanager
+    def one(self) -> Iterator[MCPServer]:
+        """Wait for a server, and have it alone for one call."""
+        with self._free:
+            try:
+                server = self._idle.pop()
+            except IndexError:
+                server = self._start()
+            try:
+                yield server
+            finally:
+                if server.is_running:
+                    self._idle.append(server)

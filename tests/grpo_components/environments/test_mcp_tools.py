@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -107,6 +108,25 @@ def test_a_server_that_ends_fails_the_sample_and_is_started_again(world):
     assert result_of(respond(call("add", left=1, right=1))) == "2"
 
 
+def test_a_server_that_was_killed_while_idle_fails_one_sample(world):
+    respond = world({}, 1)
+    respond(call("add", left=1, right=1))
+    for process in descendants():
+        if process.name() == "sleep" or "server.py" in " ".join(process.cmdline()):
+            process.kill()
+    with pytest.raises(MCPServerError, match="ended during add"):
+        respond(call("add", left=1, right=1))
+    assert result_of(respond(call("add", left=1, right=1))) == "2"
+
+
+def test_a_server_that_ends_fails_no_other_sample(world):
+    with ThreadPoolExecutor(4) as threads:
+        calls = [call("die"), *(call("add", left=n, right=1) for n in range(3))]
+        replies = [threads.submit(world({}, 1), each) for each in calls]
+    assert isinstance(replies[0].exception(), MCPServerError)
+    assert [result_of(reply.result()) for reply in replies[1:]] == ["1", "2", "3"]
+
+
 def test_a_call_that_hangs_fails_the_sample_and_nothing_is_left(command):
     before = {process.pid for process in descendants()}
     server = MCPServer(command)
@@ -149,6 +169,7 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
         ({"command": "server"}, "^command: 'server' given; allowed: a list of texts"),
         ({"command": ["/no/server"]}, "^command: the tool server /no/server does not start"),
         ({"timeout_s": 0}, "^timeout_s: 0 given; allowed: a number above 0"),
+        ({"num_servers": 0}, "^num_servers: 0 given; allowed: a whole number of at least 1"),
         ({"call_format": "xml"}, "^call_format: 'xml' given"),
     ],
 )
