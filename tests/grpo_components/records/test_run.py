@@ -1,6 +1,7 @@
 """A step is committed before anything is told of it, and saved once all checks have passed."""
 
 import asyncio
+from collections import Counter
 from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_a_step_is_committed_then_evaluated_logged_checked_and_saved(evaluation_
     order = setting.order(*names, "journal.save_if_due")
     expected = [*names, "journal.save_if_due"]
     assert order == [name for name in expected if evaluation_due or name != "evaluation.begin"]
-    setting.calls.journal.commit.assert_awaited_once_with("hash", RESULT)
+    setting.calls.journal.commit.assert_awaited_once_with("hash", RESULT, Counter())
     step, metrics, trained_tokens = setting.calls.log.step.call_args.args
     assert (step, trained_tokens) == (7, 2)
     assert metrics["loss/total"] == 0.25 and metrics["eval/x"] == 1
