@@ -66,6 +66,8 @@ class Chat:
                 tokenize=False,
                 **{"add_generation_prompt": True, **arguments},
             )
+        except RequestError:
+            raise
         except Exception as error:  # a template is a program and may raise anything
             what = "the chat template cannot write these messages"
             raise RequestError(f"{what}: {type(error).__name__}: {error}", "messages") from error

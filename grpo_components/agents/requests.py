@@ -37,6 +37,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values that leave the distribution and the answer as they are."""
 
+_TAKEN = ("conversation", "tools", "chat_template", "tokenize", "return_tensors", "return_dict")
+"""Arguments of the tokenizer that are no variables of a template."""
+
 
 class RequestError(ValueError):
     """Raised for a request that cannot be answered; the client gets it in OpenAI's format.
@@ -110,14 +113,19 @@ def read_sampling(
         where = f"{temperature:g}, that of the run (generator.temperature)"
         problem = f"temperature: {asked!r:.60} given"
         raise RequestError(f"{problem}; allowed: leave it out, or {where}", "temperature")
-    options = given.get("stream_options", {})
+    options, stream = given.get("stream_options", {}), given.get("stream", False)
+    if not isinstance(stream, bool):
+        raise RequestError(f"stream: {stream!r:.60} given; allowed: true, false", "stream")
+    if not isinstance(options, dict):
+        problem = f"stream_options: {options!r:.60} given"
+        raise RequestError(f"{problem}; allowed: an object", "stream_options")
     return SamplingRequest(
         num_choices=_whole(given, "n", 1, _MOST_CHOICES) or 1,
         stop=_stops(given.get("stop", ())),
         max_tokens=_whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1),
         seed=_whole(given, "seed", 0),
-        stream=given.get("stream") is True,
-        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        stream=stream,
+        include_usage=options.get("include_usage") is True,
         logprobs=_logprobs(given),
     )
 
@@ -139,6 +147,23 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             problem = f"messages: {message!r:.60} given"
             raise RequestError(f"{problem}; allowed: objects with a role", "messages")
     return messages
+
+
+def read_template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a request gives the chat template.
+
+    Args:
+        body: JSON object of the request.
+
+    Raises:
+        RequestError: they are no object, or name an argument of the tokenizer.
+    """
+    given = body.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict) or any(name in _TAKEN for name in given):
+        problem = f"chat_template_kwargs: {given!r:.60} given"
+        allowed = f"an object without {', '.join(_TAKEN)}"
+        raise RequestError(f"{problem}; allowed: {allowed}", "chat_template_kwargs")
+    return given
 
 
 def read_tools(body: Mapping[str, Any], has_parser: bool) -> list[dict[str, Any]]:

@@ -109,7 +109,9 @@ class AgentServer:
             Route(f"{base}/responses", self._guarded(_response), methods=["POST"]),
             Route(f"{base}/reward", self._guarded(_reward), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+        return Starlette(
+            routes=routes, exception_handlers={HTTPException: _unknown, Exception: _failed}
+        )
 
     def _guarded(
         self, handler: Callable[[Session, Request], Awaitable[Response]]
@@ -187,6 +189,11 @@ async def _unknown(request: Request, error: Exception) -> Response:
     known = "chat/completions, completions, responses, models, reward below the base URL; /health"
     problem = f"{request.method} {request.url.path}: not served; allowed: {known}"
     return JSONResponse(RequestError(problem, status=status).body(), status)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    problem = RequestError(f"{type(error).__name__}: {error}", status=500)
+    return JSONResponse(problem.body(), problem.status)
 
 
 async def _body(request: Request) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from grpo_components.agents.requests import (
     SamplingRequest,
     read_messages,
     read_sampling,
+    read_template_arguments,
     read_tools,
 )
 from grpo_components.agents.rewards import checked_reward
@@ -197,6 +198,10 @@ class Session:
             reward = checked_reward(body.get("reward"))
             if identity is None:
                 self.reward = reward
+            elif not isinstance(identity, str) or not identity.startswith(_IDS):
+                raise ValueError(
+                    f"completion: {identity!r:.60} given; allowed: the id of an answer"
+                )
             else:
                 self.reward_calls({identity: (reward or {}).get("reward")})
         except ValueError as error:
@@ -221,7 +226,7 @@ class Session:
         for name, reward in rewards.items():
             if isinstance(name, str) and not name.startswith(_IDS):
                 others[name] = reward
-            elif name not in calls or reward is None:
+            elif not isinstance(name, str) or name not in calls or reward is None:
                 problem = f"the reward of the call {name!r:.60} is {reward}"
                 raise ValueError(f"{problem}; allowed: a number, for the id of an answer")
             else:
@@ -269,8 +274,7 @@ class Session:
         messages: list[dict[str, Any]] = []
         if kind == "chat":
             tools, messages = read_tools(body, self._chat.parse is not None), read_messages(body)
-            arguments = body.get("chat_template_kwargs") or {}
-            text = self._chat.render(messages, tools, arguments)
+            text = self._chat.render(messages, tools, read_template_arguments(body))
             place = self._tree.place(text)
         else:
             text, place = self._continued(body.get("prompt"))

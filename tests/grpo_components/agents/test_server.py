@@ -98,6 +98,10 @@ def test_a_reward_can_be_posted(serve):
     assert session.reward == {"reward": 0.5}
     with pytest.raises(openai.BadRequestError, match="allowed: a finite number"):
         client.post("/reward", cast_to=object, body={"reward": "good"})
+    for identity in ("chatcmpl-0", "other", 7, [7]):
+        with pytest.raises(openai.BadRequestError, match="the id of an answer") as caught:
+            client.post("/reward", cast_to=object, body={"reward": 1, "completion": identity})
+        assert caught.value.param == "completion"
 
 
 def test_a_client_that_disconnects_leaves_nothing_to_train(serve, server):

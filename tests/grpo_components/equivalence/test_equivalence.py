@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from grpo_components.equivalence import __main__ as equivalence
-from grpo_components.equivalence import engine_rungs, family_rungs, lora_rungs, resume, rungs
+from grpo_components.equivalence import (
+    agent_rungs,
+    engine_rungs,
+    family_rungs,
+    lora_rungs,
+    resume,
+    rungs,
+)
 from grpo_components.equivalence.__main__ import RUNGS, Result, Rung
 from grpo_components.equivalence.families import FAMILIES
 from grpo_components.equivalence.hf_families import HF_FAMILIES
@@ -31,6 +38,8 @@ SLOW = {  # they start Ray or vLLM
     family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
     lora_rungs.adapter_is_merged_weights,
     lora_rungs.generator_is_adapted_trainer,
+    agent_rungs.session_is_plain_rollout,
+    agent_rungs.continued_session_is_plain_rollout,
 }
 
 
