@@ -28,7 +28,7 @@ _OBJECTS = {"chat": "chat.completion", "text": "text_completion"}
 
 
 def answer_body(
-    kind: Kind, identity: str, answers: Sequence[Answer], usage: dict[str, int]
+    kind: Kind, identity: str, answers: Sequence[Answer], usage: dict[str, Any]
 ) -> dict[str, Any]:
     """Return an answer as one object.
 
@@ -71,7 +71,7 @@ class Events:
         fields = {"text": text} if self._kind == "text" else {"delta": {"content": text}}
         return self._event(index, fields)
 
-    def end(self, answers: Sequence[Answer], usage: dict[str, int] | None) -> Iterator[str]:
+    def end(self, answers: Sequence[Answer], usage: dict[str, Any] | None) -> Iterator[str]:
         """Yield the events of what was not sent yet, and of the end.
 
         Args:

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from grpo_components.agents.answers import Kind, model_body, models_body
 from grpo_components.agents.requests import RequestError
+from grpo_components.agents.responses import chat_body, response_body
 from grpo_components.agents.session import Session
 
 _HOST = "127.0.0.1"
@@ -105,6 +106,7 @@ class AgentServer:
             Route(f"{base}/models/{{model:path}}", self._guarded(_model)),
             Route(f"{base}/chat/completions", self._guarded(_sampled("chat")), methods=["POST"]),
             Route(f"{base}/completions", self._guarded(_sampled("text")), methods=["POST"]),
+            Route(f"{base}/responses", self._guarded(_response), methods=["POST"]),
             Route(f"{base}/reward", self._guarded(_reward), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
@@ -165,6 +167,15 @@ def _sampled(kind: Kind) -> Callable[[Session, Request], Awaitable[Response]]:
     return handle
 
 
+async def _response(session: Session, request: Request) -> Response:
+    body = await _body(request)
+    call, text = await session.answer("chat", chat_body(body))
+    if await request.is_disconnected():
+        return Response(status_code=499)
+    session.deliver(call)
+    return JSONResponse(response_body(body, json.loads(text)))
+
+
 async def _joined(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield first
     async for event in events:
@@ -173,7 +184,7 @@ async def _joined(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    known = "chat/completions, completions, models, reward below the base URL; /health"
+    known = "chat/completions, completions, responses, models, reward below the base URL; /health"
     problem = f"{request.method} {request.url.path}: not served; allowed: {known}"
     return JSONResponse(RequestError(problem, status=status).body(), status)
 

@@ -383,10 +383,11 @@ def _digest(
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def _usage(call: Call) -> dict[str, int]:
+def _usage(call: Call) -> dict[str, Any]:
     prompt, sampled = len(call.prompt_ids), sum(choice.num_sampled for choice in call.choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": call.cached_tokens},
     }

@@ -71,8 +71,8 @@ def test_errors_are_openais(serve, server):
     assert caught.value.param == "temperature"
     with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
         client.with_options(api_key="sk-other").models.list()
-    with pytest.raises(openai.NotFoundError, match="responses: not served; allowed: chat"):
-        client.responses.create(model="m", input="x")
+    with pytest.raises(openai.NotFoundError, match="embeddings: not served; allowed: chat"):
+        client.embeddings.create(model="m", input="x")
     with pytest.raises(openai.BadRequestError) as caught:
         create(model="m", messages=[{"role": "user", "content": "c" * 900}])
     assert caught.value.code == "context_length_exceeded"
@@ -152,3 +152,41 @@ def test_an_async_client_asks_in_parallel(serve):
     answers = asyncio.run(run())
     assert sorted(a.choices[0].message.content for a in answers) == ["a"] * 6 + ["b"] * 6
     assert len(session.parts()) == 12
+
+
+def test_responses_are_turns_of_a_chat(serve):
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>'
+    _, session, client = serve(f"so{call}", "two<|im_end|>", "cut", parse=Found())
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+    ask = {"model": "m", "instructions": "Be brief.", "tools": [tool]}
+    first = client.responses.create(input="abab?", **ask)
+    said, called = first.output
+    assert (said.content[0].text, called.name, called.arguments) == ("so", "f", '{"x": 1}')
+    given = {"type": "function_call_output", "call_id": called.call_id, "output": "2"}
+    items = [{"role": "user", "content": "abab?"}, *(o.model_dump() for o in first.output), given]
+    last = client.responses.create(input=items, **ask)
+    assert (last.output_text, last.status) == ("two", "completed")
+    assert last.usage.total_tokens == last.usage.input_tokens + last.usage.output_tokens
+    assert len(session.parts()) == 1
+    session.post_reward({"reward": 1, "completion": last.id})
+    assert session.rewards == {"reward": 1.0}
+    cut = client.responses.create(model="m", input="x", max_output_tokens=2)
+    assert (cut.output_text, cut.status) == ("cu", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stream", True),
+        ("previous_response_id", "x"),
+        ("reasoning", {"effort": "low"}),
+        ("text", {"format": {"type": "json_object"}}),
+        ("tools", [{"type": "web_search"}]),
+        ("input", [{"type": "item_reference", "id": "x"}]),
+    ],
+)
+def test_what_a_response_cannot_have_is_refused_by_name(serve, field, value):
+    _, _, client = serve()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{"model": "m", "input": "x", field: value})
+    assert caught.value.param == field

@@ -69,6 +69,7 @@ def test_a_stream_comes_token_by_token_and_ends_like_a_whole_answer(serve):
     assert last.choices[0].finish_reason == "stop"
     assert [entry.token for entry in last.choices[0].logprobs.content] == list("hello")
     assert usage.usage.completion_tokens == 6
+    assert usage.usage.prompt_tokens_details.cached_tokens == 3
     (part,) = session.parts()
     assert part.response_ids.tolist() == engine.ids
     assert session.facts()["cached_tokens"] == 3

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,3 +162,31 @@ def test_what_no_sample_has_is_nan():
 def test_the_mean_without_values_is_nan():
     assert math.isnan(mean([]))
     assert mean([1.0, 2.0]) == 1.5
+
+
+def test_the_sessions_of_agents_are_added_up_with_what_failed():
+    """Four sampled tokens of a failed session count as sampled, and are not trained."""
+    facts = {"calls": 3, "trajectories": 2, "prompt_tokens": 40, "cached_tokens": 10}
+    facts |= {"retokenized": 1, "drift": 0, "forks": [{"call": 3}], "sampled_tokens": 5}
+    first = replace(make([OWN], 1.0, True), session={"sample": 0, **facts})
+    part = replace(make([OWN, OWN], 1.0, True), session={"sample": 0})
+    empty = {"response_ids": np.zeros(0, np.int64), "response_mask": np.zeros(0, bool)}
+    empty |= {
+        "generator_logprobs": np.zeros(0, np.float32),
+        "token_versions": np.zeros(0, np.int32),
+    }
+    empty["session"] = {"sample": 1, **facts, "sampled_tokens": 4}
+    failed = replace(make([OWN], None, False), **empty)
+    group = [first, part, failed]
+    metrics = rollout_metrics([summarize(pack(group))], 50, counted([group]))
+    found = {key: value for key, value in metrics.items() if key.startswith("agents/")}
+    assert found == {
+        "agents/calls_mean": 3.0,
+        "agents/trajectories_mean": 2.0,
+        "agents/forks": 2,
+        "agents/drift": 0,
+        "agents/retokenized": 2,
+        "agents/cached_share": 0.25,
+        "agents/trained_share": pytest.approx(3 / 9),
+    }
+    assert not [key for key in step([make([OWN], 1.0, True)]) if key.startswith("agents/")]

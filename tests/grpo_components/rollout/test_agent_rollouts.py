@@ -235,13 +235,11 @@ def test_a_server_that_ends_is_an_error_and_no_silence(run, module):
 
 
 def test_a_call_that_the_agent_rewards_has_its_reward_in_the_record(run):
-    (slot,) = run("rewards")
+    slot, alone, wrong = run("rewards", "rewards nothing else", "rewards nobody")
     (call,) = slot.session["call_rewards"]
     assert (call["reward"], call["tokens"]) == (0.5, [0, len(slot.response_ids)])
     assert slot.score.reward == 1.0
-    (alone,) = run("rewards nothing else")
     assert alone.score.reward == 0.5  # the sum of its calls
-    (wrong,) = run("rewards nobody")
     assert wrong.score.error.startswith("agent: the reward of the call 'chatcmpl-0' is 1.0")
 
 
