@@ -81,6 +81,10 @@ class Chat:
         kept = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return self._tokenizer.decode(list(token_ids), **kept)
 
+    def is_token(self, value: Any) -> bool:
+        """Whether a value is the id of a token."""
+        return type(value) is int and 0 <= value < len(self._tokenizer)
+
     def stop_text(self, turn: str) -> str:
         """Return the stop token's text at the end of a turn; empty if there is none."""
         return next((stop for stop in self._stops if turn.endswith(stop)), "")

@@ -225,6 +225,7 @@ def main() -> None:
     """Import the agent, say so, and serve the owner."""
     owner = socket.socket(fileno=int(sys.argv[1]))
     agent, parent = json.loads(sys.argv[2]), os.getppid()
+    os.environ["PYTHONPATH"] = sys.argv[3]  # the owner's: an agent's Python may be another one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     _die_with(parent)  # while the agent's own code runs here, which may hang
     command = [] if isinstance(agent, str) else agent

@@ -130,7 +130,7 @@ class AgentProcesses:
         self._host = subprocess.Popen(
             [
                 *(sys.executable, "-m", "grpo_components.agents.host"),
-                *(str(theirs.fileno()), json.dumps(self._agent)),
+                *(str(theirs.fileno()), json.dumps(self._agent), os.environ.get("PYTHONPATH", "")),
             ],
             env={
                 **os.environ,

@@ -324,10 +324,11 @@ class Session:
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
             return prompt, self._tree.place(prompt)
-        if isinstance(prompt, list) and prompt and all(type(i) is int and i >= 0 for i in prompt):
+        if isinstance(prompt, list) and prompt and all(map(self._chat.is_token, prompt)):
             return self._chat.decode(prompt), self._tree.place_ids(prompt)
         problem = f"prompt: {prompt!r:.60} given"
-        raise RequestError(f"{problem}; allowed: one text, or one list of token ids", "prompt")
+        allowed = "one text, or one list of token ids of the policy"
+        raise RequestError(f"{problem}; allowed: {allowed}", "prompt")
 
     def _room(self, place: Place, request: SamplingRequest) -> int:
         """Return how many tokens an answer may have."""

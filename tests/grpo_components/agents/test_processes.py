@@ -154,18 +154,20 @@ def until(condition):
     return True
 
 
-def test_a_command_reads_its_task_from_standard_input(tmp_path):
+def test_a_command_reads_its_task_from_standard_input(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/its/own")  # not ours: its Python may be another one
     code = """
         import json, os, pathlib, sys
         task = json.load(sys.stdin)
-        pathlib.Path(task["file"]).write_text(os.environ["OPENAI_API_KEY"])
+        kept = os.environ["OPENAI_API_KEY"], os.environ["PYTHONPATH"]
+        pathlib.Path(task["file"]).write_text(" ".join(kept))
         sys.exit(task["status"])
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     file = tmp_path / "key"
     task = {**TASK, "file": str(file), "status": 0}
     assert run_one(command, task).error is None
-    assert file.read_text() == "sk-1"
+    assert file.read_text() == "sk-1 /its/own"
     assert run_one(command, {**task, "status": 4}).error.endswith("ended with status 4")
     assert run_one(["no-such-program"], task).error.endswith("ended with status 127")
 

@@ -285,6 +285,18 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):
     assert session.facts()["forks"][0]["call"] == 2
 
 
+@pytest.mark.parametrize("number", [-1, 10**6, True, 1.0])
+def test_a_number_that_is_no_token_is_refused_and_the_session_goes_on(make_chat, number):
+    async def run():
+        chat = make_chat()
+        session = make_session(chat, ScriptedEngine(chat, "a<|im_end|>"))
+        with pytest.raises(RequestError, match="list of token ids of the policy"):
+            await session.answer("text", {"prompt": [number]})
+        return session
+
+    assert not asyncio.run(run()).failure.done()
+
+
 REFUSED = [
     ({"temperature": 0.5}, "temperature", "allowed: leave it out, or 1, that of the run"),
     ({"top_p": 0.9}, "top_p", "allowed: leave it out, or 1"),
