@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_components.records.step_metrics import deviation, mean, rollout_metrics
+from grpo_components.records.step_metrics import deviation, mean, reward_use, rollout_metrics
 from grpo_components.trajectory import Trajectory, pack, summarize
 
 SAMPLES = st.tuples(
@@ -161,3 +161,9 @@ def test_what_no_sample_has_is_nan():
 def test_the_mean_without_values_is_nan():
     assert math.isnan(mean([]))
     assert mean([1.0, 2.0]) == 1.5
+
+
+def test_what_rewards_used_is_added_up_over_generators_and_counted_once():
+    used = [Counter({"judge_cost": 0.5, "judge_cached": 0.0}), Counter({"judge_cost": 0.25})]
+    assert reward_use(used) == {"reward_use/judge_cost": 0.75, "reward_use/judge_cached": 0.0}
+    assert reward_use(used) == {}
