@@ -55,7 +55,8 @@ class ParameterServerScheme(WeightSyncScheme):
         """Load the newest weights.
 
         Returns:
-            The tensors by name; None if the policy has them already.
+            The tensors by name, of bytes that the next pull may change; None if the policy has
+            them already.
 
         Raises:
             ValueError: a tensor is damaged, missing, unknown or of another shape; it is named, and

@@ -12,6 +12,7 @@ import sys
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from grpo_components.errors import MAX_MESSAGE
 from grpo_components.objective.component_errors import (
     ComponentError,
     defined_at,
@@ -21,6 +22,7 @@ from grpo_components.objective.component_errors import (
     user_traceback,
     users_part,
 )
+from grpo_components.plain_text import shortened
 from grpo_components.rewards.pool import RewardInput, RewardSpec
 from grpo_components.rewards.scoring import arguments_for
 from grpo_components.rewards.stuck_stack import StuckStack, answer_on
@@ -101,7 +103,8 @@ class RewardTrial:
     ) -> ComponentError:
         message = f"rewards.{name}: {self._rewards[name].component} {problem}"
         if "; allowed: " not in message:  # a reward of ours says what it allows
-            message += f"; allowed: {allowed}"
+            ending = f"; allowed: {allowed}"
+            message = shortened(message, MAX_MESSAGE - len(ending)) + ending
         return ComponentError(message, user_traceback)
 
 
@@ -109,13 +112,15 @@ def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
     """Return what is wrong with one call of a reward, and its traceback; both may be empty."""
     if not callable(reward):
         return f"makes a {type(reward).__name__}, which cannot be called", ""
+    is_ours = type(reward).__module__.startswith("grpo_components.")
+    where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
     try:
         value: Any = reward(**arguments_for(reward, sample))
         number = float(value)
         _ = number >= getattr(reward, "max_reward", 1.0)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return f"raised {describe(error, where=defined_at(reward))}", user_traceback(error)
-    return ("" if math.isfinite(number) else f"gave {number}{defined_at(reward)}"), ""
+        return f"raised {describe(error, where=where)}", user_traceback(error)
+    return ("" if math.isfinite(number) else f"gave {number}{where}"), ""
 
 
 def _serve(connection: Connection, stack_descriptor: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_components.records.step_metrics import deviation, mean, rollout_metrics
+from grpo_components.records.step_metrics import deviation, mean, reward_use, rollout_metrics
 from grpo_components.trajectory import Trajectory, pack, summarize
 
 SAMPLES = st.tuples(
@@ -190,3 +190,9 @@ def test_the_sessions_of_agents_are_added_up_with_what_failed():
         "agents/trained_share": pytest.approx(3 / 9),
     }
     assert not [key for key in step([make([OWN], 1.0, True)]) if key.startswith("agents/")]
+
+
+def test_what_rewards_used_is_added_up_over_generators_and_counted_once():
+    used = [Counter({"judge_cost": 0.5, "judge_cached": 0.0}), Counter({"judge_cost": 0.25})]
+    assert reward_use(used) == {"reward_use/judge_cost": 0.75, "reward_use/judge_cached": 0.0}
+    assert reward_use(used) == {}
