@@ -15,7 +15,7 @@ TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 TRACKED := $(BIN)/python tests/repository/tracked.py
 TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
@@ -34,7 +34,7 @@ equivalence: tiny-policy  ## Measure what must come out the same; writes docs/eq
 	@$(BIN)/python -m grpo_components.equivalence
 
 crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
-	$(BIN)/pytest -m fault tests/recipes
+	$(BIN)/pytest -m fault tests/recipes tests/grpo_components
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
 gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)

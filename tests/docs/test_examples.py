@@ -1,5 +1,6 @@
 """Every documented command and config passes the checks; `run_examples.py` runs them."""
 
+import os
 import re
 import runpy
 import shlex
@@ -93,6 +94,7 @@ def test_a_documented_run_passes_the_checks(
 ):
     here = folder_of(page)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     sample_data.main([str(here / "data")])
     own = [each for each in overrides if not EXTERNAL_PATHS.match(each)]
     own = [each.replace(SAMPLES, str(here / "data")) for each in own]

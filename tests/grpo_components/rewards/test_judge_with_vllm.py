@@ -12,7 +12,7 @@ import pytest
 
 from grpo_components.rewards.judge import JudgeError, LLMJudge
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.fault]  # the server's start takes a minute
 BASE = "/tmp/torchtune-async-grpo/tiny_policy"
 START_S = 600.0  # a busy machine may take long
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
