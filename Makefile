@@ -15,7 +15,7 @@ TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 TRACKED := $(BIN)/python tests/repository/tracked.py
 TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
-PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help

@@ -230,10 +230,8 @@ def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
     assert "every rule holds" in audit
 
 
-@pytest.mark.parametrize(
-    "groups_are",
-    [pytest.param("in the answers", marks=pytest.mark.fault), "in the memory of their node"],
-)
+@pytest.mark.fault
+@pytest.mark.parametrize("groups_are", ["in the answers", "in the memory of their node"])
 def test_a_run_goes_on_when_a_machine_is_killed_with_all_its_roles(make_machines, groups_are):
     at_most = "1" if groups_are == "in the memory of their node" else "100000"  # bytes in an answer
     # The trainers fit on the first machine, as PACK wants them.

@@ -41,7 +41,11 @@ SLOW = {  # they start Ray or vLLM
     agent_rungs.session_is_plain_rollout,
     agent_rungs.continued_session_is_plain_rollout,
 }
-NOT_IN_CI = {resume.resumed_is_uninterrupted_by_transformers}  # three whole runs more
+NOT_IN_CI = {  # what they take is long, and other rungs and runs take most of the same way
+    resume.resumed_is_uninterrupted_by_transformers,
+    family_rungs.reloaded_is_exported_by_transformers,
+    agent_rungs.session_is_plain_rollout,
+}
 
 
 @pytest.fixture(scope="module")

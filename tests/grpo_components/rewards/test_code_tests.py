@@ -1,5 +1,6 @@
 """The reward for code: the program in a response, its output, limits and processes."""
 
+import gc
 import json
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -195,6 +196,7 @@ def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_t
 
 
 def test_no_descriptor_is_left_open(reward):
+    gc.collect()  # what other tests have dropped may hold some
     before = psutil.Process().num_fds()
     for tests in ({"asserts": SQUARE}, {"stdin_stdout": SQUARES}):
         scored(reward, fenced("def square(x): return 9\nprint(9)"), **tests)
