@@ -9,7 +9,7 @@ from chaos import Fault, forked_recipe
 from safetensors.torch import load_file
 from whole_runs import assert_same_run, audit, metrics, records, succeed
 
-pytestmark = [
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(1800)]
     pytest.mark.slow,
     pytest.mark.fault,
     pytest.mark.timeout(1800),
