@@ -25,7 +25,7 @@ from grpo_components.rollout.generator_options import (
     SamplingOptions,
     open_reward_pool,
 )
-from grpo_components.rollout.malloc_arenas import limit_malloc_arenas
+from grpo_components.rollout.malloc_arenas import give_back_freed, limit_malloc_arenas
 from grpo_components.rollout.observation_text import encode_text
 from grpo_components.rollout.open_rollouts import open_rollouts
 from grpo_components.rollout.rollouts import Sample
@@ -296,11 +296,11 @@ class Generator:
         # Newer weights may have arrived during an await. From this check to the update of
         # `_loading`, there must be no other await.
         self._refuse_late(version, sleeps)
-        loading = load()
-        self._loading = version
+        loading, self._loading = load(), version
         begun()
         await asyncio.wrap_future(loading)
         self.version = version
+        await asyncio.to_thread(give_back_freed)
 
     def _refuse_late(self, version: int, sleeps: int) -> None:
         if version < self._loading:

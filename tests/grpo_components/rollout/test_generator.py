@@ -707,13 +707,13 @@ def test_older_weights_that_come_after_newer_ones_are_refused(
     async def the_newer_overtakes():
         newer_is_there = asyncio.Event()
 
-        async def unpack(function, given):
-            if given[0][0] == "delayed":
+        async def in_thread(function, *given):
+            if given and given[0][0][0] == "delayed":
                 await newer_is_there.wait()
-                return function(given[1:])
-            return function(given)
+                return function(given[0][1:])
+            return function(*given)
 
-        monkeypatch.setattr(asyncio, "to_thread", unpack)
+        monkeypatch.setattr(asyncio, "to_thread", in_thread)
         older = asyncio.create_task(generator.load_weights(5, ("delayed", None), *buckets))
         await asyncio.sleep(0)
         newer = asyncio.create_task(generator.load_weights(6, *buckets))
