@@ -155,7 +155,6 @@ KEYS = {
 }
 
 
-@pytest.mark.fault
 def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
     """Generators alone, trainers alone on what those left, and an evaluation of the checkpoint."""
     small = ("num_steps=2", "groups_per_step=2", "group_size=4", "eval_dataset.num_rows=4")

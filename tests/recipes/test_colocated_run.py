@@ -13,7 +13,7 @@ from chaos import Fault, forked_recipe
 from safetensors.torch import load_file
 from whole_runs import SHORT, assert_same_run, audit, metrics, receipts, records, succeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS = 4
 RUN = (

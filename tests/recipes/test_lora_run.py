@@ -9,7 +9,7 @@ from chaos import Fault, forked_recipe
 from safetensors.torch import load_file
 from whole_runs import assert_same_run, audit, metrics, records, succeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
 KNOBS = (
     *("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4"),

@@ -256,7 +256,7 @@ ODD = st.one_of(
 )
 
 
-@fuzz(150)
+@fuzz(250)
 @given(st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
 def test_values_of_any_type_are_refused_by_key_or_accepted(recipe, changes):
     refusal = recipe(**changed(recipe.values, changes))
@@ -273,7 +273,7 @@ def test_each_key_that_is_missing_has_a_default_or_is_named(recipe):
         assert not refusal or key[0] in refusal, (key, refusal)
 
 
-@fuzz(50)
+@fuzz(80)
 @given(
     st.dictionaries(
         st.tuples(st.sampled_from(COMPONENTS), st.text("abc_", min_size=1, max_size=4)),
@@ -310,7 +310,7 @@ def damaged_yaml(draw):
     return text
 
 
-@fuzz(90)
+@fuzz(150)
 @given(damaged_yaml())
 def test_text_that_was_damaged(recipe, text):
     where = f"\nbase_model_path: {recipe.values['base_model_path']}\n"
@@ -321,7 +321,7 @@ def test_text_that_was_damaged(recipe, text):
         recipe(text)
 
 
-@fuzz(90)
+@fuzz(150)
 @given(
     st.lists(
         st.one_of(
@@ -417,7 +417,7 @@ def in_range(draw):
     return {key: draw(within(NUMBERS[key], key)) for key in keys}
 
 
-@fuzz(120)
+@fuzz(200)
 @given(in_range())
 def test_values_in_their_ranges_are_refused_together_or_everything_is_built(recipe, changes):
     values = changed(recipe.values, changes)
