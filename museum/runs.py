@@ -1,0 +1,114 @@
+"""Makes one run of the museum, and says which alarms it gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from museum.exhibits import SHORT, Exhibit
+
+_ROOT = Path(__file__).resolve().parents[1]
+_RECIPE = "async_grpo_full_finetune_distributed"
+_ALARM = re.compile(r"^(warning: |.*\bis skipped: |.*\bError\b|config error)", re.MULTILINE)
+_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run said."""
+
+    code: int
+    """Exit code of the run."""
+    output: str
+    """What it printed."""
+    audit: str
+    """The last line of the audit's output if a rule is broken; else empty."""
+    rewards: tuple[float, ...]
+    """Mean reward of each finished step."""
+
+    @property
+    def alarms(self) -> str:
+        """The lines that are alarms; empty after a clean run."""
+        lines = [line for line in self.output.splitlines() if _ALARM.match(line)]
+        ended = [f"exit code {self.code}"] if self.code else []
+        return "\n".join([*lines, *ended, *filter(None, [self.audit])])
+
+
+def run(overrides: tuple[str, ...], folder: Path, bug: str = "", *, resumes: bool = False) -> Outcome:
+    """Run the tiny job, and audit it.
+
+    Args:
+        overrides: overrides of the tiny config.
+        folder: folder of the run; an older one is removed.
+        bug: name of the bug to plant; empty for none.
+        resumes: make the run in two parts, the second of which resumes.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    given = (*SHORT, *overrides, f"output_dir={folder}")
+    parts = [given]
+    if resumes:
+        parts = [
+            (*given, "num_steps=3", "save_every_n_steps=3"),
+            (*given, "resume_from_checkpoint=true"),
+        ]
+    code, output = 0, ""
+    for part in parts:
+        done = _tune(part, bug)
+        code, output = done.returncode, output + done.stdout
+        if code:
+            break
+    command = [sys.executable, "-m", "grpo_components.audit", str(folder), "--unfinished"]
+    audited = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (audited.stdout + audited.stderr).strip().splitlines()
+    return Outcome(code, output, lines[-1] if audited.returncode == 1 else "", _rewards(folder))
+
+
+def _tune(overrides: tuple[str, ...], bug: str) -> subprocess.CompletedProcess[str]:
+    tune = shutil.which("tune", path=str(Path(sys.executable).parent))
+    assert tune is not None, "the environment has no `tune`"
+    path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if bug:
+        path.insert(0, str(_ROOT / "museum" / "hook"))
+    return subprocess.run(
+        [tune, "run", _RECIPE, "--config", "tiny_async_grpo", *overrides],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "GRPO_MUSEUM": bug},
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+
+
+def _rewards(folder: Path) -> tuple[float, ...]:
+    file = folder / "logs" / "metrics.jsonl"
+    if not file.exists():
+        return ()
+    steps = map(json.loads, file.read_text().splitlines())
+    return tuple(each["rollout/reward_mean"] for each in steps if each["step"])
+
+
+def caught(exhibit: Exhibit, outcome: Outcome) -> str:
+    """Return where the exhibit's alarm named it, such as "step 2"; empty if it did not.
+
+    Args:
+        exhibit: the exhibit.
+        outcome: its run.
+    """
+    text = outcome.audit if exhibit.alarm == "audit" else outcome.output
+    found = re.search(exhibit.pattern, text)
+    if found is None:
+        return ""
+    if exhibit.alarm == "start":
+        return "start"
+    step = found[1] if found.groups() else None
+    if step is None and (named := re.search(r"step (\d+)", text[found.start() :])):
+        step = named[1]
+    return f"step {step}" if step else f"step {len(outcome.rewards) + 1}"
