@@ -324,6 +324,8 @@ class GroupSummary:
     """Sums over the sessions of agents, by the names of `SESSION_COUNTS`; empty without agents."""
     reward_use: dict[str, float] = field(default_factory=dict)
     """What the rewards used for the group, such as a judge's tokens and cost; see `Score`."""
+    seeds: list[int] = field(default_factory=list)
+    """[G] sampling seed of each response; empty for recorded groups."""
 
     @property
     def scored_successes(self) -> list[bool]:

@@ -244,8 +244,10 @@ def _moving_evaluation(evaluation: Any) -> None:
         await evaluation._none_lost(pull(each, f"evaluation {step}") for each in generators)
         pinned.set()
         rows = range(len(self._held_out))
-        shares = [await self._ask(each, rows[i :: len(generators)], step)
-                  for i, each in enumerate(generators)]
+        shares = [
+            await self._ask(each, rows[i :: len(generators)], step)
+            for i, each in enumerate(generators)
+        ]
         return list(itertools.chain(*shares))
 
     evaluation.Evaluation._ask, evaluation.Evaluation._try = moves, try_once

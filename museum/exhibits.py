@@ -17,6 +17,7 @@ LONG_PROMPT = (
     'dataset.prompt_template="Question: 1+1=? Answer: 2 Question: 2+2=? Answer: 4 Question: {question}\\nAnswer:\\n"',
     "dataset.max_prompt_tokens=160",
 )
+PROBE = r"pulled version (\d+), but computes other logprobs"
 AGREEMENT = r"step (\d+): trainer and generator disagree .*mismatch/fresh_kl is \S+"
 
 
@@ -52,12 +53,19 @@ def _github(thread: str) -> str:
     return f"https://github.com/{repository}/{kind}/{number.lstrip('p')}"
 
 
-def _weights(name: str, was: str, thread: str, *overrides: str) -> Exhibit:
+def _swap(name: str, was: str, thread: str) -> Exhibit:
+    """Return an exhibit of a generator with other weights than it names."""
+    return Exhibit(
+        *(name, was, _github(thread), "run", PROBE, "probe of the weights after each pull"),
+        bug=name,
+    )
+
+
+def _mismatch(name: str, was: str, thread: str, *overrides: str) -> Exhibit:
+    """Return an exhibit whose trainer computes other logprobs than the generator recorded."""
     named = "bound of the mismatch on fresh tokens (`max_generator_kl`)"
     return Exhibit(
-        *(name, was, _github(thread), "run", AGREEMENT, named),
-        overrides=overrides or SYNCHRONOUS,
-        bug=name,
+        *(name, was, _github(thread), "run", AGREEMENT, named), overrides=overrides, bug=name
     )
 
 
@@ -108,36 +116,41 @@ EXHIBITS = (
         "trial of the advantages",
         bug="wrong_axis",
     ),
-    _weights(
+    _swap(
         "weights_not_loaded",
         "the engine goes on with the base weights after each push",
         "huggingface/trl#5312",
     ),
     Exhibit(
         "half_loaded",
-        "a reload takes a part of the parameters, without an error",
-        _github("vllm-project/vllm#48312"),
+        "a reload takes a part of the parameters, and only none at all is an error",
+        _github("sgl-project/sglang#p9663"),
         "run",
-        r"vLLM did not load the parameters",
+        r"vLLM.s reload does not see the parameters",
         "every parameter must be loaded",
         bug="half_loaded",
     ),
-    _weights(
-        "half_stale",
-        "half of the parameters come from a cache of an earlier push",
+    _swap(
+        "one_push_behind",
+        "a reload returns cached weights, those of the push before",
         "vllm-project/vllm#32718",
     ),
-    _weights(
+    _swap(
+        "half_stale",
+        "a part of the parameters keeps what an earlier reload left there",
+        "vllm-project/vllm#48312",
+    ),
+    _swap(
         "wrong_layer",
         "after a weight sync, tensors are in places of others",
         "NovaSky-AI/SkyRL#1680",
     ),
-    _weights(
+    _swap(
         "tied_head_stale",
         "the embedding is updated, the tied head keeps a copy of the former one",
         "PrimeIntellect-ai/prime-rl#p2823",
     ),
-    _weights(
+    _mismatch(
         "prefix_cache_stale",
         "after a pull, new requests read keys and values of the former weights",
         "NVIDIA-NeMo/RL#p4018",
@@ -153,19 +166,18 @@ EXHIBITS = (
         overrides=SYNCHRONOUS,
         bug="swap_mislabelled",
     ),
-    _weights(
+    _mismatch(
         "retokenised",
         "responses are decoded and encoded again: other tokens than those sampled are trained",
         "huggingface/trl#5224",
-        "max_staleness=2",
     ),
-    _weights(
+    _mismatch(
         "mask_shifted",
         "the mask of trained tokens is shifted by one against the logprobs",
         "modelscope/ms-swift#p8427",
         *TURNS,
     ),
-    _weights(
+    _mismatch(
         "temperature_ignored",
         "the trainer's logprobs are not divided by the sampling temperature",
         "huggingface/trl#4159",
@@ -178,8 +190,10 @@ EXHIBITS = (
         "start",
         r"rewards: a reward that raises",
         "each reward process first scores a reward that raises",
-        overrides=("rewards.correctness._component_=museum.rewards.Flaky",
-                   "~rewards.correctness.answer_format"),
+        overrides=(
+            "rewards.correctness._component_=museum.rewards.Flaky",
+            "~rewards.correctness.answer_format",
+        ),
         bug="failure_as_zero",
     ),
     Exhibit(
@@ -219,7 +233,7 @@ EXHIBITS = (
         "groups with long responses are dropped more often, so the policy learns to be short",
         _github("thinking-machines-lab/tinker-cookbook#p822"),
         "run",
-        r"warning: .*dropped groups are longer",
+        r"warning: dropped groups are longer",
         "lengths of dropped and trained groups",
         overrides=("num_steps=12",),
         bug="long_ones_dropped",
@@ -248,7 +262,7 @@ EXHIBITS = (
         "all engines sample with the same seeds",
         _github("modelscope/ms-swift#p7858"),
         "run",
-        r"warning: .*seed",
+        r"warning: groups \d+ and \d+ have samples of the same seed",
         "seeds of the groups",
         overrides=("num_generators=2",),
         bug="seeds_reused",

@@ -40,7 +40,9 @@ class Outcome:
         return "\n".join([*lines, *ended, *filter(None, [self.audit])])
 
 
-def run(overrides: tuple[str, ...], folder: Path, bug: str = "", *, resumes: bool = False) -> Outcome:
+def run(
+    overrides: tuple[str, ...], folder: Path, bug: str = "", *, resumes: bool = False
+) -> Outcome:
     """Run the tiny job, and audit it.
 
     Args:

@@ -114,7 +114,8 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             rewards = self.reward_shaping(batch, self.ledger.steps_done)
             advantages = self.advantages(rewards)
             result = await self.roles.trainers.train_step(batch, advantages)
-            result.metrics.update(await self.weights.push_if_due(result.policy_version))
+            pushed = self.weights.push_if_due(result.policy_version, result.probe_logprobs)
+            result.metrics.update(await pushed)
             await self.run.finish_step(batch, advantages, result)
         await self.run.finish()
 
@@ -161,6 +162,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
             pull_every_m_rollouts=cfg.pull_every_m_rollouts,
             push_early=self.records.evaluation.due,
             deltas=cfg.push == "delta",
+            probe_kl=self.records.agreement.probe_kl,
         )
         self.run = self.records.run_with(self.roles, self.weights)
 

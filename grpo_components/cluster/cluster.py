@@ -68,7 +68,7 @@ class Cluster:
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
-        self._note, self._phase = note, phase
+        self.note, self._note, self._phase = note, note, phase
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []

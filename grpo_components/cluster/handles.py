@@ -109,7 +109,7 @@ class GeneratorHandle:
         await self._ledger.finish_generation(entry.group_id, summary.response_tokens, scored)
         return Group(entry, packed, packed_summary, summary)
 
-    async def load_weights(self, version: int, buckets: Sequence[Any]) -> tuple[int, str] | None:
+    async def load_weights(self, version: int, buckets: Sequence[Any]) -> tuple[Any, ...] | None:
         """Load one published snapshot between two engine steps.
 
         Args:
@@ -117,8 +117,8 @@ class GeneratorHandle:
             buckets: references to each trainer rank's part of the weights.
 
         Returns:
-            Version and checksum of the loaded weights; None if the generator was restarted
-            meanwhile, because a restart already loads the newest weights.
+            Version, checksum and weight probe of the loaded weights; None if the
+            generator was restarted meanwhile, because a restart already loads the newest weights.
         """
         loading = self.role.submit("load_weights", version, *buckets, once=True)
         return await self.role.result(loading, "load_weights", self._weights_s)

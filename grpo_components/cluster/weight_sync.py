@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from grpo_components.cluster.handles import GeneratorHandle, Roles
 from grpo_components.cluster.pushes import Pushes
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
+from grpo_components.exchange.weight_probe import WeightProbe
 from grpo_components.exchange.weights import snapshot_checksum
 
 
@@ -24,6 +25,7 @@ class WeightSync:
         push_early: function of a training step (from 1); returns whether an evaluation after that
             step needs its weights.
         deltas: whether a push may have only the bytes that changed since the one before.
+        probe_kl: upper bound of the KL on the weight probe, see `WeightProbe`; None disables it.
     """
 
     def __init__(
@@ -35,11 +37,12 @@ class WeightSync:
         pull_every_m_rollouts: int,
         push_early: Callable[[int], bool],
         deltas: bool = False,
+        probe_kl: float | None = None,
     ) -> None:
         self._ledger, self._roles = ledger, roles
         self._push_every_n_steps = push_every_n_steps
         self._pull_every_m_rollouts = pull_every_m_rollouts
-        self._push_early = push_early
+        self._push_early, self._probe = push_early, WeightProbe(probe_kl)
         self._pushes = Pushes(roles.trainers, deltas=deltas)
         self._pushed: tuple[list[Any], str] = [], ""
         """References to the manifests of the snapshot pulled last, and its checksum."""
@@ -47,13 +50,16 @@ class WeightSync:
         for generator in roles.generators:
             generator.role.recover = self._pull_after_restart(generator)
 
-    async def push_if_due(self, policy_version: int) -> dict[str, float]:
+    async def push_if_due(
+        self, policy_version: int, probe_logprobs: Sequence[float] = ()
+    ) -> dict[str, float]:
         """Push the weights every n steps, and whenever an evaluation or a generator needs them.
 
         A generator needs them if it slept and nothing was pushed yet: the first step was skipped.
 
         Args:
             policy_version: the trainers' policy version after their step.
+            probe_logprobs: logprobs of the weight probe by that version, to check generators with.
 
         Returns:
             Metrics: seconds that training stood still, and bytes of the last push that is packed.
@@ -64,6 +70,7 @@ class WeightSync:
         began = time.perf_counter()
         is_due = policy_version - self._ledger.published_version >= due
         if is_due:
+            self._probe.pushed(policy_version, probe_logprobs)
             await self.push()
         seconds = time.perf_counter() - began if is_due else 0.0
         return {"time/push": seconds, "push/bytes": self._pushes.nbytes}
@@ -108,7 +115,8 @@ class WeightSync:
             cause: what needs the weights, for the event log.
 
         Raises:
-            RuntimeError: the generator's checksum differs from that of the pushed weights.
+            RuntimeError: the generator's checksum differs from that of the pushed weights, or it
+                computes other logprobs than the trainers (a DisagreementError).
         """
         generator.rollouts_since_pull = 0
         if not await self._ledger.should_pull(generator.name, generator.version, cause):
@@ -122,7 +130,7 @@ class WeightSync:
         generator.load_s = time.perf_counter() - began
         if loaded is None:
             return
-        generator.version, checksum = loaded
+        generator.version, checksum, *probe = loaded
         generator.held_version = version
         pushed = await self._pushed_checksum(references)
         if checksum != pushed:
@@ -133,6 +141,7 @@ class WeightSync:
         checksums = {"checksum": checksum, "published": pushed}
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
         await self._roles.server.acknowledge(generator.name, version)
+        self._probe.check(generator.name, version, (probe[0] if probe else None) or ())
 
     async def _pushed_checksum(self, references: list[Any]) -> str:
         """Return the checksum of a pushed snapshot; hundreds of generators may ask for it."""
@@ -145,6 +154,7 @@ class WeightSync:
     async def restore(self) -> None:
         """Publish the trainers' weights, even older ones, and load them into every generator."""
         self._pushes.forget()
+        self._probe.forget()
         await self.push()
         living = list(self._roles.living_generators())
         await asyncio.gather(*(generator.begin_attempt() for generator in living))

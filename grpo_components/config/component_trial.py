@@ -32,6 +32,11 @@ from grpo_components.objective.contracts import (
     checked_aggregation,
     checked_weights,
 )
+from grpo_components.objective.doubts import (
+    doubts_about_advantages,
+    doubts_about_loss,
+    doubts_about_micro_batches,
+)
 from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
@@ -52,7 +57,7 @@ def try_components(
     tokenizer: Any,
     dataset: Any,
     objective: Objective,
-) -> None:
+) -> list[str]:
     """Call each component once as the run will, and refuse one that breaks its kind's contract.
 
     Args:
@@ -61,9 +66,13 @@ def try_components(
         dataset: data set of the prompts to train on.
         objective: objective of the config.
 
+    Returns:
+        A warning for each thing that is allowed, and was a mistake elsewhere: see `doubts.py`.
+
     Raises:
         ValueError: one line with the key of the component, what it did, and what is allowed.
     """
+    doubts: list[str] = []
     check_components(cfg)
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
@@ -74,18 +83,21 @@ def try_components(
             ending.callback(trial.close)
         _check_tokenizer(cfg.tokenizer._component_, tokenizer)
         if not (cfg.eval_only or cfg.rollout_only):
-            _try_objective(cfg, objective)
+            doubts += _try_objective(cfg, objective)
         rewards = _made_rewards(min(cfg.group_size, _MOST_SIBLINGS))
         shaped = _shaped(objective.reward_shaping, rewards, cfg.num_steps)
         advantages = objective.advantages
         allowed = "rewards [B, G] -> advantages [B, G]"
         with named_failure("advantages", name_of(advantages), _RAISES, allowed):
             advantages_of(_own(advantages), shaped)
+            found = doubts_about_advantages(_own(advantages), min(cfg.group_size, _MOST_SIBLINGS))
+            doubts += [f"warning: advantages: {name_of(advantages)}: {each}" for each in found]
         if not (cfg.train_from or cfg.environment == SHIPPED_ENVIRONMENT):
             prompts = [dataset[row] for row in range(min(len(dataset), _ROWS))]
             try_environment(cfg, tokenizer, prompts)
         if trial is not None:
             trial.finish()
+    return doubts
 
 
 @contextlib.contextmanager
@@ -115,7 +127,7 @@ def _sent(key: str, component: Any) -> Any:
         return cloudpickle.loads(cloudpickle.dumps(component))
 
 
-def _try_objective(cfg: Settings, objective: Objective) -> None:
+def _try_objective(cfg: Settings, objective: Objective) -> list[str]:
     keys = ("loss", "penalties", "aggregation", "off_policy", "ptx")
     parts = {key: getattr(objective, key) for key in keys}
     for key, component in parts.items():
@@ -135,6 +147,21 @@ def _try_objective(cfg: Settings, objective: Objective) -> None:
         checked_aggregation(ours["aggregation"], counts)
     if "ptx" in ours:
         _try_ptx(ours["ptx"])
+    return [f"warning: loss: {name_of(ours['loss'])}: {each}" for each in _doubts(cfg, ours)]
+
+
+def _doubts(cfg: Settings, ours: dict[str, Any]) -> list[str]:
+    """Return what looks wrong with the loss, on tokens of older policies only if there are any."""
+    loss, penalties = ours["loss"], ours["penalties"]
+    with named_failure("loss", name_of(loss), _RAISES, "a LossInputs -> losses [N]"):
+        inputs = made_inputs(True, cfg.max_staleness, 0, has_teacher=cfg.teacher is not None)
+        if getattr(loss, "needs_proximal", False):
+            inputs = replace(inputs, proximal_logprobs=inputs.trainer_logprobs.detach())
+        doubts = list(doubts_about_micro_batches(loss, penalties, inputs))
+        several = cfg.max_staleness or cfg.ppo_epochs * cfg.updates_per_batch > 1
+        if several and isinstance(ours["off_policy"], NoCorrection):
+            doubts += doubts_about_loss(loss)
+    return doubts
 
 
 def _try_loss(loss: Any, penalties: Penalties, off_policy: Any, inputs: LossInputs) -> None:

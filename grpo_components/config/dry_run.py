@@ -57,6 +57,7 @@ def plan(
         "objective": list(_objective(cfg, objective)),
         "steps": list(_steps(cfg, dataset)),
         "output": list(_output(cfg)),
+        "doubts": list(objective.doubts),
     }
     width = max(map(len, sections)) + 2
     lines = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -84,7 +85,8 @@ def build_objective(
         teacher_coeff=cfg.teacher.coeff if cfg.teacher else 0.0,
         temperature=as_schedule("generator.temperature", cfg.generator.temperature),
     )
-    try_components(cfg, tokenizer, dataset, objective)
+    doubts = try_components(cfg, tokenizer, dataset, objective)
+    objective = replace(objective, doubts=tuple(doubts))
     if cfg.dry_run:
         raise DryRunEnd(*plan(cfg, tokenizer, dataset, objective))
     return objective

@@ -16,6 +16,7 @@ from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import fail
 from grpo_components.evaluation.evaluation import build_evaluation
 from grpo_components.exchange.ledger import Ledger
+from grpo_components.objective.aggregation import TokenMean
 from grpo_components.objective.schedules import Schedule
 from grpo_components.quiet import without_prints
 from grpo_components.records.agreement import GeneratorAgreement
@@ -27,10 +28,13 @@ from grpo_components.records.receipts import build_receipts
 from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
 from grpo_components.records.run_log import RunLog
+from grpo_components.records.watch import RunWatch
 from grpo_components.replay.event_log import EventLog, open_event_order
 from grpo_components.replay.recorded_run import read_original
 from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
+
+_TOKEN_MEAN = f"{TokenMean.__module__}.{TokenMean.__name__}"
 
 
 def open_run(
@@ -67,6 +71,9 @@ def open_run(
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
     ledger.events.listen(log.follow)
+    averages = cfg.aggregation._component_ == _TOKEN_MEAN
+    watch = RunWatch(log.note, averages_tokens=averages)
+    ledger.events.listen(watch.follow)
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
     evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
@@ -87,9 +94,10 @@ def open_run(
         log,
         evaluation=evaluation,
         failures=failures,
-        agreement=GeneratorAgreement(cfg.max_generator_kl),
+        agreement=GeneratorAgreement(cfg.max_generator_kl, exact=cfg.device == "cpu"),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
+        watch=watch,
         curriculum=curriculum,
     )
 

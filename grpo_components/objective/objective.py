@@ -38,6 +38,8 @@ class Objective:
     """Weight of the teacher's term in the advantages; 0 without a teacher."""
     temperature: Schedule
     """Sampling temperature, by training step."""
+    doubts: tuple[str, ...] = ()
+    """What looks wrong with a part, one line each, for the user; see `doubts.py`."""
 
     @property
     def for_trainers(self) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from grpo_components.errors import DisagreementError
 _FEW_TOKENS = 16
 """Fewer fresh tokens multiply the bound by `_FEW_TOKENS` / tokens, to allow for rounding errors."""
 
+_EXACT_SHARE = 0.01
+"""Bound of the weight probe, whose tokens are no others from step to step, as a share."""
+
 
 class GeneratorAgreement:
     """Ends the run if trainer and generator disagree on the logprobs of fresh tokens.
@@ -19,10 +22,14 @@ class GeneratorAgreement:
     Args:
         max_generator_kl: largest allowed KL between the two, a k3 estimate in nats per token; None
             disables the check.
+        exact: whether both compute so alike that the weight probe may have a narrower bound.
     """
 
-    def __init__(self, max_generator_kl: float | None) -> None:
+    def __init__(self, max_generator_kl: float | None, *, exact: bool = False) -> None:
         self._max_kl = max_generator_kl
+        share = _EXACT_SHARE if exact else 1.0
+        self.probe_kl = None if max_generator_kl is None else share * max_generator_kl
+        """Upper bound of the KL on the weight probe; None disables it."""
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Check one training step; a step without fresh tokens always passes.

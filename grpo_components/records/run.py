@@ -26,6 +26,7 @@ from grpo_components.records.step_metrics import (
     rollout_metrics,
     session_counts,
 )
+from grpo_components.records.watch import RunWatch
 from grpo_components.replay.event_log import EventLog
 from grpo_components.training.skipped_steps import SkippedSteps
 from grpo_components.training.step_result import StepResult
@@ -55,6 +56,8 @@ class RunRecords:
     """Reports steps that trained nothing."""
     rollouts_logged: int
     """Number of groups of each step that are logged as text."""
+    watch: RunWatch
+    """Warns of what no error shows."""
     curriculum: Curriculum | None = None
     """Draws the run's prompts; None if they come in turn."""
 
@@ -104,6 +107,7 @@ class Run:
         """Count a group's tokens and failed samples; return whether any sample can be trained."""
         if self._records.failures.count_group(group.entry, group.summary):
             return False
+        self._records.watch.count_group(group.summary)
         self._log.count_generated(sum(group.summary.response_tokens))
         return True
 
@@ -126,6 +130,7 @@ class Run:
         metrics |= reward_use([generator.reward_use for generator in self._roles.generators])
         await self._log_step(step, batch, advantages, result, metrics)
         self._records.agreement.check(step, metrics)
+        self._records.watch.check_step(step, metrics)
         why = result.skipped_because
         self._records.skipped_steps.record(step, trained=not why, why=why)
         await self._journal.save_if_due(step, self._roles)

@@ -34,6 +34,8 @@ class Schedule(Generic[_Command]):
         restart_count: number of restarts of the generator's process so far.
         killed: whether the recorded process was killed. Then this engine, after the last recorded
             command, goes on until it is killed.
+        has_probes: whether the engine reads a probe after each swap of weights, which takes a step
+            if it is idle; recordings of older versions have none.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Schedule(Generic[_Command]):
         *,
         restart_count: int = 0,
         killed: bool = False,
+        has_probes: bool = True,
     ) -> None:
+        self.has_probes = has_probes
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
-            self._write_line({"life": restart_count})
+            self._write_line({"life": restart_count, "probes": has_probes})
         self._recorded = None if recorded is None else deque(recorded)
         self._left = Counter(name for _, name in self._recorded or ())
         self._timeout_s, self._killed = timeout_s, killed
@@ -191,26 +195,33 @@ def open_schedule(
         timeout_s: longest wait for a recorded command, in seconds.
         restart_count: number of restarts of the generator's process so far.
     """
-    recorded, killed = None, False
+    recorded, killed, has_probes = None, False, True
     if replayed_folder is not None:
-        by_restart = _read(schedule_file(Path(replayed_folder), number))
+        by_restart, has_probes = _read(schedule_file(Path(replayed_folder), number))
         # A process that ended before its engine was built left no commands.
         recorded = by_restart.get(restart_count, [])
         killed = restart_count < max(by_restart, default=0)
     path = None if folder is None else schedule_file(Path(folder), number)
     if path is not None:
         cut_torn_line(path)
-    return Schedule(path, recorded, timeout_s, restart_count=restart_count, killed=killed)
+    options = {"killed": killed, "has_probes": has_probes}
+    return Schedule(path, recorded, timeout_s, restart_count=restart_count, **options)
 
 
-def _read(path: Path) -> dict[int, list[tuple[int, str]]]:
-    """Read (engine step, name) of each command, by the restart count of the process."""
+def _read(path: Path) -> tuple[dict[int, list[tuple[int, str]]], bool]:
+    """Read (engine step, name) of each command, by the restart count of the process.
+
+    Returns:
+        The commands, and whether the engine read probes.
+    """
     by_restart: dict[int, list[tuple[int, str]]] = {}
+    has_probes = True
     entered: list[tuple[int, str]] = []
     with path.open(encoding="utf-8") as lines:
         for line in map(json.loads, lines):
             if "life" in line:
                 entered = by_restart[line["life"]] = []
+                has_probes = line.get("probes", False)
             else:
                 entered += [(line["step"], name) for name in line["entered"]]
-    return by_restart
+    return by_restart, has_probes

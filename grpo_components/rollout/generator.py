@@ -151,7 +151,8 @@ class Generator:
             "responses": [shown(record(slot)) for slot in slots],
         }
         packed = pack([record(part) for slot in slots for part in (slot, *slot.others)])
-        return packed, replace(summarize(packed), reward_use=reward_use(slots)), text
+        more = {"reward_use": reward_use(slots), "seeds": [sample.seed for sample in samples]}
+        return packed, replace(summarize(packed), **more), text
 
     async def evaluate(
         self,
@@ -203,7 +204,7 @@ class Generator:
 
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
-    ) -> tuple[int, str]:
+    ) -> tuple[Any, ...]:
         """Check new weights, then swap them in between two engine steps; wakes a sleeping engine.
 
         Args:
@@ -212,7 +213,7 @@ class Generator:
                 `RebuiltWeights.rebuild` takes.
 
         Returns:
-            The version and the checksum of all loaded tensors, to acknowledge them.
+            The version, the checksum of all loaded tensors, and what the engine's future gave.
 
         Raises:
             ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape, or
@@ -232,14 +233,15 @@ class Generator:
 
     async def _load(
         self, version: int, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]], sleeps: int
-    ) -> tuple[int, str]:
+    ) -> tuple[Any, ...]:
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
-        await self._swap(version, sleeps, partial(self._engine.load_weights, version, tensors))
-        return version, snapshot_checksum(manifest for manifest, _ in buckets)
+        load = partial(self._engine.load_weights, version, tensors)
+        probe = await self._swap(version, sleeps, load)
+        return version, snapshot_checksum(manifest for manifest, _ in buckets), probe
 
     async def receive_weights(
         self, version: int, number: int, sender: str, timeout_s: float, *manifests: Manifest
-    ) -> tuple[int, str]:
+    ) -> tuple[Any, ...]:
         """Receive new weights through vLLM's transfer engine, between two engine steps.
 
         Args:
@@ -250,7 +252,7 @@ class Generator:
             manifests: manifest of each trainer rank's tensors.
 
         Returns:
-            The version and the checksum of all loaded tensors, to acknowledge them.
+            The version, the checksum of all loaded tensors, and what the engine's future gave.
 
         Raises:
             ValueError: as for `load_weights`; but what is found only when it arrives ends the
@@ -261,14 +263,15 @@ class Generator:
         try:
             weights = IncomingWeights(manifests, sender, timeout_s)
             receive = partial(self._engine.receive_weights, version, weights)
-            await self._swap(version, self._sleeps, receive, partial(coming.set_result, weights))
+            begun = partial(coming.set_result, weights)
+            probe = await self._swap(version, self._sleeps, receive, begun)
         except (ValueError, RuntimeError) as error:
             if coming.done():  # the engine may have ended before
                 coming.result().end(error)
             else:
                 coming.set_exception(error)
             raise
-        return version, snapshot_checksum(manifests)
+        return version, snapshot_checksum(manifests), probe
 
     async def answer_request(self, number: int, kind: str, info: Any) -> None:
         """Make a call of the sender in the engine; see `IncomingWeights.ask`."""
@@ -289,18 +292,19 @@ class Generator:
         self,
         version: int,
         sleeps: int,
-        load: Callable[[], Future[None]],
+        load: Callable[[], Future[list[float]]],
         begun: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> list[float]:
         """Let the engine load weights, unless newer ones have overtaken them."""
         # Newer weights may have arrived during an await. From this check to the update of
         # `_loading`, there must be no other await.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version
         begun()
-        await asyncio.wrap_future(loading)
+        probe = await asyncio.wrap_future(loading)
         self.version = version
         await asyncio.to_thread(give_back_freed)
+        return probe
 
     def _refuse_late(self, version: int, sleeps: int) -> None:
         if version < self._loading:
@@ -324,12 +328,8 @@ class Generator:
     def time_use(self) -> dict[str, Any]:
         """Return the seconds of each activity of the engine, its steps and share of sequences."""
         use = self._engine.use
-        return {
-            "seconds": use.seconds(),
-            "cpu_seconds": use.cpu_seconds(),
-            "sequence_share": use.sequence_share(),
-            "engine_steps": use.steps(),
-        }
+        seconds = {"seconds": use.seconds(), "cpu_seconds": use.cpu_seconds()}
+        return seconds | {"sequence_share": use.sequence_share(), "engine_steps": use.steps()}
 
     def close(self) -> None:
         """Stop the engine, the reward processes and the environments."""

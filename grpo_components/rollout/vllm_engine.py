@@ -35,6 +35,7 @@ from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep,
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
+from grpo_components.rollout.probe_request import add_probe, probe_logprobs
 from grpo_components.rollout.vllm_adapters import Adapters, adapter_arguments
 from grpo_components.rollout.vllm_weights import load_into_worker, load_into_workers
 from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
@@ -99,8 +100,8 @@ class VLLMEngine:
             check_names_and_shapes(shapes_of(adapter), self._expected_shapes)
             self._adapters.swap(BASE_VERSION, adapter, self._core.scheduler)
         self._schedule = Schedule() if schedule is None else schedule
-        self._step, self._version = 0, BASE_VERSION
-        self._running: dict[str, Future[Completion]] = {}
+        self._step, self._version, self._longest = 0, BASE_VERSION, options.max_model_len
+        self._running: dict[str, Future[Any]] = {}
         self._watched: dict[str, WatchedRequest] = {}
         self._next_request = 0
         self._entered_prompts = self._entered_tokens = 0
@@ -156,8 +157,8 @@ class VLLMEngine:
         """
         return self._command("sleep", "sleep", None)
 
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
-        """Swap the weights between two steps; wakes a sleeping engine. Any thread may call this.
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
+        """Swap weights between two steps, wake a sleeping engine, give what `probe_logprobs` does.
 
         Args:
             version: policy version of the new weights.
@@ -169,8 +170,8 @@ class VLLMEngine:
         check_names_and_shapes(shapes_of(tensors), self._expected_shapes)
         return self._command(f"weights {version}", "weights", (version, tensors))
 
-    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[None]:
-        """Swap the weights between two steps, while they arrive. Any thread may call this.
+    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[list[float]]:
+        """Swap the weights between two steps, while they arrive; as `load_weights` otherwise.
 
         Args:
             version: policy version of the new weights.
@@ -217,7 +218,7 @@ class VLLMEngine:
                     if kind == "weights":
                         try:
                             self._swap_weights(*payload)
-                            waiting.set_result(None)
+                            self._add_probe(waiting)
                         except TransferCancelledError as error:
                             waiting.set_exception(error)
                     elif kind == "sleep":
@@ -276,10 +277,19 @@ class VLLMEngine:
         self._entered_prompts += 1
         self._entered_tokens += len(prompt_ids)
 
+    def _add_probe(self, future: Future[list[float]]) -> None:
+        if not self._schedule.has_probes:
+            return future.set_result([])
+        request_id, lora = f"probe {self._step}", self._adapters and self._adapters.current
+        add_probe(self._engine, self._core.scheduler, request_id, self._longest, lora)
+        self._running[request_id] = future
+
     def _step_engine(self) -> None:
         for output in self._engine.step():
             request_id, completion = output.request_id, None
-            if output.finished:
+            if output.finished and output.prompt_logprobs is not None:
+                self._running.pop(request_id).set_result(probe_logprobs(output))
+            elif output.finished:
                 completion = finished_completion(output)
             elif watched := self._watched.get(request_id):
                 completion = watched.follow(output, self._version)

@@ -22,3 +22,5 @@ class StepResult:
     """Why the step trained nothing; empty if it trained."""
     metrics: dict[str, float]
     """Metrics by their names in `logs/metrics.jsonl`."""
+    probe_logprobs: Sequence[float] = ()
+    """Logprobs of the weight probe by the policy after the step; see `exchange/weight_probe.py`."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_components.exchange.weight_probe import PROBE_IDS
+from grpo_components.models.logprobs import ResponseLogprobs, token_batch
 from grpo_components.training.sample import TrainSample
-from grpo_components.trajectory import Trajectory
+from grpo_components.trajectory import TokenSequence, Trajectory
 
 _DIGITS = 6
 Logprobs = list[float | None]
@@ -74,6 +78,19 @@ def recorded_logprobs(trajectory: Trajectory) -> dict[str, Logprobs | None]:
     if trajectory.teacher_logprobs is not None:
         recorded["teacher_logprobs"] = _at(sampled, trajectory.teacher_logprobs[sampled])
     return recorded
+
+
+@torch.no_grad()
+def probe_logprobs(logprobs: ResponseLogprobs, device: torch.device) -> list[float]:
+    """Compute the logprobs of the weight probe's tokens but the first; collective.
+
+    Args:
+        logprobs: computes logprobs by the current policy.
+        device: device of this rank.
+    """
+    ids = np.array(PROBE_IDS)
+    batch = token_batch([TokenSequence(ids[:1], ids[1:], 1.0)], device=device)
+    return logprobs(batch)[0].tolist()
 
 
 def _at(mask: NDArray[Any], values: NDArray[Any]) -> Logprobs:

@@ -47,7 +47,7 @@ from grpo_components.training.skip_reasons import UpdateWatch, nothing_to_train
 from grpo_components.training.skipped_steps import dump_batch
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedLoss
-from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs
+from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs, probe_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
 from grpo_components.training.trainer_options import (
     BatchOptions,
@@ -163,8 +163,7 @@ class Trainer:
         samples = self._samples(batch, advantages, step)
         with self._offload.on_device() as moves:
             updates, start_known = self._updates(samples, step)
-        trained = any(is_usable(update) for update in updates)
-        if trained:
+        if trained := any(is_usable(update) for update in updates):
             self.policy_version += 1
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
@@ -198,6 +197,7 @@ class Trainer:
             trained_tokens=len(versions),
             skipped_because=why,
             metrics=metrics,
+            probe_logprobs=probe_logprobs(self._logprobs, self._device),
         )
 
     def _samples(

@@ -40,6 +40,7 @@ class Setting:
             agreement=calls.agreement,
             skipped_steps=calls.skipped_steps,
             rollouts_logged=2,
+            watch=calls.watch,
         )
         self.run = self.records.run_with(roles, calls.weights)
 
@@ -62,6 +63,7 @@ def test_a_step_is_committed_then_evaluated_logged_checked_and_saved(evaluation_
     setting = Setting(evaluation_due)
     setting.finish_step()
     names = ("journal.commit", "evaluation.begin", "log.step", "agreement.check")
+    names = (*names, "watch.check_step")
     order = setting.order(*names, "journal.save_if_due")
     expected = [*names, "journal.save_if_due"]
     assert order == [name for name in expected if evaluation_due or name != "evaluation.begin"]

@@ -32,7 +32,7 @@ def test_a_new_run_takes_what_has_come_and_writes_it_down(tmp_path):
     assert schedule.take(3, idle=True) == "end"
     schedule.close()
     life, *lines = [json.loads(line) for line in schedule_file(tmp_path, 1).open()]
-    assert life == {"life": 0}
+    assert life == {"life": 0, "probes": True}
     assert [(line["step"], line["entered"]) for line in lines] == [
         (0, ["group 3 sample 0", "weights 2"]),
         (2, ["group 3 sample 1"]),

@@ -87,7 +87,7 @@ class FakeEngine:
         check_names_and_shapes(shapes, {"query": (3,), "value": (3,)})  # as the real one does
         self.loaded.append((version, tensors))
         future = Future()
-        future.set_result(None)
+        future.set_result([-1.0])  # of the weight probe
         return future
 
     def sleep(self):
@@ -635,7 +635,7 @@ def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has
 def test_new_weights_from_all_ranks_reach_the_engine_together(generator, engine):
     buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in ("query", "value")]
     acknowledged = asyncio.run(generator.load_weights(5, *buckets))
-    assert acknowledged == (5, snapshot_checksum(manifest for manifest, _ in buckets))
+    assert acknowledged == (5, snapshot_checksum(manifest for manifest, _ in buckets), [-1.0])
     assert generator.version == 5
     [(version, tensors)] = engine.loaded
     assert version == 5 and sorted(tensors) == ["query", "value"]
@@ -749,7 +749,8 @@ def test_deltas_are_rebuilt_and_loaded_as_whole_pushes_are(generator, engine):
         given = [push for number in range(held + 1, version + 1) for push in pushes[number]]
         acknowledged = asyncio.run(generator.load_weights(version, *given))
         whole = [bucket_of(name, value=float(version)) for name in ("query", "value")]
-        assert acknowledged == (version, snapshot_checksum(manifest for manifest, _ in whole))
+        checksum = snapshot_checksum(manifest for manifest, _ in whole)
+        assert acknowledged == (version, checksum, [-1.0])
         loaded, tensors = engine.loaded[-1]
         assert loaded == version and sorted(tensors) == ["query", "value"]
         assert all((tensor == version).all() for tensor in tensors.values())
@@ -798,7 +799,7 @@ def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine, mo
         await asyncio.sleep(0.05)
         assert [(v, [float(t[0]) for t in given.values()]) for v, given in seen] == [(2, [2, 2])]
         loading.set_result(None)
-        assert [version for version, _ in await asyncio.gather(second, third)] == [2, 3]
+        assert [version for version, *_ in await asyncio.gather(second, third)] == [2, 3]
         assert seen[-1][0] == 3 and all((t == 3).all() for t in seen[-1][1].values())
 
     asyncio.run(run())
@@ -835,7 +836,7 @@ def test_weights_that_arrive_through_an_engine_are_acknowledged_as_those_of_the_
         return await asyncio.gather(answers[0], receiving, *answers[1:], return_exceptions=True)
 
     _, acknowledged, *_ = asyncio.run(transfer(5, 0, *manifests))
-    assert acknowledged == (5, snapshot_checksum(manifests)) and generator.version == 5
+    assert acknowledged[:2] == (5, snapshot_checksum(manifests)) and generator.version == 5
     for wrong, facts in [
         ((manifests[0],), "missing tensor value"),
         (manifests * 2, "query appears"),

@@ -53,7 +53,8 @@ def cached(build_engine, monkeypatch):
 
     def note(self):
         outputs = step(self)
-        counts.extend(output.num_cached_tokens for output in outputs if output.finished)
+        asked = [output for output in outputs if output.prompt_logprobs is None]  # not the probe
+        counts.extend(output.num_cached_tokens for output in asked if output.finished)
         return outputs
 
     monkeypatch.setattr(LLMEngine, "step", note)

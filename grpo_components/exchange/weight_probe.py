@@ -1,0 +1,78 @@
+"""Compares trainers and generators on one fixed sequence, after each pull: also where all is stale.
+
+Tokens that a step trains are those of older versions in an asynchronous run, so that their logprobs
+differ anyway. The probe's do not: both sides compute them by the same version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_components.errors import DisagreementError
+
+PROBE_IDS = tuple(7 * number % 53 + 3 for number in range(24))
+"""Token ids of the probe; every vocabulary has them. The first is the prompt."""
+_VERSIONS_KEPT = 64
+_NEARER = 4.0
+"""So much nearer must another version be, in squared distance, to be the one that was loaded."""
+_ROUNDING = 1e-4
+"""Root mean square difference in nats below which nothing is nearer."""
+
+
+class WeightProbe:
+    """Raises an error if a generator's weights are not those of the version that it names.
+
+    Args:
+        max_kl: largest allowed KL between trainer and generator, a k3 estimate in nats per token;
+            None disables the probe.
+    """
+
+    def __init__(self, max_kl: float | None) -> None:
+        self._max_kl = max_kl
+        self._pushed: dict[int, np.ndarray] = {}
+
+    def pushed(self, version: int, logprobs: Sequence[float]) -> None:
+        """Keep what the trainers computed by the weights that they push; empty keeps nothing."""
+        self._pushed.pop(version, None)
+        if len(logprobs):
+            self._pushed[version] = np.array(logprobs)
+        if len(self._pushed) > _VERSIONS_KEPT:
+            del self._pushed[min(self._pushed)]
+
+    def forget(self) -> None:
+        """Forget all versions: an attempt begins, whose versions have the same numbers."""
+        self._pushed.clear()
+
+    def check(self, generator: str, version: int, logprobs: Sequence[float]) -> None:
+        """Check what a generator computed by weights that it has loaded.
+
+        Args:
+            generator: name of the generator.
+            version: policy version of the weights.
+            logprobs: logprobs of `PROBE_IDS` but the first, or of the first of them if its longest
+                sequence has fewer; empty if the generator has no engine.
+
+        Raises:
+            DisagreementError: they are not the trainers', or nearer to those of another version.
+        """
+        if self._max_kl is None or version not in self._pushed or not len(logprobs):
+            return
+        found = np.array(logprobs)
+        gaps = {v: each[: len(found)] - found for v, each in self._pushed.items()}
+        gap = gaps[version]
+        kl, square = float(np.mean(np.expm1(gap) - gap)), float(np.mean(gap**2))
+        nearest = min(gaps, key=lambda v: float(np.mean(gaps[v] ** 2)))
+        other = float(np.mean(gaps[nearest] ** 2))
+        is_other = math.sqrt(square) > _ROUNDING and square > _NEARER * other
+        if kl <= self._max_kl and not is_other:
+            return
+        like = f", and is nearer to version {nearest}" if is_other else ""
+        raise DisagreementError(
+            f"{generator} pulled version {version}, but computes other logprobs by it than the "
+            f"trainers: the KL on a probe of {len(found)} tokens is {kl:.3g}, allowed is "
+            f"{self._max_kl:.3g}{like}. Likely causes: weights that were not loaded, or only in "
+            "part, or in the place of others; `model` does not match config.json in base_model_path"
+        )

@@ -1,0 +1,41 @@
+"""The request by which an engine reads the weight probe, after each swap of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from grpo_components.exchange.weight_probe import PROBE_IDS
+
+
+def add_probe(
+    engine: LLMEngine, scheduler: Any, request_id: str, max_model_len: int, lora: Any
+) -> None:
+    """Add the probe before all requests that wait: a pull waits for it.
+
+    Args:
+        engine: engine that has new weights.
+        scheduler: its scheduler.
+        request_id: id of the new request.
+        max_model_len: longest sequence of the engine, in tokens.
+        lora: adapter that requests use now; None without adapters.
+    """
+    prompt = TokensPrompt(prompt_token_ids=list(PROBE_IDS[: max_model_len - 1]))
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
+    engine.add_request(request_id, prompt, sampling, lora_request=lora)
+    request = scheduler.requests[next(reversed(scheduler.requests))]
+    scheduler.waiting.remove_request(request)
+    scheduler.waiting.prepend_request(request)
+
+
+def probe_logprobs(output: Any) -> list[float]:
+    """Return the logprobs of the probe's tokens but the first, in nats.
+
+    Args:
+        output: vLLM's `RequestOutput` of the finished request.
+    """
+    pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    return [found[token].logprob for found, token in pairs]
