@@ -20,7 +20,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help gpu-test install install-dev tiny-policy demo equivalence crash-anywhere test test-two-nodes \
+.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum crash-anywhere test test-two-nodes \
 	lint typecheck format clean
 
 help:  ## List the targets
@@ -32,6 +32,9 @@ demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from not
 
 equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
 	@$(BIN)/python -m grpo_components.equivalence
+
+museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/museum.md (about 20 minutes)
+	@$(BIN)/python -m museum
 
 crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
 	$(BIN)/pytest -m fault tests/recipes tests/grpo_components

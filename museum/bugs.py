@@ -240,7 +240,7 @@ def _moving_evaluation(evaluation: Any) -> None:
         return results
 
     async def try_once(self: Any, *args: Any) -> Any:
-        step, number, generators, pull, pinned = args
+        step, _, generators, pull, pinned = args
         await evaluation._none_lost(pull(each, f"evaluation {step}") for each in generators)
         pinned.set()
         rows = range(len(self._held_out))

@@ -1,4 +1,4 @@
-"""The exhibits: published silent bugs, how each is planted here, and the alarm that must name it."""
+"""The exhibits: published silent bugs, how each is planted, and the alarm that must name it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TURNS = (
     "generator.max_response_tokens=60",
 )
 LONG_PROMPT = (
-    'dataset.prompt_template="Question: 1+1=? Answer: 2 Question: 2+2=? Answer: 4 Question: {question}\\nAnswer:\\n"',
+    'dataset.prompt_template="Question: 1+1=? Answer: 2 Question: 2+2=? Answer: 4 '
+    'Question: {question}\\nAnswer:\\n"',
     "dataset.max_prompt_tokens=160",
 )
 PROBE = r"pulled version (\d+), but computes other logprobs"
@@ -72,7 +73,7 @@ def _mismatch(name: str, was: str, thread: str, *overrides: str) -> Exhibit:
 EXHIBITS = (
     Exhibit(
         "ratio_is_one",
-        "the ratio is the policy over itself: nothing corrects for stale tokens, nothing is clipped",
+        "the ratio is the policy over itself: stale tokens are not corrected, nothing is clipped",
         _github("meta-pytorch/torchforge#p571"),
         "start",
         r"warning: loss: .*the ratio",
@@ -269,3 +270,40 @@ EXHIBITS = (
     ),
 )
 """The exhibits, in the order of the page."""
+
+_AGENTS = (
+    "environment._component_=grpo_components.agents.environment.AgentEnvironment",
+    "environment.agent=grpo_components.examples.arithmetic_agent.run",
+    "environment.chat_template=plain",
+    "rewards.correctness._component_=grpo_components.agents.rewards.AgentReward",
+    "~rewards.correctness.answer_format",
+    "generator.max_response_tokens=48",
+)
+_LOSSES = "loss._component_=grpo_components.objective.losses."
+_TRUNCATED = "off_policy._component_=grpo_components.objective.off_policy.TokenTIS"
+CLEAN: dict[str, tuple[str, ...]] = {
+    "asynchronous": (),
+    "synchronous": SYNCHRONOUS,
+    "two generators": ("num_generators=2",),
+    "two trainer ranks, reference": (*TWO_RANKS, "loss.kl_coeff=0.05"),
+    "resumed": ("max_staleness=1",),
+    "conversations": TURNS,
+    "long prompt, synchronous": (*SYNCHRONOUS, *LONG_PROMPT),
+    "temperature 0.7": ("generator.temperature=0.7",),
+    "agents": _AGENTS,
+    "adapters": ("lora={rank: 4}",),
+    "deltas, a step of slack": ("push=delta", "max_staleness=1"),
+    "gloo": ("weights=gloo",),
+    "tokens masked as too old": ("stale_tokens=mask", "max_staleness=1"),
+    "GSPO": (
+        f"{_LOSSES}GSPOLoss",
+        "aggregation._component_=grpo_components.objective.aggregation.SequenceMean",
+    ),
+    "CISPO": (f"{_LOSSES}CISPOLoss",),
+    "decoupled PPO": (f"{_LOSSES}DecoupledPPOLoss",),
+    "truncated importance, entropy": (_TRUNCATED, "loss.entropy_coeff=0.01"),
+    "two epochs of two updates": ("ppo_epochs=2", "updates_per_batch=2"),
+    "dynamic sampling": ("dynamic_sampling.enabled=true",),
+    "a high learning rate": ("optimizer.lr=1e-3",),
+}
+"""Runs without a bug, in which no alarm may be given: name -> overrides of the tiny config."""

@@ -10,7 +10,7 @@ from grpo_components.objective.losses import LossInputs, TokenMetrics
 
 
 class RatioIsOne:
-    """GRPO whose ratio is the policy over itself: it looks clipped and corrected, and is neither."""
+    """GRPO whose ratio is the policy over itself: it looks corrected and clipped; it is not."""
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2) -> None:
         self._low, self._high = 1 - clip_low, 1 + clip_high

@@ -27,6 +27,7 @@ def succeed(tune, *overrides, **kwargs):
     process, output_dir = tune(*overrides, **kwargs)
     code, output = finish(process)
     assert code == 0, output
+    assert not re.search("^warning: ", output, re.MULTILINE), output  # no false alarm
     return output, output_dir
 
 

@@ -13,6 +13,7 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.errors import DisagreementError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
@@ -39,6 +40,7 @@ class Engine:
     """A generator that loads whatever it gets."""
 
     checksum = CHECKSUM
+    probe = ()
 
     def __init__(self):
         self.loaded = []
@@ -46,7 +48,7 @@ class Engine:
     async def load_weights(self, version, *buckets):
         await asyncio.sleep(0)  # the others may run meanwhile
         self.loaded.append((version, buckets))
-        return version, self.checksum
+        return version, self.checksum, self.probe
 
     def begin_attempt(self):
         self.loaded.append("begin_attempt")
@@ -220,6 +222,31 @@ def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded(local_
         for part in ("generator_1", "version 1", "abc", CHECKSUM):
             assert part in str(error.value)
         assert setting.named("load") == []
+
+    asyncio.run(run())
+
+
+def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_the_run(local_role):
+    async def run():
+        setting = Setting(local_role)
+        setting.weights = WeightSync(
+            setting.ledger,
+            setting.roles,
+            push_every_n_steps=1,
+            pull_every_m_rollouts=1,
+            push_early=lambda step: False,
+            probe_kl=1e-4,
+        )
+        right = setting.engines[0]
+        right.probe, setting.engines[1].probe = [-1.0, -2.0], [-1.5, -2.5]
+        for generator in setting.generators:
+            assert await setting.rollout(generator) == 0  # nothing is pushed yet
+        setting.trainer.version = 1
+        await setting.weights.push_if_due(1, [-1.0, -2.0])
+        setting.ledger.finish_step(1)
+        assert await setting.rollout(setting.generators[0]) == 1
+        with pytest.raises(DisagreementError, match=r"generator_1 pulled version 1"):
+            await setting.rollout(setting.generators[1])
 
     asyncio.run(run())
 

@@ -414,3 +414,23 @@ def test_what_fits_is_let_through_and_not_disturbed(tried, overrides):
     np.testing.assert_equal(np.random.get_state(legacy=False), states[1])
     assert torch.equal(torch.get_rng_state(), states[2])
     assert getattr(objective.loss, "own_calls", 0) == 0
+
+
+NOT_DETACHED = """
+class Clipped:
+    def __call__(self, tokens):
+        ratio = (tokens.trainer_logprobs - tokens.anchor_logprobs).exp()
+        return -ratio.clamp(0.8, 1.2) * tokens.advantages, {}
+"""
+
+
+def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_does(
+    tried, tmp_path, monkeypatch
+):
+    (tmp_path / "doubtful.py").write_text(NOT_DETACHED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert tried("loss.kl_coeff=0.1").doubts == ()
+    doubtful = component("loss", "doubtful.Clipped")
+    (line,) = tried(*doubtful).doubts
+    assert line.startswith("warning: loss: ") and "Clipped: a token whose ratio" in line
+    assert tried(*doubtful, "max_staleness=0", "pull_every_m_rollouts=1").doubts == ()

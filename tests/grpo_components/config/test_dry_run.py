@@ -36,7 +36,7 @@ def planned(settings_with, tmp_path):
         changes = {"output_dir": str(tmp_path / "run"), **changes}
         cfg = settings_with(eval_dataset__source=str(source), **changes)
         parts = dict.fromkeys(("loss", "advantages", "aggregation", "off_policy"), part)
-        objective = SimpleNamespace(**parts, ptx=None, needs_reference=needs_reference)
+        objective = SimpleNamespace(**parts, ptx=None, needs_reference=needs_reference, doubts=())
         data = Prompts(range(1000)) if dataset is None else dataset
         before = sorted(tmp_path.rglob("*"))
         sections = {}

@@ -16,6 +16,7 @@ from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.restarts import RestartBudget
 from grpo_components.errors import RoleFailedError
 from grpo_components.objective.component_errors import ComponentError
+from grpo_components.rewards import scoring
 from grpo_components.rewards.pool import (
     RewardPool,
     RewardPoolError,
@@ -579,3 +580,10 @@ def test_importing_the_pool_and_the_rewards_loads_nothing_heavy():
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_a_reward_process_that_would_not_count_a_failure_does_not_start(monkeypatch):
+    assert scoring._counts_failures() == ""
+    monkeypatch.setattr(scoring, "_outcome", lambda *_: 0.0)
+    problem = scoring._counts_failures()
+    assert problem == "rewards: a reward that raises gives the reward 0.0 and no failed sample"

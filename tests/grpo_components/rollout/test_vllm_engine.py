@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
+from grpo_components.exchange.weight_probe import PROBE_IDS
 from grpo_components.replay.schedule import open_schedule
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
@@ -315,3 +316,19 @@ def test_a_conversation_that_goes_on_finds_its_tokens_in_the_prefix_cache(make_e
     engine.load_weights(1, weights(checkpoints / "tied_B")).result()
     third = engine.submit(again, **sampling).result()
     assert third.cached_tokens == 0
+
+
+def test_a_swap_gives_the_weight_probe_by_the_new_weights_while_requests_run(
+    make_engine, checkpoints
+):
+    engine = make_engine(checkpoints / "tied_A")
+    running = submit(engine, max_tokens=200)
+    first, other, again = (
+        engine.load_weights(version, weights(checkpoints / name)).result(timeout=60)
+        for version, name in enumerate(("tied_B", "tied_A", "tied_B"), start=1)
+    )
+    assert not all(future.done() for future in running), "the engine was idle"
+    assert len(first) == len(PROBE_IDS) - 1 and max(first) < 0
+    assert first == pytest.approx(again, abs=1e-5)
+    assert np.abs(np.subtract(first, other)).max() > 0.01
+    assert all(len(future.result(timeout=60).token_ids) for future in running)

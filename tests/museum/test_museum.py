@@ -1,0 +1,92 @@
+"""Every bug of the museum reaches what it changes, and the page tells what was found."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from museum.__main__ import Result, main, page
+from museum.bugs import BUGS
+from museum.exhibits import EXHIBITS
+from museum.runs import Outcome, caught
+
+ROOT = Path(__file__).parents[2]
+HOOK = ROOT / "museum" / "hook"
+SHOW = """
+import json
+import numpy as np
+from grpo_components.objective.advantages import GroupCenteredAdvantages
+print(json.dumps(GroupCenteredAdvantages()(np.array([[1.0, 1.0], [0.0, 1.0]])).tolist()))
+"""
+BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
+
+
+def test_every_exhibit_has_a_thread_an_alarm_and_a_bug_and_every_bug_is_shown():
+    assert len(BY_NAME) == len(EXHIBITS) >= 20
+    for exhibit in EXHIBITS:
+        assert re.fullmatch(r"https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", exhibit.thread)
+        assert exhibit.bug or exhibit.planted
+        assert exhibit.alarm in ("start", "run", "audit")
+        re.compile(exhibit.pattern)
+    assert {exhibit.bug for exhibit in EXHIBITS} - {""} == set(BUGS)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_every_bug_changes_modules_that_there_are(name):
+    assert all(importlib.util.find_spec(module) for module in BUGS[name])
+
+
+@pytest.mark.parametrize(("bug", "expected"), [("", [[0, 0], [-0.5, 0.5]]), ("wrong_axis", None)])
+def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(bug, expected):
+    environment = {**os.environ, "PYTHONPATH": str(HOOK), "GRPO_MUSEUM": bug}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW], env=environment, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found == (expected or [[0.5, 0], [-0.5, 0]])
+
+
+def test_a_bug_is_caught_only_by_the_alarm_that_the_table_names():
+    swap, contract = BY_NAME["weights_not_loaded"], BY_NAME["swap_mislabelled"]
+    line = "error: generator_0 pulled version 3, but computes other logprobs by it than the"
+    assert caught(swap, Outcome(1, line, "", (0.5,))) == "step 3"
+    assert caught(swap, Outcome(1, "error: it fell over", "", (0.5,))) == ""
+    broken = "first violation: receipts.jsonl, line 4, attempt 0, step 2: contract: too new"
+    assert caught(contract, Outcome(0, "contract", "", ())) == ""
+    assert caught(contract, Outcome(0, "", broken, ())) == "step 2"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "alarmed"),
+    [
+        (Outcome(0, "step 1/6  reward 0.4\nsaved", "", ()), False),
+        (Outcome(0, "warning: loss: X: the gradient is unbounded", "", ()), True),
+        (Outcome(0, "step 2 is skipped: the loss is nan", "", ()), True),
+        (Outcome(1, "", "", ()), True),
+        (Outcome(0, "", "violation", ()), True),
+    ],
+)
+def test_a_clean_run_has_no_warning_no_skipped_step_and_passes_the_audit(outcome, alarmed):
+    assert bool(outcome.alarms) == alarmed
+
+
+def test_the_page_counts_what_is_caught_and_names_false_alarms():
+    results = {"wrong_axis": Result("start", ""), "half_stale": Result("", "", (0.25, 0.5))}
+    text = page(results, {"agents": Result("", "warning: x"), "synchronous": Result("", "")})
+    assert f"1 of {len(EXHIBITS)} caught by name. False alarms: 1 in 2 runs" in text
+    assert "without a bug: agents.**" in text and "**not caught**" in text and "0.25 0.50" in text
+    assert text.count("not run") == len(EXHIBITS) - 2
+
+
+def test_results_of_earlier_calls_are_kept(tmp_path):
+    stored = {"planted": {"wrong_axis": {"caught": "start", "alarms": "x", "rewards": [0.5]}}}
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    output = tmp_path / "museum.md"
+    arguments = ["--folder", str(tmp_path), "--output", str(output), "--only", "wrong_axis"]
+    assert main(arguments) == 0
+    assert "1 of" in output.read_text()
