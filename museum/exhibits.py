@@ -14,7 +14,7 @@ TURNS = (
     "generator.max_response_tokens=60",
 )
 LONG_PROMPT = (
-    'dataset.prompt_template="Question: 1+1=? Answer: 2 Question: 2+2=? Answer: 4 '
+    'dataset.prompt_template="Question: one and one? Answer: 2 Question: two and two? Answer: 4 '
     'Question: {question}\\nAnswer:\\n"',
     "dataset.max_prompt_tokens=160",
 )
@@ -162,15 +162,19 @@ EXHIBITS = (
         "tokens get the number of weights that did not sample them",
         _github("areal-project/AReaL#p1569"),
         "audit",
-        r"contract",
-        "audit rule `contract`",
+        r"record.max_staleness is -",
+        "audit rule `parses`: no token is newer than its trainer",
         overrides=SYNCHRONOUS,
         bug="swap_mislabelled",
     ),
-    _mismatch(
+    Exhibit(
         "retokenised",
         "responses are decoded and encoded again: other tokens than those sampled are trained",
-        "huggingface/trl#5224",
+        _github("huggingface/trl#5224"),
+        "run",
+        r"warning: step (\d+): mismatch/generator_kl",
+        "jump of the mismatch over all tokens",
+        bug="retokenised",
     ),
     _mismatch(
         "mask_shifted",

@@ -104,13 +104,14 @@ def caught(exhibit: Exhibit, outcome: Outcome) -> str:
         exhibit: the exhibit.
         outcome: its run.
     """
-    text = outcome.audit if exhibit.alarm == "audit" else outcome.output
+    is_audit = exhibit.alarm == "audit"
+    text = outcome.audit if is_audit else outcome.output
     found = re.search(exhibit.pattern, text)
     if found is None:
         return ""
     if exhibit.alarm == "start":
         return "start"
-    step = found[1] if found.groups() else None
-    if step is None and (named := re.search(r"step (\d+)", text[found.start() :])):
+    step = found[1] if found.groups() else len(outcome.rewards) + 1
+    if is_audit and (named := re.search(r"step (\d+)", text)):
         step = named[1]
-    return f"step {step}" if step else f"step {len(outcome.rewards) + 1}"
+    return f"step {step}"

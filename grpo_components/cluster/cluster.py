@@ -68,7 +68,7 @@ class Cluster:
         self._log_level, self._attempt = log_level, attempt
         self._budget = budget or RestartBudget(0, math.inf)
         self._heartbeat_s, self._events = heartbeat_s, events or EventOrder()
-        self.note, self._note, self._phase = note, note, phase
+        self._note, self._phase = note, phase
         self._families: dict[str, Family] = {}
         self._names: dict[str, str] = {}
         self._starting: list[Role] = []
@@ -85,6 +85,11 @@ class Cluster:
         self._ray = self._joined or OwnRay(self._logs, log_level, note, object_store_memory, early)
         self.scratch = self._ray.scratch
         """Folder for temporary files, on every node; removed at the end."""
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Show lines to the user."""
+        for line in lines:
+            self._note(line)
 
     def start(self) -> None:
         """Start Ray on this machine, private to this run, or join a cluster."""

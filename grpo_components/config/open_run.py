@@ -71,9 +71,6 @@ def open_run(
     failures = build_failed_samples(cfg, start.attempt, log.note)
     checkpoints = build_checkpoints(cfg, ledger, prompts, log, start)
     ledger.events.listen(log.follow)
-    averages = cfg.aggregation._component_ == _TOKEN_MEAN
-    watch = RunWatch(log.note, averages_tokens=averages)
-    ledger.events.listen(watch.follow)
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
     evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
@@ -97,7 +94,7 @@ def open_run(
         agreement=GeneratorAgreement(cfg.max_generator_kl, exact=cfg.device == "cpu"),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
-        watch=watch,
+        watch=_watch(cfg, ledger, log),
         curriculum=curriculum,
     )
 
@@ -107,6 +104,13 @@ def _check_prompts(cfg: Settings, prompts: Stateful) -> None:
     if cfg.curriculum is not None and not isinstance(prompts, PromptCurriculum):
         problem = "given, but the recipe takes its prompts from another stream"
         fail("curriculum", problem, "null, or a recipe with `build_prompts(cfg, dataset)`")
+
+
+def _watch(cfg: Settings, ledger: Ledger, log: RunLog) -> RunWatch:
+    """Return what warns of silent mistakes, and let it follow the ledger's events."""
+    watch = RunWatch(log.note, averages_tokens=cfg.aggregation._component_ == _TOKEN_MEAN)
+    ledger.events.listen(watch.follow)
+    return watch
 
 
 def _follow(ledger: Ledger, prompts: Stateful) -> Curriculum | None:

@@ -57,8 +57,7 @@ def start_roles(
         stop_tokens: ids of the tokenizer's stop tokens.
         longest_prompt: length of the longest prompt of all data sets, in tokens.
     """
-    for doubt in objective.doubts:
-        cluster.note(doubt)
+    cluster.show(objective.doubts)
     num_references = cfg.num_references if objective.needs_reference else 0
     arguments = role_arguments(
         cfg,

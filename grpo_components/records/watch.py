@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ _SEEDS_KEPT = 100_000
 """Seeds of training samples that are compared with new ones."""
 _ROUNDING = 1e-5
 """Largest difference of a loss and its parts, as a share of the largest ratio, loss or 1."""
+_MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
+"""Steps before a jump of the mismatch is named; how large it is in nats, and times their median."""
 _MIN_DROPPED, _CHANCE = 8, 1e-4
 """Dropped groups from which on lengths are compared, and the chance of a false warning by one."""
 
@@ -34,6 +38,7 @@ class RunWatch:
         """Seed -> group that it sampled for."""
         self._lengths: dict[int, float] = {}
         """Group that is not trained or dropped yet -> mean tokens of its responses."""
+        self._mismatch: deque[float] = deque(maxlen=50)
         self._trained: list[float] = []
         self._dropped: list[float] = []
         self._compare_at = _MIN_DROPPED
@@ -56,12 +61,27 @@ class RunWatch:
             del self._seeds[next(iter(self._seeds))]
 
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare `loss/total` with the sum of its parts.
+        """Check the balance of a step's loss, and its mismatch against that of the steps before.
 
         Args:
             step: training step, from 1.
             metrics: metrics of the step.
         """
+        self._check_balance(step, metrics)
+        kl = metrics.get("mismatch/generator_kl", math.nan)
+        if not math.isfinite(kl):
+            return
+        usual = median(self._mismatch) if len(self._mismatch) >= _MIN_STEPS else math.inf
+        if kl > max(_LARGE_KL, _JUMP * usual):
+            self._warn(
+                "mismatch",
+                f"step {step}: mismatch/generator_kl is {kl:.3g}, the median of the "
+                f"{len(self._mismatch)} steps before is {usual:.3g}: some tokens are not those "
+                "that were sampled, or the policy has jumped",
+            )
+        self._mismatch.append(kl)
+
+    def _check_balance(self, step: int, metrics: Mapping[str, Any]) -> None:
         total, known, penalty, *others, ratio = (
             float(metrics.get(name, math.nan))
             for name in (

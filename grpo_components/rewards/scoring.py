@@ -134,7 +134,7 @@ def _counts_failures() -> str:
         raise RuntimeError("raised on purpose, to see that it counts as a failure")
 
     spec = RewardSpec("", {}, 1.0, False)
-    sample = dict.fromkeys(CALL, "")
+    sample: RewardInput = dict.fromkeys(map(str, CALL), "")
     score = score_sample({"check": (spec, raises)}, sample, lambda name: None)
     if math.isnan(score.reward) and score.error:
         return ""

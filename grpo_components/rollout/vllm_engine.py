@@ -285,7 +285,7 @@ class VLLMEngine:
         self._running[request_id] = future
 
     def _step_engine(self) -> None:
-        for output in self._engine.step():
+        for output in cast("list[Any]", self._engine.step()):
             request_id, completion = output.request_id, None
             if output.finished and output.prompt_logprobs is not None:
                 self._running.pop(request_id).set_result(probe_logprobs(output))

@@ -73,6 +73,23 @@ def test_another_aggregation_weighs_tokens_as_it_likes(notes):
     assert notes == []
 
 
+def test_a_jump_of_the_mismatch_is_warned_of_and_growth_or_few_tokens_are_not(watch, notes):
+    for step, kl in enumerate((1e-13, 1e-4, 4e-4, 6e-3, 0.05, 0.09, 0.1, float("nan")), 1):
+        watch.check_step(step, {"mismatch/generator_kl": kl})
+    assert notes == []
+    watch.check_step(10, {"mismatch/generator_kl": 2.0})
+    (line,) = notes
+    assert line.startswith(
+        "warning: step 10: mismatch/generator_kl is 2, the median of the 7 steps"
+    )
+
+
+def test_no_jump_is_named_before_there_are_steps_to_compare_with(watch, notes):
+    for step in (1, 2, 3):
+        watch.check_step(step, {"mismatch/generator_kl": 10.0**step})
+    assert notes == []
+
+
 def finish(watch, number, tokens):
     watch.follow({"event": "finish", "group": number, "response_tokens": [tokens, tokens + 2]})
 
