@@ -111,14 +111,8 @@ def _retokenised(generator: Any) -> None:
     generator.pack = lambda trajectories: pack([retokenised(each) for each in trajectories])
 
 
-def _failure_as_zero(scoring: Any) -> None:
-    outcome = scoring._outcome
-
-    def zero(*args: Any) -> Any:
-        found = outcome(*args)
-        return 0.0 if isinstance(found, str) else found
-
-    scoring._outcome = zero
+def _failure_as_zero(errors: Any) -> None:
+    errors.failure_text = lambda *args, **kwargs: 0.0
 
 
 def _wrong_axis(advantages: Any) -> None:
@@ -148,7 +142,12 @@ def _temperature_ignored(logprobs: Any) -> None:
     batch_of = logprobs.token_batch
 
     def at_one(trajectories: Any, *args: Any, **kwargs: Any) -> Any:
-        hot = [dataclasses.replace(each, temperature=1.0) for each in trajectories]
+        hot = [
+            each._replace(temperature=1.0)
+            if hasattr(each, "_replace")
+            else dataclasses.replace(each, temperature=1.0)
+            for each in trajectories
+        ]
         return batch_of(hot, *args, **kwargs)
 
     logprobs.token_batch = at_one
@@ -254,14 +253,19 @@ def _moving_evaluation(evaluation: Any) -> None:
 
 
 def _stale_logprob(trainer: Any) -> None:
-    make = trainer.make_samples
+    make, count = trainer.make_samples, itertools.count()
 
-    def with_one_far_off(*args: Any) -> Any:
+    def with_some_far_off(*args: Any) -> Any:
         samples = make(*args)
-        samples[0].trajectory.generator_logprobs[samples[0].mask.argmax()] = -150.0
+        if next(count) != 2:  # its tokens are those of older policies
+            return samples
+        for sample in samples[:8]:
+            logprobs = sample.trajectory.generator_logprobs.copy()
+            logprobs[sample.mask.argmax()] = -150.0
+            sample.trajectory.generator_logprobs = logprobs
         return samples
 
-    trainer.make_samples = with_one_far_off
+    trainer.make_samples = with_some_far_off
 
 
 def _seeds_reused(generator: Any) -> None:
@@ -283,7 +287,7 @@ BUGS: dict[str, dict[str, Patch]] = {
     "swap_mislabelled": {_ENGINE: _swap_mislabelled},
     "one_push_behind": {_ENGINE: _one_push_behind},
     "retokenised": {_GENERATOR: _retokenised},
-    "failure_as_zero": {"grpo_components.rewards.scoring": _failure_as_zero},
+    "failure_as_zero": {"grpo_components.objective.component_errors": _failure_as_zero},
     "wrong_axis": {"grpo_components.objective.advantages": _wrong_axis},
     "mask_shifted": {"grpo_components.training.trainer": _mask_shifted},
     "temperature_ignored": {"grpo_components.models.logprobs": _temperature_ignored},

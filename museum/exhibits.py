@@ -198,6 +198,7 @@ EXHIBITS = (
         overrides=(
             "rewards.correctness._component_=museum.rewards.Flaky",
             "~rewards.correctness.answer_format",
+            "max_failed_samples=100000",
         ),
         bug="failure_as_zero",
     ),

@@ -111,7 +111,9 @@ def caught(exhibit: Exhibit, outcome: Outcome) -> str:
         return ""
     if exhibit.alarm == "start":
         return "start"
-    step = found[1] if found.groups() else len(outcome.rewards) + 1
-    if is_audit and (named := re.search(r"step (\d+)", text)):
-        step = named[1]
+    before = re.findall(r"^step +(\d+)/", text[: found.start()], re.MULTILINE)
+    step = found[1] if found.groups() else int(before[-1] if before else 0) + 1
+    if is_audit:
+        named = re.search(r"step \d+", text) or re.search(r"receipts.jsonl line \d+", text)
+        return named[0] if named else "audit"
     return f"step {step}"

@@ -73,10 +73,8 @@ def start_roles(
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
     server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
-    trainers = [
-        spawn(f"trainer_{rank}", trainer, restarts_alone=False, rank=rank, **arguments.trainer)
-        for rank in range(cfg.num_trainers)
-    ]
+    rank = partial(spawn, restarts_alone=False, **arguments.trainer)
+    trainers = [rank(f"trainer_{n}", trainer, rank=n) for n in range(cfg.num_trainers)]
     frozen = partial(_frozen, cluster, timeouts.rollout_s)
     references = frozen("reference", num_references, arguments.reference)
     teachers = frozen("teacher", teachers_of(cfg), arguments.teacher, keep_kl=False)
