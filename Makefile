@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 # Files of the user's, such as a run's folder, are nobody's business here.
 TRACKED := $(BIN)/python tests/repository/tracked.py
-TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'recipes/**/*.py'
+TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'museum/**/*.py' 'recipes/**/*.py'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu

@@ -296,7 +296,7 @@ CLEAN: dict[str, tuple[str, ...]] = {
     "long prompt, synchronous": (*SYNCHRONOUS, *LONG_PROMPT),
     "temperature 0.7": ("generator.temperature=0.7",),
     "agents": _AGENTS,
-    "adapters": ("lora={rank: 4}",),
+    "adapters": ("lora={rank: 4, alpha: 8}",),
     "deltas, a step of slack": ("push=delta", "max_staleness=1"),
     "gloo": ("weights=gloo",),
     "tokens masked as too old": ("stale_tokens=mask", "max_staleness=1"),

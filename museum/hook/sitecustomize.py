@@ -37,6 +37,7 @@ def _plant(name):
     # Loaded by its path: the package `museum` may not be importable in every process.
     path = Path(__file__).resolve().parents[1] / "bugs.py"
     spec = importlib.util.spec_from_file_location("museum_bugs", path)
+    assert spec is not None and spec.loader is not None
     bugs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bugs)
     sys.meta_path.insert(0, Planter(bugs.BUGS[name]))
