@@ -111,9 +111,10 @@ def caught(exhibit: Exhibit, outcome: Outcome) -> str:
         return ""
     if exhibit.alarm == "start":
         return "start"
-    before = re.findall(r"^step +(\d+)/", text[: found.start()], re.MULTILINE)
-    step = found[1] if found.groups() else int(before[-1] if before else 0) + 1
+    if found.groups():
+        return f"step {found[1]}"
     if is_audit:
         named = re.search(r"step \d+", text) or re.search(r"receipts.jsonl line \d+", text)
         return named[0] if named else "audit"
-    return f"step {step}"
+    after = re.search(r"^step +(\d+)/", text[found.end() :], re.MULTILINE)  # not each is printed
+    return f"by step {after[1]}" if after else f"step {len(outcome.rewards) + 1}"
