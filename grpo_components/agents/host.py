@@ -29,6 +29,8 @@ from grpo_components.objective.component_errors import failure_text
 _PDEATHSIG, _SUBREAPER = 1, 36
 _MAX_LINE = 1 << 20
 _MAX_ERROR_CHARS = 8000
+_MAX_SAID = 1000
+"""Bytes that are kept of the end of what a command says on its standard error."""
 _libc = ctypes.CDLL(None)
 
 
@@ -47,7 +49,8 @@ class AgentHost:
         self._owner, self._function, self._command = owner, function, command
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, tuple[int, int, bytearray]] = {}
-        """Number of a session -> its process, the pipe of its result, and what came through it."""
+        """Number of a session -> its process, a descriptor of it, and what came through its pipe:
+        the result of a function; the end of what a command said on its standard error."""
         self._keys: dict[int, str] = {}
         self._input = bytearray()
 
@@ -94,17 +97,29 @@ class AgentHost:
         def read() -> None:
             with contextlib.suppress(BlockingIOError):
                 while part := os.read(reading, _MAX_LINE):
-                    self._running[number][2].extend(part)
+                    self._keep(self._running[number][2], part)
+                # Closed by the agent, which may run on: else the pipe would be ready all the time.
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(reading)
 
         def ended() -> None:
             self._selector.unregister(self._running[number][1])
-            self._selector.unregister(reading)
             read()
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(reading)
             os.close(reading)
             self._report(number)
 
         self._selector.register(reading, selectors.EVENT_READ, read)
         self._selector.register(self._running[number][1], selectors.EVENT_READ, ended)
+
+    def _keep(self, kept: bytearray, part: bytes) -> None:
+        """Keep what came from an agent; what a command says is also for this process's log."""
+        kept += part
+        if self._command:
+            with contextlib.suppress(OSError):  # a full disk is no fault of the agent
+                os.write(2, part)
+            del kept[:-_MAX_SAID]
 
     def _end(self, number: int) -> None:
         """Kill an agent; `_report` follows once the kernel has ended it."""
@@ -119,7 +134,8 @@ class AgentHost:
         os.close(descriptor)
         del self._running[number]
         self._kill_escaped(self._keys.pop(number))
-        answer = {"session": number, "status": status, "result": result.decode("utf-8", "replace")}
+        what = "said" if self._command else "result"
+        answer = {"session": number, "status": status, what: result.decode("utf-8", "replace")}
         self._owner.sendall(json.dumps(answer).encode() + b"\n")
 
     def _kill_escaped(self, key: str) -> None:
@@ -151,6 +167,7 @@ class AgentHost:
             os.environ.update(variables)
             random.seed(task["seed"])
             if self._command:
+                os.dup2(writing, 2)
                 _become(self._command, task)
             assert self._function is not None
             os.write(writing, _result_of(self._function, task))

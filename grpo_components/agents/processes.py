@@ -104,15 +104,19 @@ class AgentProcesses:
     def _outcome(self, ended: Mapping[str, Any]) -> Outcome:
         if "lost" in ended:
             return Outcome(error=f"agent: {ended['lost']}")
-        status, text = ended["status"], ended["result"]
-        if text:
+        status = ended["status"]
+        if text := ended.get("result"):
             return Outcome(**json.loads(text))
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
             how = f"ended with status {status}"
-        is_command = not isinstance(self._agent, str)
-        return Outcome(error=None if is_command and status == 0 else f"agent: {self._name} {how}")
+        if status == 0 and not isinstance(self._agent, str):
+            return Outcome()
+        said = ended.get("said", "").strip()
+        before, _, last = said.rpartition("\n")
+        how += f": {last}" if last else ""
+        return Outcome(error=f"agent: {self._name} {how}" + (f"\n{said}" if before else ""))
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._writer is not None:

@@ -169,7 +169,38 @@ def test_a_command_reads_its_task_from_standard_input(tmp_path, monkeypatch):
     assert run_one(command, task).error is None
     assert file.read_text() == "sk-1 /its/own"
     assert run_one(command, {**task, "status": 4}).error.endswith("ended with status 4")
-    assert run_one(["no-such-program"], task).error.endswith("ended with status 127")
+    error = run_one(["no-such-program"], task).error
+    no_file = "no-such-program: [Errno 2] No such file or directory"
+    assert error == f"agent: no-such-program ended with status 127: {no_file}"
+
+
+def test_the_error_of_a_command_is_what_it_said_last(capfd):
+    code = """
+        import sys
+        sys.stderr.write("x" * 5000 + "\\n")
+        raise LookupError("no such word")
+    """
+    error = run_one([sys.executable, "-c", textwrap.dedent(code)]).error
+    first = next(line for line in error.splitlines() if "status" in line)
+    assert first.endswith("ended with status 1: LookupError: no such word")
+    assert "Traceback (most recent call last)" in error and len(error) < 2000
+    logged = capfd.readouterr().err  # all of it is in the log, too
+    assert "x" * 5000 in logged and logged.endswith("LookupError: no such word\n")
+
+
+def test_a_command_that_closes_its_standard_error_keeps_nobody_busy():
+    """A closed pipe is always ready: reading it again and again takes a core."""
+    code = """
+        import os, sys, time
+        ticks = lambda: sum(map(int, open(f"/proc/{os.getppid()}/stat").read().split()[13:15]))
+        before = ticks()
+        os.close(2)
+        time.sleep(0.5)
+        sys.exit(ticks() - before)  # hundredths of a second of the process that starts agents
+    """
+    outcome = run_one([sys.executable, "-c", textwrap.dedent(code)])
+    busy = 0 if outcome.error is None else int(outcome.error.rpartition(" ")[2])
+    assert busy <= 5
 
 
 @pytest.mark.parametrize("agent", ["broken_agent.run", "my_agent.nobody", "no_such_module.run"])
