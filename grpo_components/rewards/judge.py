@@ -191,6 +191,7 @@ class LLMJudge:
 
     def _new_grade(self, key: str, request: dict[str, Any], deadline: float) -> float:
         """Ask the judge, and keep its reply."""
+        without_grade = self._cache.find(key) is not None
         if self._connection is None:
             self._connection = asyncio.Runner(), httpx.AsyncClient()
         runner, client = self._connection
@@ -199,7 +200,6 @@ class LLMJudge:
         except JudgeError:
             self._used["failures"] += 1
             raise
-        without_grade = self._cache.find(key) is not None
         stored = self._cache.store(key, reply, replace=without_grade)
         grades = map(self._verdict.read, (stored, reply))  # another `verdict` may have stored it
         return next(grade for grade in grades if grade is not None)
