@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment
 from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.sampling import AnswerSampler
 from grpo_components.agents.server import AgentServer
 from grpo_components.agents.session import Session, SessionLimits
 from grpo_components.agents.tool_calls import TurnParser
@@ -164,7 +165,9 @@ class AgentRollouts:
             temperature=temperature,
             any_temperature=sample.evaluates,
         )
-        return Session(sample.name, self._chat, submit, partial(sampling_seed, sample.seed), limits)
+        seed_of = partial(sampling_seed, sample.seed)
+        sampler = AnswerSampler(sample.name, self._chat, submit, seed_of)
+        return Session(sample.name, self._chat, sampler, limits)
 
     def close(self) -> None:
         """End all agents and the server."""
