@@ -1,7 +1,7 @@
 """What the process does that starts agents: imports the agent once, then forks one per session.
 
 The owner's messages and the answers are lines of JSON. If the owner ends, however it does, this
-process kills all agents with all that they started; if this process ends, the kernel kills them.
+process kills all agents with all that they started. If this process is killed, another one does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import random
+import select
 import selectors
 import signal
 import socket
@@ -26,7 +27,11 @@ from typing import Any
 from grpo_components.agents.rewards import checked_reward
 from grpo_components.objective.component_errors import failure_text
 
+MARK = "GRPO_AGENTS"
+"""Environment variable with a text that all agents of this process, and their programs, have."""
 _PDEATHSIG, _SUBREAPER = 1, 36
+_KILL_S = 10.0
+"""Seconds until the kernel has ended a killed process."""
 _MAX_LINE = 1 << 20
 _MAX_ERROR_CHARS = 8000
 _MAX_SAID = 1000
@@ -147,8 +152,8 @@ class AgentHost:
         own = {pid for pid, _, _ in self._running.values()}
         for pid in {pid for pid in _children() if pid not in own}:
             killed = False
-            with contextlib.suppress(OSError):
-                if f"OPENAI_API_KEY={key}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            if _has(pid, f"OPENAI_API_KEY={key}".encode()):
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     killed = True
             with contextlib.suppress(ChildProcessError):
@@ -208,6 +213,45 @@ def _become(command: list[str], task: Mapping[str, Any]) -> None:
         os._exit(127)
 
 
+def _start_guard() -> None:
+    """Start a process that kills what agents leave behind if this one is killed.
+
+    Ray kills the children of a role when the driver is gone: this process, with its agents, but not
+    what these have started.
+    """
+    host = os.pidfd_open(os.getpid())
+    if os.fork():
+        os.close(host)
+        return
+    os.setsid()
+    os.dup2(host, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # the owner must see that the connection ends
+    select.select([3], [], [])
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    while found := [pid for pid in _processes() if _has(pid, mark)]:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                ended = os.pidfd_open(pid)
+                os.kill(pid, signal.SIGKILL)
+                select.select([ended], [], [], _KILL_S)
+                os.close(ended)
+    os._exit(0)
+
+
+def _processes() -> list[int]:
+    """Return all other processes."""
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _has(pid: int, variable: bytes) -> bool:
+    """Whether a process was started with an environment variable; False if it has ended."""
+    try:
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 def _children() -> list[int]:
     return [
         int(pid)
@@ -244,6 +288,7 @@ def main() -> None:
     agent, parent = json.loads(sys.argv[2]), os.getppid()
     os.environ["PYTHONPATH"] = sys.argv[3]  # the owner's: an agent's Python may be another one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
+    _start_guard()
     _die_with(parent)  # while the agent's own code runs here, which may hang
     command = [] if isinstance(agent, str) else agent
     try:

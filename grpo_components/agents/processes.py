@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from grpo_components.agents.host import MARK
 
 _START_S = 120.0
 """Seconds for the agent's module to be imported."""
@@ -140,6 +143,7 @@ class AgentProcesses:
                 **os.environ,
                 # A Ray worker extends sys.path without setting PYTHONPATH.
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                MARK: secrets.token_hex(16),
                 "PYTHONHASHSEED": "0",  # an agent may iterate over a set, and a replay again
                 "NO_PROXY": no_proxy,
                 "no_proxy": no_proxy,

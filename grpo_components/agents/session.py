@@ -239,6 +239,11 @@ class Session:
             self.error = error
             self.failure.set_result(why)
 
+    @property
+    def has_equal_requests(self) -> bool:
+        """Whether requests were told apart by nothing but their arrival."""
+        return any(count > 1 for count in self._equal.values())
+
     def parts(self) -> list[SessionPart]:
         """Return the session's trajectories; none if no answer was delivered."""
         return self._tree.parts()

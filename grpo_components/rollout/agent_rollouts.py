@@ -132,7 +132,9 @@ class AgentRollouts:
         if isinstance(session.error, EngineStoppedError):
             raise session.error
         if isinstance(session.error, ReplayError):
-            raise ReplayError(f"{sample.name}: the agent differs at {session.failure.result()}")
+            hint = "; give equal requests at the same time a seed each"
+            where = session.failure.result() + (hint if session.has_equal_requests else "")
+            raise ReplayError(f"{sample.name}: the agent differs at {where}")
         problem, given = outcome.error, None
         if problem is None:
             try:

@@ -139,6 +139,29 @@ def test_nothing_is_left_if_the_generator_is_killed(agents):
     assert until(lambda: not [pid for pid in pids if is_alive(pid)])
 
 
+def test_nothing_is_left_if_the_process_that_starts_agents_is_killed(agents):
+    """As Ray does when the driver is gone."""
+    file = agents / "pids"
+
+    def pids():
+        return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+    async def run():
+        processes = AgentProcesses("my_agent.hangs")
+        failure = asyncio.get_running_loop().create_future()
+        task, variables = {**TASK, "file": str(file)}, {"OPENAI_API_KEY": "sk-1"}
+        running = asyncio.create_task(processes.run(task, variables, 60.0, failure))
+        while len(pids()) < 3:
+            await asyncio.sleep(0.05)
+        processes._host.kill()
+        outcome = await running
+        processes.close()
+        return outcome
+
+    assert asyncio.run(run()).error == "agent: the process that starts agents ended"
+    assert until(lambda: not [pid for pid in pids() if is_alive(pid)])
+
+
 def until(condition):
     """Wait for a condition; return whether it came."""
 
