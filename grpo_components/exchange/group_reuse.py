@@ -242,8 +242,8 @@ def spread(rewards: Sequence[float]) -> float:
     Args:
         rewards: [G] rewards of a group; NaN for failed samples.
     """
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    if not known or min(known) == max(known):
+    known = sorted(reward for reward in rewards if not math.isnan(reward))  # any order, same bits
+    if not known or known[0] == known[-1]:
         return 0.0  # rounding may give equal rewards a deviation above 0
     mean = sum(known) / len(known)
     squares = sum((reward - mean) * (reward - mean) for reward in known)
