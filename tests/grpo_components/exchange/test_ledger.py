@@ -148,6 +148,31 @@ def test_reuse_lets_in_no_more_groups_than_later_steps_take_and_as_many_as_the_n
     asyncio.run(run())
 
 
+def test_a_step_waits_for_groups_that_too_few_new_ones_of_the_steps_after_it_would_make_stale():
+    """Without reuse, the step after the next would take all four groups in flight, in time."""
+
+    async def run():
+        ledger = make(eta=2, groups_per_step=4, num_steps=9)
+        ledger.reuse = GroupReuse(StalenessContract(2, 4), 0.5, 2)
+        assert [entry.group_id for entry in await admit_all(ledger)] == list(range(8))
+        for entry in ledger.living():
+            entry.start_version = 0
+        worths = [SimpleNamespace(group_id=n, rewards=[0, 1], oldest_version=0) for n in range(4)]
+        await ledger.take([0, 1, 2, 3], (), worths)
+        await ledger.publish(1)
+        ledger.finish_step(1)
+        for entry in await admit_all(ledger):
+            entry.start_version = 1
+            await ledger.enter_buffer(entry.group_id)
+        with pytest.raises(TimeoutError, match="make stale"):
+            await ledger.until_none_is_doomed(0.001)
+        for number in (4, 5):
+            await ledger.enter_buffer(number)
+        await ledger.until_none_is_doomed(1)
+
+    asyncio.run(run())
+
+
 def test_every_change_is_one_event():
     async def run():
         ledger = make(eta=1, groups_per_step=1, num_steps=5)
