@@ -87,9 +87,7 @@ class ReplayGenerationSettings(BaseModel):
     """Groups that a step trains again, chosen by the spread of their rewards and their age."""
 
     model_config = SECTION
-    share: Annotated[
-        float, Field(gt=0, lt=1, json_schema_extra={"allowed": "a number above 0 and below 1"})
-    ] = 0.25
+    share: Annotated[float, Field(gt=0, le=0.9)] = 0.25
     max_uses: Annotated[int, Field(ge=2, le=10**4)] = 2
 
 

@@ -19,8 +19,16 @@ def test_the_config_gives_the_rule(settings_with):
 @pytest.mark.parametrize(
     ("overrides", "key", "allowed"),
     [
-        (["replay_generation.share=1"], "replay_generation.share", "above 0 and below 1"),
-        (["replay_generation.share=0"], "replay_generation.share", "above 0 and below 1"),
+        (
+            ["replay_generation.share=1"],
+            "replay_generation.share",
+            "a number above 0 and at most 0.9",
+        ),
+        (
+            ["replay_generation.share=0"],
+            "replay_generation.share",
+            "a number above 0 and at most 0.9",
+        ),
         (["replay_generation.max_uses=1"], "replay_generation.max_uses", "2"),
         (["replay_generation.best=1"], "replay_generation.best", "max_uses"),
         (["replay_generation.share=0.1"], "replay_generation.share", "at least 0.125"),
