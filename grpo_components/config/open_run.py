@@ -76,12 +76,9 @@ def open_run(
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
     evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
+    receipts = build_receipts(cfg, ledger, start.attempt, start.identity, curriculum)
     journal = Journal(
-        start,
-        ledger,
-        prompts,
-        build_receipts(cfg, ledger, start.attempt, start.identity, curriculum),
-        checkpoints,
+        *(start, ledger, prompts, receipts, checkpoints),
         original=original,
         save_every_n_steps=cfg.save_every_n_steps,
     )
