@@ -98,7 +98,8 @@ class WeightSync:
                 if replaying or due():  # one pull serves all rollouts that waited for it
                     await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
-        entry.start_version = generator.version
+        # A generator that is being restarted has version 0; its recovery loads the newest one.
+        entry.start_version = max(generator.version, entry.needed_version)
 
     async def pull(self, generator: GeneratorHandle, cause: str) -> None:
         """Load the newest published weights, if they are newer than the generator's.

@@ -341,3 +341,22 @@ def test_a_replay_pulls_where_the_recording_did(local_role):
         assert order.summary().startswith(f"{len(recorded) - 1} events")  # all but the load
 
     asyncio.run(run())
+
+
+def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version(local_role):
+    async def run():
+        setting = Setting(local_role)
+        await setting.step()
+        generator, entry = setting.generators[0], await setting.ledger.admit("generator_0", 1)
+        entry.needed_version = 1
+        acknowledge = setting.server.acknowledge
+
+        def restarts_before_the_answer(name, version):
+            acknowledge(name, version)
+            generator.version = 0
+
+        setting.server.acknowledge = restarts_before_the_answer
+        await setting.weights.pull_if_due(generator, entry)
+        assert entry.start_version == entry.needed_version == 1
+
+    asyncio.run(run())
