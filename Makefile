@@ -20,8 +20,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help gpu-test install install-dev tiny-policy demo equivalence crash-anywhere test test-two-nodes \
-	lint typecheck format clean
+.PHONY: help gpu-test install install-dev tiny-policy demo equivalence crash-anywhere interleavings test \
+	test-two-nodes lint typecheck format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ equivalence: tiny-policy  ## Measure what must come out the same; writes docs/eq
 crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
 	$(BIN)/pytest -m fault tests/recipes tests/grpo_components
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
+
+interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (about an hour)
+	@$(BIN)/python tests/interleavings/explore.py --tables
 
 gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)
 	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
