@@ -112,8 +112,13 @@ class WeightSync:
             RuntimeError: the generator's checksum differs from that of the pushed weights.
         """
         generator.rollouts_since_pull = 0
-        if not await self._ledger.should_pull(generator.name, generator.version, cause):
-            return
+        # Again if a restart cancelled it: the restart's own pull may have been of older weights.
+        while await self._ledger.should_pull(generator.name, generator.version, cause):
+            if await self._load_newest(generator) and not self._ledger.events.replaying:
+                return
+
+    async def _load_newest(self, generator: GeneratorHandle) -> bool:
+        """Load the newest published weights; return whether no restart cancelled it."""
         version, buckets, references = await self._roles.server.newest(generator.held_version)
         began = time.perf_counter()
         if self._roles.transfer is None:
@@ -122,7 +127,7 @@ class WeightSync:
             loaded = await self._roles.transfer.load(generator.role, version, buckets, references)
         generator.load_s = time.perf_counter() - began
         if loaded is None:
-            return
+            return False
         generator.version, checksum = loaded
         generator.held_version = version
         pushed = await self._pushed_checksum(references)
@@ -134,6 +139,7 @@ class WeightSync:
         checksums = {"checksum": checksum, "published": pushed}
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
         await self._roles.server.acknowledge(generator.name, version)
+        return True
 
     async def _pushed_checksum(self, references: list[Any]) -> str:
         """Return the checksum of a pushed snapshot; hundreds of generators may ask for it."""

@@ -91,10 +91,10 @@ class _World:
             [self._queue(event) for event in (ledger._changed, ledger._opened)],
         )
 
-    @staticmethod
-    def _entry(entry: LedgerEntry) -> Any:
+    def _entry(self, entry: LedgerEntry) -> Any:
         versions = entry.needed_version, entry.start_version, entry.target_step
-        return entry.group_id, entry.prompt_index, entry.state, versions, len(entry.parts)
+        parts = self._all(entry.parts[:1]) if self._world.bound.crash else len(entry.parts)
+        return entry.group_id, entry.prompt_index, entry.state, versions, parts
 
     def _generator(self, handle: GeneratorHandle) -> Any:
         counts = handle.version, handle.held_version, handle.rollouts_since_pull, handle._reserved
@@ -218,7 +218,9 @@ class _World:
 
     def _call(self, call: Call) -> Any:
         made = call._references[:1]
-        return call.role, call.method, call.incarnation, call.last_error, self._all(made)
+        ended = made and made[0].call.stage == "arrived" and made[0].call.error is None
+        error = "" if ended else call.last_error
+        return call.role, call.method, call.incarnation, error, self._all(made)
 
     def _reference(self, each: Reference) -> Any:
         call = each.call

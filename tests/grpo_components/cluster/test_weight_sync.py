@@ -343,6 +343,30 @@ def test_a_replay_pulls_where_the_recording_did(local_role):
     asyncio.run(run())
 
 
+def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights(
+    local_role,
+):
+    async def run():
+        setting = Setting(local_role)
+        await setting.step()
+        generator, engine = setting.generators[0], setting.engines[0]
+        load_weights = generator.load_weights
+
+        async def is_cancelled(version, buckets):
+            generator.load_weights = load_weights
+            generator.version = 1  # what the restart loaded, before the next push
+            await setting.step()
+            return None
+
+        generator.load_weights = is_cancelled
+        await setting.weights.pull(generator, "group 0")
+        assert generator.version == setting.ledger.published_version == 2
+        assert [version for version, _ in engine.loaded] == [2]
+        assert setting.named("pull") == [("generator_0", "group 0")] * 2
+
+    asyncio.run(run())
+
+
 def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version(local_role):
     async def run():
         setting = Setting(local_role)
