@@ -31,6 +31,7 @@ def pytest_unconfigure():
 
 LONGEST = (
     "equivalence/test_equivalence.py",
+    "models/test_meshes.py",
     "benchmarks/test_plan.py",
     "recipes/test_async_grpo.py",
     "two_nodes/test_two_nodes.py",
@@ -40,11 +41,10 @@ LONGEST = (
     "survival/test_killed_roles.py",
     "recipes/test_tensor_parallel_run.py",
     "recipes/test_colocated_run.py",
-    "models/test_meshes.py",
 )
 """The files that take longest, the longest first.
 
-On a fresh machine, the first one waits for the tiny policy to be built; the second does without.
+On a fresh machine, the first one builds the tiny policy; the next two do without.
 """
 
 

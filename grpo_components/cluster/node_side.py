@@ -20,6 +20,7 @@ import psutil
 import xxhash
 
 from grpo_components.cluster.leftovers import remove_temp_dir
+from grpo_components.cluster.node_janitor import LOCK, MIRROR, end_janitor, start_janitor
 
 RUN_VARIABLE = "GRPO_RUN"
 """Environment variable of every process that a run starts in a joined cluster: the run's name."""
@@ -35,9 +36,6 @@ PACKAGES = (
     "transformers",
 )
 """Distributions whose versions must be the same on every node."""
-_MIRROR = ".copy-of-a-run"
-"""File in a folder that holds a node's part of a run's files, for want of a shared file system."""
-_LOCK = "lock"
 _HEAD_BYTES = 2**20
 _MAX_READ = 64 * 2**20
 """Most bytes of files that one call returns."""
@@ -111,7 +109,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _is_foreign(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir()) and not (folder / _MIRROR).exists()
+    return folder.is_dir() and any(folder.iterdir()) and not (folder / MIRROR).exists()
 
 
 def open_run_folder(output_dir: str, marker: str, run_name: str) -> bool:
@@ -125,7 +123,7 @@ def open_run_folder(output_dir: str, marker: str, run_name: str) -> bool:
     folder = Path(output_dir)
     if _has(folder, marker):
         return True
-    mirror = folder / _MIRROR
+    mirror = folder / MIRROR
     if mirror.exists() and mirror.read_text(encoding="utf-8") != run_name:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -133,10 +131,16 @@ def open_run_folder(output_dir: str, marker: str, run_name: str) -> bool:
     return False
 
 
-def open_scratch(folder: Path) -> None:
-    """Make a run's folder for temporary files, and lock it for the life of this process."""
+def open_scratch(folder: Path, output_dir: str) -> None:
+    """Make a run's folder for temporary files, and lock it for the life of this process.
+
+    Args:
+        folder: the folder to make.
+        output_dir: folder of the run; the janitor removes this node's part of it at the end.
+    """
     while not _hold(folder):
         pass  # another run's sweep removed it between our making it and our locking it
+    start_janitor(folder, output_dir, without=RUN_VARIABLE)
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None  # Python keeps the folder that it found first
 
@@ -145,12 +149,12 @@ def _hold(folder: Path) -> bool:
     """Make a folder and lock it; return whether it is still there with the lock."""
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except FileNotFoundError:
         return False
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(descriptor), os.stat(folder / _LOCK)):
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
             return True
     os.close(descriptor)
     return False
@@ -162,7 +166,7 @@ def _remove_dead_scratch() -> None:
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue
-            with (folder / _LOCK).open("rb") as lock:
+            with (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove_temp_dir(folder)
 
@@ -182,12 +186,12 @@ def new_bytes(
         (path in the folder, offset, bytes) of each addition; empty if there is none.
     """
     folder, found, room = Path(output_dir), list[tuple[str, int, bytes]](), _MAX_READ
-    if not (folder / _MIRROR).exists():
+    if not (folder / MIRROR).exists():
         return found
     for file in sorted(folder.rglob("*")):
         name = str(file.relative_to(folder))
         chosen = name.startswith(below) and not name.startswith(without)
-        if room <= 0 or name == _MIRROR or not chosen or not file.is_file():
+        if room <= 0 or name == MIRROR or not chosen or not file.is_file():
             continue
         offset = seen.get(name, 0)
         if name not in seen or file.stat().st_size > offset:
@@ -220,7 +224,7 @@ def remove_files(output_dir: str, below: str) -> None:
         output_dir: folder of the run.
         below: path of the folder in it.
     """
-    if (Path(output_dir) / _MIRROR).exists():
+    if (Path(output_dir) / MIRROR).exists():
         shutil.rmtree(Path(output_dir) / below, ignore_errors=True)
 
 
@@ -269,6 +273,7 @@ def clear(output_dir: str, scratch: str) -> None:
         output_dir: folder of the run; removed if it only holds this node's part.
         scratch: folder of the run's temporary files.
     """
-    if (Path(output_dir) / _MIRROR).exists():
+    end_janitor(Path(scratch))
+    if (Path(output_dir) / MIRROR).exists():
         shutil.rmtree(output_dir, ignore_errors=True)
     remove_temp_dir(Path(scratch))

@@ -77,7 +77,7 @@ class RoleHost:
         self._shares_files, run_name = True, Path(place.scratch).name
         if place.marker is not None:
             self._shares_files = open_run_folder(place.output_dir, place.marker, run_name)
-            open_scratch(Path(place.scratch))
+            open_scratch(Path(place.scratch), place.output_dir)
         # A killed process leaves its semaphores in /dev/shm; the prefix tells which run's they are.
         multiprocessing.current_process()._config["semprefix"] = f"/{run_name}"  # pyright: ignore
         descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

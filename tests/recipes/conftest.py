@@ -8,25 +8,40 @@ import uuid
 
 import psutil
 import pytest
+from forked_run import ForkedRun
 from whole_runs import RECIPE, TUNE, temporary_files
 
 
 @pytest.fixture
 def tune(tiny_policy, tmp_path):
-    """Start `tune run`; returns the process and the run's folder. Checks that nothing is left."""
+    """Start `tune run`; returns the process and the run's folder. Checks that nothing is left.
+
+    Its driver is forked, unless it is to start as a `new_interpreter`.
+    """
     mark, running, before = uuid.uuid4().hex, [], []
 
-    def start(*overrides, recipe=RECIPE, config="tiny_async_grpo", cwd=tmp_path, env=()):
+    def start(
+        *overrides,
+        recipe=RECIPE,
+        config="tiny_async_grpo",
+        cwd=tmp_path,
+        env=(),
+        new_interpreter=False,
+    ):
         output_dir = tmp_path / f"run{len(running)}"
-        command = [str(TUNE), "run", recipe, "--config", config, f"output_dir={output_dir}"]
-        process = subprocess.Popen(
-            [*command, *overrides],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=cwd,
-            env={**os.environ, "GRPO_TEST": mark, **dict(env)},
-        )
+        command = [TUNE, "run", recipe, "--config", config, f"output_dir={output_dir}", *overrides]
+        environment = {**os.environ, "GRPO_TEST": mark, **dict(env)}
+        if new_interpreter:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=cwd,
+                env=environment,
+            )
+        else:
+            process = ForkedRun(command, cwd=cwd, env=environment)
         running.append(process)
         before.extend(temporary_files(process.pid))  # of an earlier process with this pid
         return process, output_dir

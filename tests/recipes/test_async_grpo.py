@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may
 
 def test_the_main_job_learns(tune):
     """What `make demo` runs."""
-    output, output_dir = succeed(tune)
+    output, output_dir = succeed(tune, new_interpreter=True)
     steps = metrics(output_dir)
     assert steps[0]["step"] == 0
     assert [record["step"] for record in steps] == list(range(len(steps)))

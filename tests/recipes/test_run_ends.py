@@ -53,7 +53,7 @@ def test_a_run_whose_every_step_is_skipped_keeps_the_batches_and_ends(tune, tmp_
 
 def test_an_interrupted_run_ends_and_leaves_nothing(tune):
     knobs = "eval_dataset.num_rows=4 num_steps=1000 save_every_n_steps=1"
-    process, output_dir = tune(*knobs.split())
+    process, output_dir = tune(*knobs.split(), new_interpreter=True)
     wait_for_line(process)
     (output_dir.parent / "link").symlink_to(output_dir)
     refused = finish(tune("output_dir=link/")[0])  # while the first run goes on

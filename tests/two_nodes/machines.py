@@ -18,11 +18,12 @@ ROOT, BIN = Path(__file__).parents[2], Path(sys.executable).parent
 INIT = """
 import os, signal
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
 while True:
     try:
         os.wait()
     except ChildProcessError:
-        signal.pause()
+        signal.sigwait([signal.SIGCHLD])
 """
 """Process 1 of a machine: takes over orphans, and reaps them. Killing it kills all others."""
 PORT = 6390

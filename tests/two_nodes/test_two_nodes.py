@@ -1,5 +1,6 @@
 """One run on two machines that share no files: equal to one machine, and through every fault."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 from machines import BIN, TwoMachines, why_not
 from whole_runs import assert_same_run, records
@@ -103,7 +105,8 @@ def assert_clean(*machines):
     """Only Ray's own processes and folders are left."""
     for machine in machines:
         running = machine.processes().values()
-        assert not [line for line in running if "RoleHost" in line or "tune" in line], running
+        ours = ("RoleHost", "tune", "node_janitor")
+        assert not [line for line in running if any(word in line for word in ours)], running
         left = [path.name for path in machine.path("/tmp").iterdir()]
         assert not [name for name in left if name.startswith("grpo-")], left
         assert not list(machine.path("/dev/shm").glob("sem.*"))
@@ -228,6 +231,20 @@ def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
     assert_clean(two.a)
     audit = two.a.run("env", "-C", WORK, "python", "-m", "grpo_components.audit", "/tmp/cut")
     assert "every rule holds" in audit
+    # The other machine clears up by itself, once its Ray has found out.
+    namespace = Path(f"/proc/{two.b.pid}/ns/pid").stat().st_ino
+    left = [each for each in psutil.process_iter() if is_janitor_in(each, namespace)]
+    assert not psutil.wait_procs(left, timeout=240)[1]
+    assert_clean(two.b)
+    assert not two.b.path("/tmp/cut").exists()
+
+
+def is_janitor_in(process, namespace):
+    """Whether a process clears up after a run, in a PID namespace."""
+    with contextlib.suppress(psutil.Error, OSError):
+        its_own = Path(f"/proc/{process.pid}/ns/pid").stat().st_ino
+        return its_own == namespace and "grpo_components.cluster.node_janitor" in process.cmdline()
+    return False
 
 
 @pytest.mark.fault

@@ -168,7 +168,7 @@ def test_a_scratch_folder_that_is_swept_while_it_is_locked_is_made_again(tmp_pat
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(fcntl, "flock", swept_once_before)
-    node_side.open_scratch(folder)
+    node_side.open_scratch(folder, str(tmp_path))
     assert swept and tempfile.gettempdir() == str(folder)
     with (folder / "lock").open() as lock, pytest.raises(BlockingIOError):
         flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,83 @@
+"""Starts `tune run` in a process that is forked from one with its imports, as roles are.
+
+Most of a short run's time goes into the imports of its driver, which are the same for all tests.
+The command's own start is tried where a test asks for a new interpreter.
+"""
+
+import atexit
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+from multiprocessing import forkserver
+from unittest import mock
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torchtune._cli.tune", "grpo_components.config.objective"])
+"""None of them may import Ray, which reads its settings from the environment only once."""
+_NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
+"""Keeps pyarrow's allocator and numpy from starting threads when they are imported."""
+
+
+class ForkedRun:
+    """What tests use of a `subprocess.Popen`, with stderr in stdout.
+
+    Args:
+        command: path of `tune`, and its arguments.
+        cwd: working directory.
+        env: all environment variables.
+    """
+
+    def __init__(self, command, *, cwd, env):
+        with mock.patch.dict(os.environ, _NO_THREAD):
+            forkserver.ensure_running()
+        reading, writing = _PROCESSES.Pipe(duplex=False)
+        self.stdout = os.fdopen(os.dup(reading.fileno()), encoding="utf-8")
+        given = (list(map(str, command)), writing, str(cwd), env)
+        self._process = _PROCESSES.Process(target=_become, args=given)
+        self._process.start()
+        reading.close()
+        writing.close()
+        self.pid = self._process.pid
+
+    def poll(self):
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout):
+        """Read its output to the end; it is killed after that many seconds."""
+        timer = threading.Timer(timeout, self.send_signal, [signal.SIGKILL])
+        timer.start()
+        output = self.stdout.read()
+        self._process.join(timeout)
+        timer.cancel()
+        self.stdout.close()
+        return output, None
+
+
+def _become(command, output, cwd, env):
+    """Run a command as its own interpreter would."""
+    gc.freeze()  # a collection would look at all that was imported
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    given = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    installed = [folder for folder in sys.path if f"{os.sep}tests{os.sep}" not in folder]
+    sys.path[:] = [os.path.dirname(command[0]), *given, *installed]
+    sys.argv = command
+    del sys.modules[__name__]  # a run saves what is imported from outside the packages
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
