@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from around import without_ray
 from rules import Finals, check_end
 from states import state_of
-from world import Bound, Choice, World, without_ray
+from world import Bound, Choice, World
 
 MAX_STEPS = 2000
 """Steps of one schedule; more means that it never ends."""
