@@ -37,7 +37,7 @@ crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at giv
 	$(BIN)/pytest -m fault tests/recipes tests/grpo_components
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
-interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (about an hour)
+interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
 	@$(BIN)/python tests/interleavings/explore.py --tables
 
 gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)

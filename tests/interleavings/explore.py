@@ -3,7 +3,7 @@
     python tests/interleavings/explore.py max_staleness=1 steps=2 crash=trainer_0
     python tests/interleavings/explore.py --race buffered_after_taken
     python tests/interleavings/explore.py --race buffered_after_taken --schedule 0.1.0.2
-    python tests/interleavings/explore.py --tables          # docs/interleavings.md; half an hour
+    python tests/interleavings/explore.py --tables          # docs/interleavings.md; some hours
 
 The keys are those of `Bound` in `world.py`. A schedule is the number of the step taken at each
 point; with `--schedule` it is run again, and shown step by step with the events of the run.
@@ -41,6 +41,7 @@ BOUNDS = (
     *(replace(_ASYNCHRONOUS, push_every=2, stale_groups=how) for how in ("drop", "wait")),
     *(replace(_SYNCHRONOUS, failing=(0,)), replace(_SYNCHRONOUS, steps=3)),
     replace(_SYNCHRONOUS, steps=1, early=2),
+    *(replace(_SYNCHRONOUS, steps=1, **death) for death in _DEATHS),
     *(replace(_SYNCHRONOUS, **death) for death in _DEATHS),
     *(replace(_ASYNCHRONOUS, **death) for death in _DEATHS),
     *(
@@ -59,7 +60,7 @@ def main() -> int:
     parser.add_argument("--race", choices=RACES, help="plant this race, in its own bound")
     parser.add_argument("--schedule", help="run this one, e.g. 0.1.3.2")
     parser.add_argument("--order", default="depth", help="depth, breadth, or a seed")
-    parser.add_argument("--max-cpu-s", type=float, default=float("inf"), help="for each bound")
+    parser.add_argument("--max-cpu-s", type=float, default=600, help="for each bound")
     parser.add_argument("--tables", action="store_true", help="explore all bounds, plant all races")
     options = parser.parse_args()
     with prepared() as logs:

@@ -264,7 +264,7 @@ RACES = {
     ),
     "version_of_a_restart": Race(
         "a group whose generator restarts while it pulls is labelled with the base model's version",
-        Bound(max_staleness=0, steps=2, crash=("generator_0",)),
+        Bound(max_staleness=0, steps=2, generators=1, crash=("generator_0",)),
         *(WeightSync, "pull_if_due", _version_of_a_restart),
     ),
     "server_forgets": Race(
@@ -279,7 +279,7 @@ RACES = {
     ),
     "torn_checkpoint": Race(
         "a checkpoint has the prompts' position of a later moment than the ledger",
-        Bound(max_staleness=1, steps=2, crash=("trainer_0",)),
+        Bound(max_staleness=0, steps=2, generators=1, crash=("trainer_0",)),
         *(Checkpoints, "save", _save_prompts_later),
     ),
 }
