@@ -83,6 +83,14 @@ class CurriculumSettings(BaseModel):
     decay: Annotated[float, Field(ge=0.01, le=1)] = 0.95
 
 
+class ReplayGenerationSettings(BaseModel):
+    """Groups that a step trains again, chosen by the spread of their rewards and their age."""
+
+    model_config = SECTION
+    share: Annotated[float, Field(gt=0, le=0.9)] = 0.25
+    max_uses: Annotated[int, Field(ge=2, le=10**4)] = 2
+
+
 class DynamicSamplingSettings(BaseModel):
     """Replacement of groups whose rewards are all equal."""
 
@@ -266,6 +274,7 @@ class Settings(BaseModel):
     max_staleness: Annotated[int, Field(ge=0, le=10**6)]
     stale_groups: Literal["drop", "wait"]
     stale_tokens: Literal["drop", "mask"] = "drop"
+    replay_generation: ReplayGenerationSettings | None = None
     recompute_kv_after_pull: bool
 
     num_steps: Count

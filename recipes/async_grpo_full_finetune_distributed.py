@@ -7,7 +7,7 @@
 The whole algorithm is in this file. Its loops run side by side and meet in the replay buffer:
 
     rollout_loop, one per generator                training_loop
-      has_room   for the responses of a group        take        a batch of whole, fresh groups
+      has_room   for the responses of a group        take        a batch of whole, fresh groups *
       admit      when the staleness contract allows  shape       rewards minus penalties [B, G]
     rollout, one per group                           advantages                          [B, G]
       pull       weights every m rollouts or sooner  train_step  on every rank; version + 1
@@ -15,7 +15,7 @@ The whole algorithm is in this file. Its loops run side by side and meet in the 
       filter     drop if failed or rewards all equal finish_step record, evaluate, log, save
       reference  logprobs, where a KL needs them
       teacher    logprobs, where the config names one
-      buffer     the group; wait while it is full
+      buffer     the group; wait while it is full    * some trained before: `replay_generation`
 
 The default loss is `grpo_loss`, below. EDIT ME marks the places that a fork usually edits.
 """

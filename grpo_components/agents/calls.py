@@ -46,7 +46,7 @@ class CallTree:
             text: prompt as text.
         """
         best, end = None, -1
-        for call, choice in self._answers():
+        for call, choice in self._in_order():
             if text.startswith(call.prompt_text):
                 begin = len(call.prompt_text)
                 length = self._length_of(choice, text[begin:])
@@ -90,7 +90,7 @@ class CallTree:
             prompt_ids: token ids of the prompt.
         """
         best, end = None, -1
-        for call, choice in self._answers():
+        for call, choice in self._in_order():
             known = [*call.prompt_ids, *choice.token_ids.tolist()]
             if len(known) > end and prompt_ids[: len(known)] == known:
                 best, end = (call, choice), len(known)
@@ -120,8 +120,7 @@ class CallTree:
         parents = {id(call.parent[1]) for call, _ in self._answers() if call.parent is not None}
         leaves = [pair for pair in self._answers() if id(pair[1]) not in parents]
         paths = [_path(*leaf) for leaf in leaves]
-        # Not by arrival, which may differ in a replay.
-        paths.sort(key=lambda path: [(c.key, c.choices.index(choice)) for c, choice in path])
+        paths.sort(key=lambda path: [_order(*step) for step in path])
         used: set[int] = set()
         parts: list[SessionPart] = []
         earned = credits_of([*self._answers()])
@@ -145,6 +144,10 @@ class CallTree:
         for call in self.calls:
             yield from ((call, choice) for choice in call.choices if choice.delivered)
 
+    def _in_order(self) -> list[tuple[Call, Choice]]:
+        """Return the answers such that of equal ones always the same comes first."""
+        return sorted(self._answers(), key=lambda pair: _order(*pair))
+
     def _fork(self, text: str, end: int = -1) -> dict[str, Any] | None:
         """Compare a prompt with the call that it shares most with.
 
@@ -157,7 +160,7 @@ class CallTree:
             shares no longer one's whole prompt.
         """
         most: tuple[int, Call, Choice] | None = None
-        for call, choice in self._answers():
+        for call, choice in self._in_order():
             common = _common_length(call.prompt_text + choice.text, text)
             if most is None or common > most[0]:
                 most = common, call, choice
@@ -170,6 +173,11 @@ class CallTree:
         fits = partial_length(self._texts.decode, token_ids, common)
         what = "the text before its answer" if common < len(call.prompt_text) else "its answer"
         return {"after": call.number, "token": fits, "why": f"{what} was rewritten"}
+
+
+def _order(call: Call, choice: Choice) -> tuple[Any, ...]:
+    """Return the place of an answer in an order that is not that of arrival, which may differ."""
+    return call.key, call.choices.index(choice)
 
 
 def partial_length(

@@ -134,7 +134,8 @@ def _template_text(tokenizer: Any, template: str | None) -> str:
         found = tokenizer.get_chat_template() if tokenizer.chat_template else None
         if found is None:
             problem = "null given, and the model's tokenizer has no chat template"
-            raise ValueError(f"environment.chat_template: {problem}; allowed: {allowed}")
+            other = allowed.removeprefix("null, ")
+            raise ValueError(f"environment.chat_template: {problem}; allowed: {other}")
         return found
     try:
         return Path(template).read_text(encoding="utf-8")

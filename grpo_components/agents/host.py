@@ -1,7 +1,7 @@
 """What the process does that starts agents: imports the agent once, then forks one per session.
 
 The owner's messages and the answers are lines of JSON. If the owner ends, however it does, this
-process kills all agents with all that they started; if this process ends, the kernel kills them.
+process kills all agents with all that they started. If this process is killed, another one does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import random
+import select
 import selectors
 import signal
 import socket
@@ -26,9 +27,15 @@ from typing import Any
 from grpo_components.agents.rewards import checked_reward
 from grpo_components.objective.component_errors import failure_text
 
+MARK = "GRPO_AGENTS"
+"""Environment variable with a text that all agents of this process, and their programs, have."""
 _PDEATHSIG, _SUBREAPER = 1, 36
+_KILL_S = 10.0
+"""Seconds until the kernel has ended a killed process."""
 _MAX_LINE = 1 << 20
 _MAX_ERROR_CHARS = 8000
+_MAX_SAID = 1000
+"""Bytes that are kept of the end of what a command says on its standard error."""
 _libc = ctypes.CDLL(None)
 
 
@@ -47,7 +54,8 @@ class AgentHost:
         self._owner, self._function, self._command = owner, function, command
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, tuple[int, int, bytearray]] = {}
-        """Number of a session -> its process, the pipe of its result, and what came through it."""
+        """Number of a session -> its process, a descriptor of it, and what came through its pipe:
+        the result of a function; the end of what a command said on its standard error."""
         self._keys: dict[int, str] = {}
         self._input = bytearray()
 
@@ -94,17 +102,29 @@ class AgentHost:
         def read() -> None:
             with contextlib.suppress(BlockingIOError):
                 while part := os.read(reading, _MAX_LINE):
-                    self._running[number][2].extend(part)
+                    self._keep(self._running[number][2], part)
+                # Closed by the agent, which may run on: else the pipe would be ready all the time.
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(reading)
 
         def ended() -> None:
             self._selector.unregister(self._running[number][1])
-            self._selector.unregister(reading)
             read()
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(reading)
             os.close(reading)
             self._report(number)
 
         self._selector.register(reading, selectors.EVENT_READ, read)
         self._selector.register(self._running[number][1], selectors.EVENT_READ, ended)
+
+    def _keep(self, kept: bytearray, part: bytes) -> None:
+        """Keep what came from an agent; what a command says is also for this process's log."""
+        kept += part
+        if self._command:
+            with contextlib.suppress(OSError):  # a full disk is no fault of the agent
+                os.write(2, part)
+            del kept[:-_MAX_SAID]
 
     def _end(self, number: int) -> None:
         """Kill an agent; `_report` follows once the kernel has ended it."""
@@ -119,7 +139,8 @@ class AgentHost:
         os.close(descriptor)
         del self._running[number]
         self._kill_escaped(self._keys.pop(number))
-        answer = {"session": number, "status": status, "result": result.decode("utf-8", "replace")}
+        what = "said" if self._command else "result"
+        answer = {"session": number, "status": status, what: result.decode("utf-8", "replace")}
         self._owner.sendall(json.dumps(answer).encode() + b"\n")
 
     def _kill_escaped(self, key: str) -> None:
@@ -131,8 +152,8 @@ class AgentHost:
         own = {pid for pid, _, _ in self._running.values()}
         for pid in {pid for pid in _children() if pid not in own}:
             killed = False
-            with contextlib.suppress(OSError):
-                if f"OPENAI_API_KEY={key}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            if _has(pid, f"OPENAI_API_KEY={key}".encode()):
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     killed = True
             with contextlib.suppress(ChildProcessError):
@@ -151,6 +172,7 @@ class AgentHost:
             os.environ.update(variables)
             random.seed(task["seed"])
             if self._command:
+                os.dup2(writing, 2)
                 _become(self._command, task)
             assert self._function is not None
             os.write(writing, _result_of(self._function, task))
@@ -191,6 +213,45 @@ def _become(command: list[str], task: Mapping[str, Any]) -> None:
         os._exit(127)
 
 
+def _start_guard() -> None:
+    """Start a process that kills what agents leave behind if this one is killed.
+
+    Ray kills the children of a role when the driver is gone: this process, with its agents, but not
+    what these have started.
+    """
+    host = os.pidfd_open(os.getpid())
+    if os.fork():
+        os.close(host)
+        return
+    os.setsid()
+    os.dup2(host, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # the owner must see that the connection ends
+    select.select([3], [], [])
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    while found := [pid for pid in _processes() if _has(pid, mark)]:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                ended = os.pidfd_open(pid)
+                os.kill(pid, signal.SIGKILL)
+                select.select([ended], [], [], _KILL_S)
+                os.close(ended)
+    os._exit(0)
+
+
+def _processes() -> list[int]:
+    """Return all other processes."""
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _has(pid: int, variable: bytes) -> bool:
+    """Whether a process was started with an environment variable; False if it has ended."""
+    try:
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 def _children() -> list[int]:
     return [
         int(pid)
@@ -227,6 +288,7 @@ def main() -> None:
     agent, parent = json.loads(sys.argv[2]), os.getppid()
     os.environ["PYTHONPATH"] = sys.argv[3]  # the owner's: an agent's Python may be another one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
+    _start_guard()
     _die_with(parent)  # while the agent's own code runs here, which may hang
     command = [] if isinstance(agent, str) else agent
     try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from grpo_components.agents.host import MARK
 
 _START_S = 120.0
 """Seconds for the agent's module to be imported."""
@@ -104,15 +107,19 @@ class AgentProcesses:
     def _outcome(self, ended: Mapping[str, Any]) -> Outcome:
         if "lost" in ended:
             return Outcome(error=f"agent: {ended['lost']}")
-        status, text = ended["status"], ended["result"]
-        if text:
+        status = ended["status"]
+        if text := ended.get("result"):
             return Outcome(**json.loads(text))
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
             how = f"ended with status {status}"
-        is_command = not isinstance(self._agent, str)
-        return Outcome(error=None if is_command and status == 0 else f"agent: {self._name} {how}")
+        if status == 0 and not isinstance(self._agent, str):
+            return Outcome()
+        said = ended.get("said", "").strip()
+        before, _, last = said.rpartition("\n")
+        how += f": {last}" if last else ""
+        return Outcome(error=f"agent: {self._name} {how}" + (f"\n{said}" if before else ""))
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._writer is not None:
@@ -136,6 +143,7 @@ class AgentProcesses:
                 **os.environ,
                 # A Ray worker extends sys.path without setting PYTHONPATH.
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                MARK: secrets.token_hex(16),
                 "PYTHONHASHSEED": "0",  # an agent may iterate over a set, and a replay again
                 "NO_PROXY": no_proxy,
                 "no_proxy": no_proxy,

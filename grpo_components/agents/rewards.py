@@ -49,5 +49,6 @@ class AgentReward:
         """
         if agent_reward is None or self._name not in agent_reward:
             given = "none" if agent_reward is None else ", ".join(agent_reward)
-            raise ValueError(f"the agent gave no reward named {self._name}; it gave: {given}")
+            problem = f"the agent gave no reward named {self._name}; it gave: {given}"
+            raise ValueError(f"{problem}; allowed: an AgentEnvironment whose agent gives it")
         return agent_reward[self._name]

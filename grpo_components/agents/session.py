@@ -8,7 +8,6 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,23 +73,16 @@ class Session:
     Args:
         name: name of the sample, in errors and in the engine's schedule.
         chat: converts between messages, text and tokens.
-        submit: see `AnswerSampler`.
-        seed_of: see `AnswerSampler`.
+        sampler: samples the answers.
         limits: limits of the session.
     """
 
     def __init__(
-        self,
-        name: str,
-        chat: Chat,
-        submit: Callable[..., Future[Any]],
-        seed_of: Callable[..., int],
-        limits: SessionLimits,
+        self, name: str, chat: Chat, sampler: AnswerSampler, limits: SessionLimits
     ) -> None:
         self.name, self.key = name, f"sk-{secrets.token_urlsafe(24)}"
         self.address = secrets.token_hex(8)
-        self._chat, self._limits = chat, limits
-        self._sampler = AnswerSampler(name, chat, submit, seed_of)
+        self._chat, self._sampler, self._limits = chat, sampler, limits
         self._sampling: set[asyncio.Task[None]] = set()
         """What is sampled, also for clients that have gone."""
         self._answered: dict[int, tuple[_Asked, list[Answer]]] = {}
@@ -247,6 +239,11 @@ class Session:
             self.error = error
             self.failure.set_result(why)
 
+    @property
+    def has_equal_requests(self) -> bool:
+        """Whether requests were told apart by nothing but their arrival."""
+        return any(count > 1 for count in self._equal.values())
+
     def parts(self) -> list[SessionPart]:
         """Return the session's trajectories; none if no answer was delivered."""
         return self._tree.parts()
@@ -296,15 +293,16 @@ class Session:
         call, tools = asked.call, bool(asked.tools)
         try:
             await self._sampler.sample(call, asked.request, asked.room, send, tools)
-        except Exception as error:  # of the engine or of a replay: the agent cannot go on
-            self.fail(f"call {call.number}: {error}", error)
+        except Exception as error:  # whatever the reason: an agent cannot go on without its answer
+            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+            self.fail(f"call {call.number}: {kind}{error}", error)
             raise RequestError(f"the policy cannot answer: {error}", status=500) from error
 
     def _answers(self, asked: _Asked) -> list[Answer]:
         """Return the choices as the client gets them, and keep them for `deliver`."""
         try:
             answers = [self._read(asked, index) for index in range(len(asked.call.choices))]
-        except Exception as error:  # of vLLM's parser: another try would sample again
+        except Exception as error:  # a parser is a program of vLLM's and may raise anything
             problem = f"the tool parser fails: {type(error).__name__}: {error}"
             self.fail(f"call {asked.call.number}: {problem}")
             raise RequestError(problem, status=500) from error

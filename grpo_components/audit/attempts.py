@@ -13,6 +13,7 @@ from grpo_components.audit.findings import Findings
 from grpo_components.audit.groups import check_ends, follow_events
 from grpo_components.audit.history import History, Record
 from grpo_components.audit.lines import UnreadableError, parse
+from grpo_components.audit.reuse import begin_reuse, check_choice
 from grpo_components.audit.weights import Weights, check_contract
 from grpo_components.records.receipt_shapes import mismatch
 
@@ -135,6 +136,7 @@ class RunAudit:
         )
         self._weights = Weights(self._history, self._findings)
         begin_draws(start, self._start, self._history, self._findings)
+        begin_reuse(start, self._history, self._findings)
         self._start, self._ended = start, False
 
     def _step(self, record: Record) -> None:
@@ -149,12 +151,13 @@ class RunAudit:
         check("versions", after - start in (0, 1), f"changes version {start} to {after}")
         check_contract(record, self._start["max_staleness"], self._findings)
         self._weights.follow(record, newest=after)
-        trained = follow_events(record, self._start, h, self._findings)
+        trained, reused = follow_events(record, self._start, h, self._findings)
+        check_choice(record, trained, reused, h, self._findings)
 
-        wanted = self._start["groups_per_step"]
-        check("batches", len(trained) == wanted, f"trains {len(trained)} groups, not {wanted}")
+        wanted, groups = self._start["groups_per_step"], [*trained.values(), *reused.values()]
+        check("batches", len(groups) == wanted, f"trains {len(groups)} groups, not {wanted}")
         tokens = sum(record["token_versions"].values())
-        sampled = sum(group.response_tokens or 0.0 for group in trained.values())
+        sampled = sum(group.response_tokens or 0.0 for group in groups)
         sampled = round(sampled * self._start["group_size"])
         check("tokens", tokens <= sampled, f"trains {tokens} of {sampled} tokens")
         self._check_sessions(record, tokens / sampled if sampled else None)
@@ -203,9 +206,10 @@ class RunAudit:
         )
         # A run may be stopped after it trained a step and before it wrote the step's record.
         self._weights.follow(record, newest=h.policy_version + (not record["finished"]))
-        trained = follow_events(record, self._start, h, self._findings)
-        whole = not trained or (not record["finished"] and len(trained) == wanted)
-        check("batches", whole, f"{len(trained)} groups are trained outside any step")
+        trained, reused = follow_events(record, self._start, h, self._findings)
+        number = len(trained) + len(reused)
+        whole = not number or (not record["finished"] and number == wanted)
+        check("batches", whole, f"{number} groups are trained outside any step")
         check_ends(record, h, self._findings)
         finished = h.step == self._start["num_steps"]
         check("complete", record["finished"] == finished, f"finished is {record['finished']}")

@@ -8,13 +8,14 @@ from collections import Counter
 from grpo_components.audit.draws import check_draw, check_result
 from grpo_components.audit.findings import Findings
 from grpo_components.audit.history import Group, History, Prompt, Record
+from grpo_components.audit.reuse import follow_reused, follow_trained
 
 _STATES = ("in_flight", "buffered", "in_training")
 
 
 def follow_events(
     record: Record, start: Record, h: History, findings: Findings
-) -> dict[int, Group]:
+) -> tuple[dict[int, Group], dict[int, Group]]:
     """Check the events of a record, and check that its sums agree with them.
 
     Args:
@@ -24,10 +25,12 @@ def follow_events(
         findings: collects the outcome of every check.
 
     Returns:
-        The groups that the events train, by group number.
+        The groups that the events train for the first time, and those that they train again, by
+        group number.
     """
     totals, check = _Totals(), findings.check
     trained: dict[int, Group] = {}
+    reused: dict[int, Group] = {}
     for event in record["events"]:
         if "issued" in event:
             _issue(event, h, findings)
@@ -48,6 +51,9 @@ def follow_events(
             if check("generated", group is not None, f"group {number} is not living"):
                 assert group is not None
                 group.response_tokens = None
+        elif "reused" in event:
+            group = follow_reused(event, record, start, reused, h, findings)
+            totals.add("reused", group.response_tokens if group else None)
         else:
             group = _end_group(event, h, findings)
             tokens = group.response_tokens if group else None
@@ -55,12 +61,13 @@ def follow_events(
             totals.add("trained" if reason is None else f"dropped.{reason}", tokens)
             if group and "trained" in event:
                 trained[event["trained"]] = group
+                follow_trained(event, group, h, findings)
     stale = [e["dropped"] for e in record["events"] if e.get("reason") == "stale"]
     if start["max_staleness"] == 0:
         check("synchronous", not stale, f"groups {stale[:8]} are dropped as stale")
     problem = totals.mismatch(record["groups"])
     check("totals", not problem, f"groups.{problem} differs from the events")
-    return trained
+    return trained, reused
 
 
 def check_ends(record: Record, h: History, findings: Findings) -> None:
@@ -165,7 +172,7 @@ class _Totals:
         """Return the first field of a record's `groups` that differs, or an empty string."""
         if groups["issued"] != self.issued:
             return "issued"
-        stated = {key: groups[key] for key in ("generated", "trained")}
+        stated = {key: groups[key] for key in ("generated", "trained", "reused") if groups.get(key)}
         stated["dropped.filtered"] = groups["filtered"]
         stated |= {f"dropped.{key}": groups["dropped"][key] for key in groups["dropped"]}
         for what in stated | self._tokens:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_components.data.curriculum import Curriculum
+from grpo_components.exchange.group_reuse import Candidate, ReusePool
 
 Record = dict[str, Any]
 Prompt = tuple[int, int]
@@ -44,3 +45,7 @@ class History:
     """Policy version that no generator acknowledged yet -> last step that trained its tokens."""
     curriculum: Curriculum | None = None
     """Draws the prompts once more; None if the run has no curriculum, or an impossible one."""
+    pool: ReusePool | None = None
+    """Chooses the reused groups once more; None if nothing is reused."""
+    once_trained: dict[int, tuple[Group, Candidate]] = field(default_factory=dict)
+    """Where groups are reused: all trained groups, by group number."""

@@ -28,7 +28,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """The whole groups of one training step, ordered by group id."""
+    """The whole groups of one training step: new ones by group id, then reused ones by group id."""
 
     packed: Part
     """Reference to the packed trajectories, S = B * G."""
@@ -43,6 +43,8 @@ class Batch:
     """How long the trainers waited for this batch, in seconds."""
     began: float = field(default_factory=time.perf_counter)
     """When the trainers began to wait, by `time.perf_counter`."""
+    reused: int = 0
+    """Number of groups, the last ones, that earlier steps have trained, too."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -254,17 +254,16 @@ class ReplayBufferHandle:
             if self._wait_for_stale:
                 await ledger.until_none_is_doomed(self._timeout_s)
             packed, summary = self.role.submit(
-                "take", *ledger.next_batch(num_groups), num_returns=2
+                "take", *ledger.next_batch(num_groups), ledger.reuse.ids, num_returns=2
             )
             taken = await self.role.result(summary, "take", self._timeout_s + GRACE_S)
-            stale = [group.group_id for group in taken.dropped]
-            entries = await ledger.take([group.group_id for group in taken.groups], stale)
+            stale, new = [group.group_id for group in taken.dropped], taken.groups
+            entries = await ledger.take([group.group_id for group in new], stale, new)
             dropped += len(stale)
-            if taken.groups:  # none if all that was found is stale
-                waited_s, digest = time.perf_counter() - began, taken.batch_hash
-                return Batch(
-                    packed, taken.groups, entries, digest, taken.buffered, dropped, waited_s, began
-                )
+            if new:  # none if all that was found is stale
+                waited_s, groups = time.perf_counter() - began, [*new, *taken.reused]
+                measured = (taken.batch_hash, taken.buffered, dropped, waited_s, began)
+                return Batch(packed, groups, entries, *measured, reused=len(taken.reused))
 
     async def texts(self, entries: Sequence[LedgerEntry]) -> list[dict[str, Any] | None]:
         """Return each group as text, for the rollout log; None for one that is not there any more.
@@ -296,29 +295,37 @@ class ReplayBufferHandle:
         return await self.role.call("write_state", str(folder), *parts, **call)
 
     async def read_state(self, folder: Path) -> None:
-        """Fill the buffer with those groups of a checkpoint that the ledger lists as buffered.
+        """Fill the buffer with those groups of a checkpoint that the ledger lists as stored there.
 
         Args:
             folder: folder of the checkpoint's state.
         """
-        buffered = self._ledger.in_state("buffered")
-        group_ids = [entry.group_id for entry in buffered]
+        stored = self._ledger.stored()
+        group_ids = [entry.group_id for entry in stored]
         *parts, _, nothing = self.role.submit(
-            "read_state", str(folder), group_ids, num_returns=2 * len(buffered) + 2
+            "read_state", str(folder), group_ids, num_returns=2 * len(stored) + 2
         )
         await self.role.result(nothing, "read_state", self._timeout_s)
-        for number, entry in enumerate(buffered):
+        for number, entry in enumerate(stored):
             entry.parts = parts[2 * number : 2 * number + 2]
-        await self.role.call("refill", *parts, timeout_s=self._timeout_s)
+        await self._refill(self._timeout_s)
 
     async def begin_again(self) -> None:
         """Restart the buffer, empty, for the next attempt."""
         await self.role.begin_again()
 
     async def _refill(self, timeout_s: float) -> None:
-        """Fill a restarted buffer with the groups that the ledger lists as buffered."""
-        parts = [part for entry in self._ledger.in_state("buffered") for part in entry.parts]
-        await self.role.call("refill", *parts, timeout_s=timeout_s)
+        """Fill a restarted buffer with the groups that the ledger lists as buffered, or reuses."""
+
+        def parts(entries: Sequence[LedgerEntry]) -> list[Any]:
+            return [part for entry in entries for part in entry.parts]
+
+        ledger = self._ledger
+        buffered = parts(ledger.in_state("buffered"))
+        await self.role.call("refill", *buffered, timeout_s=timeout_s)
+        if ledger.reuse.on:  # a later step may train again what is in training now
+            kept = parts([*ledger.reuse.kept, *ledger.in_state("in_training")])
+            await self.role.call("keep", *kept, timeout_s=timeout_s)
 
 
 class ParameterServerHandle:

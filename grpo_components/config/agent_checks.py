@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import shutil
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpo_components.agents.host import imported
 from grpo_components.agents.parser_names import parser_names
 from grpo_components.agents.requests import RequestError
 from grpo_components.config.building import build_environment
+from grpo_components.config.signature_checks import imported_component
 from grpo_components.errors import fail
 from grpo_components.objective.component_errors import named_failure
 from grpo_components.rollout.environment_thread import EnvironmentThread, HungCallError
@@ -70,6 +72,13 @@ def _check_template(chat: Chat, environment: AgentEnvironment) -> None:
 
 
 def _import(path: str) -> None:
-    allowed = "the dotted path of a function, installed or in the current folder"
-    with named_failure("environment.agent", path, (Exception, SystemExit), allowed):
-        imported(path)
+    key, allowed = "environment.agent", "the dotted path of a function of one argument, the task"
+    imported_component(key, path)
+    with named_failure(key, path, (Exception, SystemExit), allowed):
+        function = imported(path)
+    if inspect.isclass(function):
+        fail(key, f"{path} is a class", allowed)
+    try:
+        inspect.signature(function).bind({})
+    except TypeError as error:
+        fail(key, f"{path} cannot be called with a task: {error}", allowed)

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from grpo_components.config.colocate_checks import check_colocated
 from grpo_components.config.lora_checks import check_lora
 from grpo_components.config.prompts import check_curriculum
+from grpo_components.config.reuse import check_reuse
 from grpo_components.config.training_checks import check_training
 from grpo_components.config.transfer_checks import check_transfer
 from grpo_components.errors import fail, shown
@@ -56,6 +57,7 @@ def check_together(settings: Settings) -> None:
     check_transfer(settings)
     check_keep_best(settings)
     check_curriculum(settings)
+    check_reuse(settings)
     _check_rewards(settings)
     _check_logging(settings)
 

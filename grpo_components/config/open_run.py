@@ -11,6 +11,7 @@ from grpo_components._plugin import recipes_folder
 from grpo_components.config.building import build, shared_prompts
 from grpo_components.config.command_line import resume_command
 from grpo_components.config.component_trial import check_logger
+from grpo_components.config.reuse import build_reuse
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.errors import fail
@@ -57,6 +58,7 @@ def open_run(
         ValueError: the checkpoint does not exist, or the data set has changed.
     """
     _check_prompts(cfg, prompts)
+    ledger.reuse = build_reuse(cfg)
     start = begin_run(cfg, ledger, prompts)
     save_code(start.output_dir, start.attempt, recipe)
     original = read_original(cfg.replay_events) if cfg.replay_events else None

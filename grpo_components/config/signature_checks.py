@@ -124,8 +124,16 @@ def _check_call(key: str, component: Any, arguments: Sequence[str], *, by_name: 
         fail(key, problem, f"a class called with {', '.join(arguments)}")
 
 
-def _imported(key: str, path: str) -> Any:
-    """Import and return the class or function of a dotted path."""
+def imported_component(key: str, path: str) -> Any:
+    """Import and return the class or function of a dotted path.
+
+    Args:
+        key: config key.
+        path: dotted path.
+
+    Raises:
+        ValueError: it cannot be imported; says what is there.
+    """
     if moved := moved_to(path):
         fail(key, f"{path} has moved", moved)
     try:
@@ -191,7 +199,7 @@ def _check_arguments(
         by_name: names of further arguments that the recipe adds.
     """
     path, is_reward = node["_component_"], key.startswith("rewards.")
-    component = _imported(f"{key}._component_", path)
+    component = imported_component(f"{key}._component_", path)
     parameters = parameters_of(component)[leading:]
     if key == "loss" and (terms := [p.name for p in parameters if p.name in PENALTIES]):
         problem = f"an argument of {path}, and the recipe adds this term to every loss"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,10 @@ class MCPTools:
         imported_extra("mcp")
         if isinstance(command, str) or not all(isinstance(part, str) for part in command):
             raise ValueError(f"command: {command!r} given; allowed: a list of texts")
+        if not command or shutil.which(command[0]) is None:
+            program = command[0] if command else "none"
+            allowed = "a program on the PATH, or the path of one"
+            raise ValueError(f"command: no program {program!r:.60}; allowed: {allowed}")
         is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
         if not is_number or not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s: {timeout_s!r} given; allowed: a number above 0")

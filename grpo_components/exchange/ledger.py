@@ -6,45 +6,15 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from grpo_components.exchange.group_reuse import GroupReuse
+from grpo_components.exchange.ledger_entry import LedgerEntry, Prompt, State
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.replay.event_order import EventOrder
+from grpo_components.trajectory import GroupSummary
 
-State = Literal["in_flight", "buffered", "in_training"]
-Prompt = dict[str, Any]
 _COUNTERS = ("policy_version", "steps_done", "issued", "trained_groups")
-
-
-@dataclass
-class LedgerEntry:
-    """The ledger's entry of one living group: issued, and neither trained nor dropped."""
-
-    group_id: int
-    """Number in the order of admission, from 0."""
-    prompt: Prompt
-    epoch: int
-    needed_version: int
-    """Oldest policy version that may generate the group."""
-    start_version: int
-    """Policy version of the generator when the group started; at least `needed_version`."""
-    target_step: int
-    """Training step, from 0, that the group is admitted for, by its place in the queue."""
-    state: State = "in_flight"
-    reference_kl: list[float] | None = None
-    """[G] estimated KL to the reference of each response, in nats; None without a reference."""
-    text: Any = None
-    """Ray reference to the group as text, for the rollout log; None after a resume."""
-    parts: Sequence[Any] = ()
-    """Ray references to the packed group and its summary; empty until the group is generated."""
-    response_tokens: float | None = None
-    """Mean number of sampled tokens per response; None until the group is generated."""
-
-    @property
-    def prompt_index(self) -> int:
-        """Row of the prompt in the data set."""
-        return self.prompt["prompt_index"]
 
 
 class Ledger:
@@ -77,6 +47,8 @@ class Ledger:
         self.dropped_groups: Counter[str] = Counter()
         self.events = EventOrder()
         """Event order that records every change; `open_run` sets the run's."""
+        self.reuse = GroupReuse(contract)
+        """Trained groups that later steps train again; `open_run` sets the run's."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
@@ -152,7 +124,8 @@ class Ledger:
             return None
         needed = self._needed_version()
         # Counted in steps, not versions: after a skipped step the two differ.
-        target_step = self._contract.step_of(self.steps_done, len(self._living))
+        ahead, reused = len(self._living), self.reuse.counts
+        target_step = self._contract.step_of(self.steps_done, ahead, reused)
         if self._interrupted:
             entry = self._interrupted.popleft()
             entry.needed_version = entry.start_version = needed
@@ -188,14 +161,15 @@ class Ledger:
         return due
 
     def next_batch(self, num_groups: int) -> tuple[int, int, tuple[list[int], list[int]] | None]:
-        """Return the arguments of `ReplayBuffer.take` for the next step's batch.
+        """Return the arguments of `ReplayBuffer.take` for the new groups of the next step's batch.
 
         Args:
             num_groups: number of groups of a step.
 
         Returns:
-            `num_groups`, the policy version that the step starts from, and in a replay the ids of
-            the groups to take and of those to drop as stale (None in a live run).
+            `num_groups` less the groups that are reused, the policy version that the step starts
+            from, and in a replay the ids of the groups to take and of those to drop as stale (None
+            in a live run).
         """
         event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
@@ -204,7 +178,7 @@ class Ledger:
         if event is not None:
             sampled = event["event"] == "sample"
             recorded = (event["groups"], []) if sampled else ([], event["groups"])
-        return num_groups, self.policy_version, recorded
+        return num_groups - self.reuse.counts.next, self.policy_version, recorded
 
     async def until_none_is_doomed(self, timeout_s: float) -> None:
         """Wait as long as a step that starts now would make some groups in flight too old to train.
@@ -226,7 +200,10 @@ class Ledger:
         await self._until(
             lambda: (
                 not self._contract.must_wait(
-                    start_versions("buffered"), start_versions("in_flight"), self.policy_version
+                    start_versions("buffered"),
+                    start_versions("in_flight"),
+                    self.policy_version,
+                    self.reuse.counts,
                 )
             ),
             lambda: self._changed,
@@ -258,25 +235,33 @@ class Ledger:
             self._living[group_id].state = "buffered"
         self._wake(opened=False)
 
-    async def take(self, group_ids: Iterable[int], stale: Sequence[int] = ()) -> list[LedgerEntry]:
+    async def take(
+        self,
+        group_ids: Iterable[int],
+        stale: Sequence[int] = (),
+        summaries: Sequence[GroupSummary] = (),
+    ) -> list[LedgerEntry]:
         """Record which groups left the buffer; in a live run, before any other task runs.
 
         Args:
-            group_ids: ids of the groups that the next step trains; empty if the buffer had too few.
+            group_ids: ids of the new groups that the next step trains; empty if the buffer had too
+                few.
             stale: ids of the groups that were too old; their prompts are issued again.
+            summaries: summaries of the new groups, in the same order; only reuse needs them.
 
         Returns:
-            The ledger entries of the groups to train, in the same order.
+            The ledger entries of the groups to train: new ones in the same order, then reused ones.
         """
         await self.drop(stale, "stale", reissue=True)
         entries = [self._living[group_id] for group_id in group_ids]
-        if entries:
-            groups = [entry.group_id for entry in entries]
-            await self.events.take("sample", step=self.steps_done + 1, groups=groups)
+        if not entries:
+            return []
+        groups, reuse = [entry.group_id for entry in entries], self.reuse.begin_step(summaries)
+        await self.events.take("sample", step=self.steps_done + 1, groups=groups, **reuse)
         for entry in entries:
             entry.state = "in_training"
         self._wake(opened=False)
-        return entries
+        return entries + self.reuse.chosen
 
     def finish_step(self, policy_version: int) -> None:
         """Record the end of a training step.
@@ -291,6 +276,7 @@ class Ledger:
         for entry in groups:
             del self._living[entry.group_id]
         self.trained_groups += len(groups)
+        self.reuse.end_step(groups, self.policy_version, policy_version)
         self.policy_version = policy_version
         self.steps_done += 1
         self._wake()
@@ -319,6 +305,10 @@ class Ledger:
                 self._reissued.append((entry.prompt, entry.epoch))
         self._wake()
 
+    def stored(self) -> list[LedgerEntry]:
+        """Return the groups whose parts a checkpoint has: buffered ones, then those to reuse."""
+        return self.in_state("buffered") + self.reuse.kept
+
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger's state between two training steps, as plain values."""
         assert not self.in_state("in_training"), "a checkpoint lies between two steps"
@@ -327,6 +317,7 @@ class Ledger:
             "dropped_groups": dict(self.dropped_groups),
             "living": [vars(entry) | {"text": None, "parts": ()} for entry in self.living()],
             "reissued": self.waiting_prompts,
+            **self.reuse.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -343,13 +334,14 @@ class Ledger:
             setattr(self, name, state[name])
         self.published_version = 0
         self.dropped_groups = Counter(state["dropped_groups"])
+        self.reuse.load_state_dict(state, self.policy_version)
         self._reissued = deque(state["reissued"])
         entries = [LedgerEntry(**entry) for entry in state["living"]]
         buffered = [entry for entry in entries if entry.state == "buffered"]
         buffered.sort(key=lambda entry: (entry.start_version, entry.group_id))
         kept: set[int] = set()
         for entry in buffered:
-            turn = self._contract.step_of(self.policy_version, len(kept))
+            turn = self._contract.step_of(self.policy_version, len(kept), self.reuse.counts)
             if self._contract.may_train(entry.start_version, turn):
                 kept.add(entry.group_id)
         self._living = {entry.group_id: entry for entry in entries if entry.group_id in kept}
@@ -364,10 +356,12 @@ class Ledger:
         self._interrupted.append(entry)
 
     def _needed_version(self) -> int:
-        return self._contract.needed_version(self.policy_version, len(self._living))
+        ahead, reused = len(self._living), self.reuse.counts
+        return self._contract.needed_version(self.policy_version, ahead, reused)
 
     def _may_start(self) -> bool:
-        still_needed = self._contract.groups_of(self.num_steps - self.steps_done)
+        steps_left = self.num_steps - self.steps_done
+        still_needed = self._contract.groups_of(steps_left, self.reuse.counts)
         if len(self._living) >= still_needed:
             return False
         return self.published_version >= self._needed_version()

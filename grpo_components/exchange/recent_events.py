@@ -34,8 +34,10 @@ class RecentEvents:
         }
         self._groups: dict[int, _Group] = {}
         """The living groups, in the order of their last admission."""
-        self._batch: set[int] = set()
-        """Ids of the groups in the step that is being trained."""
+        self._batch: dict[int, dict[str, float]] = {}
+        """The new groups in the step that is being trained, by id: with reuse, their worth."""
+        self._reused: list[dict[str, Any]] = []
+        """The reused groups in that step."""
         self._clear()
         for entry in living:
             self._groups[entry.group_id] = _Group(
@@ -60,7 +62,10 @@ class RecentEvents:
                 for group_id in event["groups"]:
                     self._drop(group_id, event["reason"], event["reissue"])
             case "sample":
-                self._batch = set(event["groups"])
+                groups = event["groups"]
+                worths = event.get("worths", [{}] * len(groups))
+                self._batch = dict(zip(groups, worths, strict=True))
+                self._reused = event.get("reused", [])
             case "step":
                 self._train()
 
@@ -113,11 +118,14 @@ class RecentEvents:
         for group_id in [group_id for group_id in self._groups if group_id in self._batch]:
             group = self._groups.pop(group_id)
             self._count("trained", group.response_tokens)
-            self._events.append({"trained": group_id})
+            self._events.append({"trained": group_id, **self._batch[group_id]})
             self._trained.append(
                 {"prompt_index": group.prompt_index, "epoch": group.epoch, "group_id": group_id}
             )
-        self._batch = set()
+        for again in self._reused:
+            self._count("reused", again["response_tokens"])
+            self._events.append({"reused": again["group"], "use": again["use"]})
+        self._batch, self._reused = {}, []
 
     def _count(self, what: str, response_tokens: float | None) -> None:
         self._lengths.setdefault(what, []).append(response_tokens)
@@ -133,7 +141,7 @@ def _totals(lengths: dict[str, list[float | None]]) -> dict[str, Any]:
             "response_tokens_mean": sum(known) / len(known) if known else None,
         }
 
-    others = ("issued", "generated", "filtered", "trained")
+    others = ("issued", "generated", "filtered", "trained", "reused")
     reasons = dict.fromkeys(("stale", "failed", *lengths))  # these two first, even if 0
     return {
         "issued": len(lengths.get("issued", [])),
@@ -141,4 +149,5 @@ def _totals(lengths: dict[str, list[float | None]]) -> dict[str, Any]:
         "filtered": total("filtered"),
         "dropped": {reason: total(reason) for reason in reasons if reason not in others},
         "trained": total("trained"),
+        **({"reused": total("reused")} if "reused" in lengths else {}),
     }

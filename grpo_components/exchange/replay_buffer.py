@@ -1,4 +1,4 @@
-"""The replay buffer: holds whole groups, each consumed once, oldest weights first, never stale."""
+"""The replay buffer: holds whole groups, and hands them out oldest weights first, never stale."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ class BatchSummary:
     """What the driver needs to know of a batch without its tokens."""
 
     groups: list[GroupSummary]
-    """The batch's groups, in the order of group ids."""
+    """The batch's new groups, in the order of group ids."""
+    reused: list[GroupSummary]
+    """Groups of the batch that earlier steps have trained, too; they follow the new ones."""
     dropped: list[GroupSummary]
     """Groups found stale since the last batch; no batch contained them."""
     buffered: int
@@ -151,6 +153,8 @@ class ReplayBuffer:
         self._stale_tokens = stale_tokens
         self._changed = asyncio.Condition()
         self._dropped: list[GroupSummary] = []
+        self._kept: dict[int, _Item] = {}
+        """Groups that steps have taken and that later ones may train again, by group id."""
 
     def _make_room(self, capacity: int) -> None:
         self._capacity, self._slots = capacity, _Slots(capacity)
@@ -196,25 +200,29 @@ class ReplayBuffer:
         num_groups: int,
         policy_version: int,
         recorded: tuple[list[int], list[int]] | None = None,
+        reuse: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> tuple[PackedTrajectories, BatchSummary]:
         """Consume one batch of whole groups, waiting until there are enough fresh ones.
 
         Args:
-            num_groups: number of groups in the batch.
+            num_groups: number of new groups in the batch.
             policy_version: version that the training step starts from. Groups too old for it are
                 dropped.
             recorded: in a replay, the ids of the groups that the recorded run took, and of those it
                 dropped; None in a live run.
+            reuse: ids of earlier batches' groups that the batch has as well, and of those to keep
+                for later ones, together with the batch's own; None keeps none.
 
         Returns:
-            The packed batch, sorted by group id, and its summary. If drops left too few groups, the
-            batch is empty: the drops are reported at once, so that new groups replace them.
+            The packed batch, new groups sorted by group id and then reused ones, and its summary.
+            If drops left too few groups, the batch is empty: the drops are reported at once, so
+            that new groups replace them.
 
         Raises:
             TimeoutError: too few groups arrived in time.
         """
         if recorded is not None:
-            return await self._take_as_recorded(*recorded)
+            return self._batch(*await self._take_as_recorded(*recorded), reuse)
 
         def enough() -> bool:
             self._drop_stale(policy_version)
@@ -233,11 +241,12 @@ class ReplayBuffer:
                 return self._batch([], dropped)
             items: list[_Item] = self._buffer.sample(num_groups)
             items.sort(key=lambda item: item.summary.group_id)
-            return self._batch(items, dropped)
+            self._changed.notify_all()
+            return self._batch(items, dropped, reuse)
 
     async def _take_as_recorded(
         self, group_ids: list[int], stale_ids: list[int]
-    ) -> tuple[PackedTrajectories, BatchSummary]:
+    ) -> tuple[list[_Item], list[GroupSummary]]:
         def missing() -> list[int]:
             here = {item.summary.group_id for item in self._slots.live.values()}
             return [group_id for group_id in group_ids + stale_ids if group_id not in here]
@@ -254,16 +263,33 @@ class ReplayBuffer:
             items = [self._slots.live[slots[group_id]] for group_id in group_ids]
             dropped = [self._slots.live[slots[group_id]].summary for group_id in stale_ids]
             self._sampler.release([slots[group_id] for group_id in group_ids + stale_ids])
-            return self._batch(items, dropped)
+            self._changed.notify_all()
+            return items, dropped
 
     def _batch(
-        self, items: list[_Item], dropped: list[GroupSummary]
+        self,
+        items: list[_Item],
+        dropped: list[GroupSummary],
+        reuse: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> tuple[PackedTrajectories, BatchSummary]:
-        self._changed.notify_all()
-        batch = concatenate(item.group for item in items)
-        groups = [item.summary for item in items]
+        again: list[_Item] = []
+        if reuse and items:
+            again = [self._kept[group_id] for group_id in reuse[0]]
+            self._kept = {group_id: self._kept[group_id] for group_id in reuse[1]}
+            self._kept |= {item.summary.group_id: item for item in items}
+        batch = concatenate(item.group for item in items + again)
+        groups, reused = ([item.summary for item in part] for part in (items, again))
         content = batch_hash(batch) if items else ""
-        return batch, BatchSummary(groups, dropped, len(self._slots.live), content)
+        return batch, BatchSummary(groups, reused, dropped, len(self._slots.live), content)
+
+    def keep(self, *parts: Any) -> None:
+        """Replace the groups that later steps may train again.
+
+        Args:
+            parts: the groups, each followed by its summary: group, summary, group, ...
+        """
+        items = (_Item(*pair) for pair in zip(parts[::2], parts[1::2], strict=True))
+        self._kept = {item.summary.group_id: item for item in items}
 
     async def refill(self, *parts: Any) -> None:
         """Replace the buffer's groups; the capacity grows if there are more new ones than fit.

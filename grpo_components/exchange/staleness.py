@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Versions = TypeVar("Versions", int, float, "Tensor")
+
+
+class Reused(NamedTuple):
+    """How many groups steps train again; they take as many fewer groups from the buffer."""
+
+    next: int = 0
+    """Number of groups that the next step trains again."""
+    most: int = 0
+    """Largest number of groups that a later step trains again."""
+
+
+NONE_REUSED = Reused()
 
 
 @dataclass(frozen=True)
@@ -41,28 +53,43 @@ class StalenessContract:
         """
         return self.max_staleness + 1
 
-    def groups_of(self, steps: int) -> int:
-        """Return how many groups this many training steps consume."""
-        return steps * self.groups_per_step
+    def groups_of(self, steps: int, reused: Reused = NONE_REUSED) -> int:
+        """Return how many new groups the next training steps consume at least.
 
-    def step_of(self, first_step: int, groups_ahead: int) -> int:
-        """Return the training step that consumes a group.
+        Args:
+            steps: number of steps.
+            reused: how many groups these steps train again.
+        """
+        later = steps * (self.groups_per_step - reused.most)
+        return later + reused.most - reused.next if steps else 0
+
+    def step_of(self, first_step: int, groups_ahead: int, reused: Reused = NONE_REUSED) -> int:
+        """Return the last training step that may consume a group.
+
+        Without reuse, it is the step that does. With reuse, the next step consumes exactly
+        `groups_per_step - reused.next` new groups, and each later one at least
+        `groups_per_step - reused.most`.
 
         Args:
             first_step: number of the next training step; or the policy version that this step
                 starts from, to get a policy version.
-            groups_ahead: number of groups that are consumed before this one, from that step on.
+            groups_ahead: number of new groups that are consumed before this one, from that step on.
+            reused: how many groups these steps train again.
         """
-        return first_step + groups_ahead // self.groups_per_step
+        ahead = groups_ahead + reused.next - reused.most
+        return first_step + max(0, ahead // (self.groups_per_step - reused.most))
 
-    def needed_version(self, policy_version: int, groups_ahead: int) -> int:
+    def needed_version(
+        self, policy_version: int, groups_ahead: int, reused: Reused = NONE_REUSED
+    ) -> int:
         """Return the oldest policy version that may generate a group admitted now.
 
         Args:
             policy_version: the trainer's policy version.
-            groups_ahead: number of groups in training, buffered and in flight.
+            groups_ahead: number of new groups in training, buffered and in flight.
+            reused: how many groups the next steps train again.
         """
-        return self.oldest_trainable(self.step_of(policy_version, groups_ahead))
+        return self.oldest_trainable(self.step_of(policy_version, groups_ahead, reused))
 
     @staticmethod
     def staleness(versions: Versions, policy_version: int) -> Versions:
@@ -83,22 +110,30 @@ class StalenessContract:
         return oldest_version >= self.oldest_trainable(policy_version)
 
     def must_wait(
-        self, buffered: Sequence[int], in_flight: Sequence[int], policy_version: int
+        self,
+        buffered: Sequence[int],
+        in_flight: Sequence[int],
+        policy_version: int,
+        reused: Reused = NONE_REUSED,
     ) -> bool:
         """Whether a step that starts now makes some of the groups in flight too old to be trained.
 
         The step takes the `groups_per_step` oldest buffered groups. A group that started with
         version s can last be trained in the step from version s + max_staleness. So of the groups
         that are left, at most (s + max_staleness - policy_version) * groups_per_step may have
-        started with version s or less. If no group is in flight, admission has ensured this.
+        started with version s or less. If no group is in flight, admission has ensured this. With
+        reuse, the steps take as many fewer groups.
 
         Args:
             buffered: start version of each buffered group.
             in_flight: start version of each group in flight.
             policy_version: version that the step starts from.
+            reused: how many groups this and later steps train again.
         """
-        remaining = sorted([*in_flight, *sorted(buffered)[self.groups_per_step :]])
+        taken = self.groups_of(1, reused)
+        remaining = sorted([*in_flight, *sorted(buffered)[taken:]])
+        later = self.groups_per_step - reused.most
         return bool(in_flight) and any(
-            count > self.groups_of(start - self.oldest_trainable(policy_version))
+            count > (start - self.oldest_trainable(policy_version)) * later
             for count, start in enumerate(remaining, start=1)
         )

@@ -87,7 +87,7 @@ class Checkpoints:
         """
         self._held = {"ledger": self._ledger.state_dict(), "prompts": self._prompts.state_dict()}
         # Keep references to the groups: the buffer's process may die before it has written them.
-        self._buffered = [p for e in self._ledger.in_state("buffered") for p in e.parts]
+        self._buffered = [part for entry in self._ledger.stored() for part in entry.parts]
         if self._writing is not None and self._writing.done():
             self._writing.result()
 

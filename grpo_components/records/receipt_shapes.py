@@ -50,12 +50,14 @@ _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 # Numbers as keys have one spelling, so that two keys are never the same number.
 _Version = Annotated[str, Field(pattern="^(0|[1-9][0-9]*)$"), AfterValidator(_number_as_key)]
 
-_EVENTS = "issued", "generated", "restarted", "dropped", "trained"
+_EVENTS = "issued", "generated", "restarted", "dropped", "trained", "reused"
 
 
 def _tag_of_event(event: Any) -> str | None:
     names = _EVENTS if isinstance(event, dict) else ()
     tag = next((f"<{name}>" for name in names if name in event), None)
+    if tag == "<trained>" and event.keys() & {"spread", "oldest_version"}:
+        return "<kept>"
     return "<scored>" if tag == "<generated>" and event.keys() & {"successes", "scored"} else tag
 
 
@@ -66,6 +68,7 @@ _GROUPS = _object(
     filtered=_AMOUNT,
     dropped=dict[str, _AMOUNT],
     trained=_AMOUNT,
+    reused=(_AMOUNT | None, None),
 )
 _ISSUED = _object(issued=_Whole, prompt_index=_Whole, epoch=_Whole)
 _GENERATED = _object(generated=_Whole, response_tokens=_Number)
@@ -73,13 +76,17 @@ _SCORED = _object(generated=_Whole, response_tokens=_Number, successes=_Whole, s
 _RESTARTED = _object(restarted=_Whole)
 _DROPPED = _object(dropped=_Whole, reason=str, reissue=bool)
 _TRAINED = _object(trained=_Whole)
+_KEPT = _object(trained=_Whole, spread=_Number, oldest_version=_Whole)
+_REUSED = _object(reused=_Whole, use=_Whole)
 _Event = Annotated[
     Annotated[_ISSUED, Tag("<issued>")]
     | Annotated[_GENERATED, Tag("<generated>")]
     | Annotated[_SCORED, Tag("<scored>")]
     | Annotated[_RESTARTED, Tag("<restarted>")]
     | Annotated[_DROPPED, Tag("<dropped>")]
-    | Annotated[_TRAINED, Tag("<trained>")],
+    | Annotated[_TRAINED, Tag("<trained>")]
+    | Annotated[_KEPT, Tag("<kept>")]
+    | Annotated[_REUSED, Tag("<reused>")],
     Discriminator(_tag_of_event),
 ]
 _SHARED = {
@@ -102,6 +109,7 @@ _START = {
     "max_staleness": _Whole,
     "groups_per_step": _Whole,
     "group_size": _Whole,
+    "replay_generation": (_object(share=_Number, max_uses=_Whole) | None, None),
 }
 _PROMPT = {"prompt_index": _Whole, "epoch": _Whole}
 _IDS = {"run": str, "incarnation": str}  # records of older versions have none

@@ -61,6 +61,7 @@ class Receipts:
             "group_size": group_size,
             **(identity.as_dict() if identity else {}),
             **(curriculum.describe() if curriculum else {}),
+            **ledger.reuse.describe(),
         }
         self.begin_attempt(attempt)
         ledger.events.listen(self._add)
@@ -109,9 +110,11 @@ class Receipts:
         """
         versions = {version: n for version, n in sorted(token_versions.items()) if n}
         recent = self._recent.take()
-        groups = recent["groups"]["trained"]
-        mean = (groups["response_tokens_mean"] or 0.0) * self._settings["group_size"]
-        sampled = round(groups["count"] * mean)
+        batch = [
+            recent["groups"][kind] for kind in ("trained", "reused") if kind in recent["groups"]
+        ]
+        tokens = sum(each["count"] * (each["response_tokens_mean"] or 0.0) for each in batch)
+        sampled = round(tokens * self._settings["group_size"])
         counts = {name: sessions[name] for name in SESSION_FIELDS} if sessions else None
         self._write(
             "step",

@@ -119,6 +119,7 @@ class Run:
         sessions = session_counts(batch.groups)
         step = await self._journal.commit(batch.batch_hash, result, sessions)
         metrics |= self._records.curriculum.metrics if self._records.curriculum else {}
+        metrics |= self._ledger.reuse.metrics
         metrics["time/step"] = time.perf_counter() - batch.began
         if self._evaluation.due(step):
             await self._evaluate(step)
@@ -166,10 +167,11 @@ class Run:
             filtered,
             self._records.failures.take_count(),
         )
-        trained_from = self._ledger.policy_version
+        trained_from, new = self._ledger.policy_version, len(batch.groups) - batch.reused
+        groups = batch.groups[:new], batch.groups[new:]
         return {
             **buffer_metrics(batch.waited_s, *counts),
-            **rollout_metrics(batch.groups, trained_from, result.token_versions),
+            **rollout_metrics(groups[0], trained_from, result.token_versions, groups[1]),
             **result.metrics,
         }
 

@@ -13,16 +13,21 @@ from grpo_components.trajectory import GroupSummary
 
 
 def rollout_metrics(
-    groups: Sequence[GroupSummary], policy_version: int, token_versions: Mapping[int, int]
+    groups: Sequence[GroupSummary],
+    policy_version: int,
+    token_versions: Mapping[int, int],
+    reused: Sequence[GroupSummary] = (),
 ) -> dict[str, float]:
     """Compute rewards, success rate, lengths, turns and staleness of the groups of a step.
 
     Failed samples count in none of these but the number of tokens. What no sample has is NaN.
 
     Args:
-        groups: summaries of the groups in the batch.
+        groups: summaries of the new groups in the batch.
         policy_version: policy version before the step.
         token_versions: policy version -> number of trained tokens that it sampled.
+        reused: summaries of the groups that earlier steps have trained, too. They count in trained
+            tokens and staleness only.
 
     Returns:
         Means and deviations over samples, shares of samples and of groups, the number of trained
@@ -33,6 +38,7 @@ def rollout_metrics(
     turns = [group.turns[i] for group, i in scored]
     of_groups = [[group.rewards[i] for group, i in _scored(group)] for group in groups]
     tokens = [n for group in groups for n in group.response_tokens]
+    again = sum(n for group in reused for n in group.response_tokens)
     trained, staleness = sum(token_versions.values()), StalenessContract.staleness
     version_sum = sum(version * count for version, count in token_versions.items())
     return {
@@ -48,7 +54,7 @@ def rollout_metrics(
         **_reward_terms(scored),
         "staleness/mean": staleness(version_sum / trained, policy_version) if trained else math.nan,
         "staleness/max": staleness(min(token_versions, default=policy_version), policy_version),
-        **_session_metrics(groups, trained / max(sum(tokens), 1)),
+        **_session_metrics(groups, trained / max(sum(tokens) + again, 1)),
     }
 
 

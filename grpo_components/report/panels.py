@@ -131,6 +131,12 @@ PANELS = {
             from_zero=True,
         ),
         Panel(
+            "Reused groups",
+            "share of the batch that earlier steps trained, too, and uses of its mean group",
+            {"reuse/share": "share", "reuse/uses_mean": "uses", "reuse/age_mean": "age"},
+            from_zero=True,
+        ),
+        Panel(
             "Importance ratio",
             "probability of a token: trainer / generator",
             {"ratio/mean": "mean", "mismatch/ratio_p01": "1 %", "mismatch/ratio_p99": "99 %"},

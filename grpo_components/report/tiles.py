@@ -52,6 +52,9 @@ def key_figures(
     dropped = Counter(str(drop.get("reason")) for drop in receipts.drops)
     each = ", ".join(f"{n} {why}" for why, n in dropped.items())
     found.append(("groups dropped", each or ("none" if steps else "-")))
+    if reused := _values(steps, "reuse/share"):
+        uses = _mean(steps, "reuse/uses_mean", ".2f")
+        found.append(("groups reused, uses of a group", f"{sum(reused) / len(reused):.0%}, {uses}"))
     if restarts := max(_values(metrics, "restarts"), default=0):
         found.append(("restarts", f"{restarts:.0f}"))
     # E.g. a run of `eval_only` has no steps.

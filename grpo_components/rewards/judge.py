@@ -31,6 +31,8 @@ from grpo_components.rewards.verdicts import verdict_format
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 _MAX_RETRIES = 20
+_WAITING = 0.5
+"""Share of `wall_s` in which another process that asks the same may get the reply."""
 _OWN_FIELDS = ("model", "messages", "stream", "n")
 """Fields of a request that the judge sets."""
 _TEMPORARY = (408, 409, 425, 429)
@@ -174,20 +176,31 @@ class LLMJudge:
         }
         named = json.dumps([self._base_url, request], sort_keys=True)
         key = hashlib.sha256(named.encode()).hexdigest()
+        grade, deadline = self._cached_grade(key), time.monotonic() + self.wall_s
+        if grade is not None:
+            return grade
+        with self._cache.asking(key, _WAITING * self.wall_s):
+            grade = self._cached_grade(key)  # another process may have asked meanwhile
+            return self._new_grade(key, request, deadline) if grade is None else grade
+
+    def _cached_grade(self, key: str) -> float | None:
         known = self._cache.find(key)
         grade = None if known is None else self._verdict.read(known)
-        if grade is not None:
-            self._used["cached"] += 1
-            return grade
+        self._used["cached"] += grade is not None
+        return grade
+
+    def _new_grade(self, key: str, request: dict[str, Any], deadline: float) -> float:
+        """Ask the judge, and keep its reply."""
+        without_grade = self._cache.find(key) is not None
         if self._connection is None:
             self._connection = asyncio.Runner(), httpx.AsyncClient()
         runner, client = self._connection
         try:
-            reply = runner.run(self._graded_reply(client, key, request))
+            reply = runner.run(self._graded_reply(client, key, request, deadline))
         except JudgeError:
             self._used["failures"] += 1
             raise
-        stored = self._cache.store(key, reply, replace=known is not None)
+        stored = self._cache.store(key, reply, replace=without_grade)
         grades = map(self._verdict.read, (stored, reply))  # another `verdict` may have stored it
         return next(grade for grade in grades if grade is not None)
 
@@ -199,11 +212,10 @@ class LLMJudge:
         return {name: float(taken[name]) for name in names} | {"cost": cost / _TOKENS_PER_PRICE}
 
     async def _graded_reply(
-        self, client: httpx.AsyncClient, key: str, request: dict[str, Any]
+        self, client: httpx.AsyncClient, key: str, request: dict[str, Any], deadline: float
     ) -> str:
         """Ask until a reply has a grade; delays depend on the request only, not on the process."""
-        deadline, chance = time.monotonic() + self.wall_s, random.Random(key)
-        problem, tries = "", 0
+        problem, tries, chance = "", 0, random.Random(key)
         while True:
             left_s = deadline - time.monotonic()
             wait_s = self._limit.reserve(left_s) if self._limit else 0.0

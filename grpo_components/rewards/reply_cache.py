@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from grpo_components.whole_files import write_whole
 
@@ -37,6 +41,30 @@ class ReplyCache:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         return reply if isinstance(reply, str) else None
+
+    @contextlib.contextmanager
+    def asking(self, key: str, timeout_s: float) -> Iterator[None]:
+        """Context manager: others that want to ask the same wait until it ends.
+
+        Args:
+            key: hash of the request, in hexadecimal.
+            timeout_s: longest wait for another one, in seconds; after it, both ask.
+        """
+        path = self._path(key)
+        if path is None:
+            yield
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place = path.with_suffix(".lock")
+        lock = FileLock(place)  # the kernel releases it with its process
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout_s)
+        try:
+            yield
+        finally:
+            if lock.is_locked:
+                place.unlink(missing_ok=True)  # who waited finds the reply, or asks
+            lock.release()
 
     def store(self, key: str, reply: str, *, replace: bool) -> str:
         """Store a reply; return the one that is stored then, which may be another process's.

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_components.errors import MAX_MESSAGE
 from grpo_components.objective.component_errors import (
+    MAX_ERROR_CHARS,
     ComponentError,
     defined_at,
     describe,
@@ -29,8 +30,11 @@ from grpo_components.rewards.stuck_stack import StuckStack, answer_on
 
 _START_TIMEOUT_S, _START_DEADLINES = 45.0, 4
 """Time to import and build one reward: in seconds, or in deadlines of a call if that is more."""
+_OURS = "grpo_components."
 _ALLOWED = "a class whose objects take prompt_text, response_text, answer and finish_reason by name"
 _IN_TIME = "one that answers in time"
+_SCORES = "one that can score a row of the data set"
+"""What is wrong with a reward of ours that raises: not its form."""
 
 
 class RewardTrial:
@@ -87,7 +91,8 @@ class RewardTrial:
                 return
             name, doing, problem, traceback = message
             if problem:
-                raise self._error(name, problem, _ALLOWED, traceback)
+                is_ours = self._rewards[name].component.startswith(_OURS)
+                raise self._error(name, problem, _SCORES if is_ours else _ALLOWED, traceback)
             limit_s = self._timeout_s if doing == "called" else self._start_s
 
     def close(self) -> None:
@@ -112,14 +117,15 @@ def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:
     """Return what is wrong with one call of a reward, and its traceback; both may be empty."""
     if not callable(reward):
         return f"makes a {type(reward).__name__}, which cannot be called", ""
-    is_ours = type(reward).__module__.startswith("grpo_components.")
+    is_ours = type(reward).__module__.startswith(_OURS)
     where = "" if is_ours else defined_at(reward)  # a line of ours tells the user nothing
     try:
         value: Any = reward(**arguments_for(reward, sample))
         number = float(value)
         _ = number >= getattr(reward, "max_reward", 1.0)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return f"raised {describe(error, where=where)}", user_traceback(error)
+        max_chars = MAX_MESSAGE if is_ours else MAX_ERROR_CHARS
+        return f"raised {describe(error, max_chars, where)}", user_traceback(error)
     return ("" if math.isfinite(number) else f"gave {number}{where}"), ""
 
 

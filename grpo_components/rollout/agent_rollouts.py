@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.environment import AgentEnvironment
 from grpo_components.agents.processes import AgentImportError, AgentProcesses
+from grpo_components.agents.sampling import AnswerSampler
 from grpo_components.agents.server import AgentServer
 from grpo_components.agents.session import Session, SessionLimits
 from grpo_components.agents.tool_calls import TurnParser
@@ -131,7 +132,9 @@ class AgentRollouts:
         if isinstance(session.error, EngineStoppedError):
             raise session.error
         if isinstance(session.error, ReplayError):
-            raise ReplayError(f"{sample.name}: the agent differs at {session.failure.result()}")
+            hint = "; give equal requests at the same time a seed each"
+            where = session.failure.result() + (hint if session.has_equal_requests else "")
+            raise ReplayError(f"{sample.name}: the agent differs at {where}")
         problem, given = outcome.error, None
         if problem is None:
             try:
@@ -164,7 +167,9 @@ class AgentRollouts:
             temperature=temperature,
             any_temperature=sample.evaluates,
         )
-        return Session(sample.name, self._chat, submit, partial(sampling_seed, sample.seed), limits)
+        seed_of = partial(sampling_seed, sample.seed)
+        sampler = AnswerSampler(sample.name, self._chat, submit, seed_of)
+        return Session(sample.name, self._chat, sampler, limits)
 
     def close(self) -> None:
         """End all agents and the server."""

@@ -81,8 +81,8 @@ def setup_of(config: Mapping[str, Any], cores: float, has_references: bool) -> S
         has_references: whether it started its references.
 
     Raises:
-        ValueError: its trainers and generators took turns, or it had a teacher, which the twin does
-            not simulate.
+        ValueError: its trainers and generators took turns, it had a teacher, or it reused groups,
+            which the twin does not simulate.
     """
     if config.get("colocate"):
         problem = "true in the recorded run, and turns on shared GPUs are not simulated"
@@ -90,6 +90,9 @@ def setup_of(config: Mapping[str, Any], cores: float, has_references: bool) -> S
     if config.get("teacher"):
         problem = "given in the recorded run, and teachers are not simulated"
         fail("teacher", problem, "a run with teacher: null")
+    if config.get("replay_generation"):
+        problem = "given in the recorded run, and the reuse of groups is not simulated"
+        fail("replay_generation", problem, "a run with replay_generation: null")
     sections = {name: config.get(section) or {} for name, section in _NESTED.items()}
     values = {
         field.name: sections.get(field.name, config)[field.name]

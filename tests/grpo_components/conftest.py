@@ -3,11 +3,13 @@
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
@@ -31,7 +33,7 @@ def _write_receipts():
 RULE = CurriculumRule(low=0.2, high=0.8, floor=0.1, decay=0.9)
 
 
-def write_run(path, eta=2, num_steps=6, draws=False):
+def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
     """Two groups a step; a skipped step, a filtered, a failed and a stale group."""
     for name in ("receipts.jsonl", "receipts.end"):
         path.with_name(name).unlink(missing_ok=True)
@@ -41,6 +43,8 @@ def write_run(path, eta=2, num_steps=6, draws=False):
     config += f"num_steps: {num_steps}\n"
     if draws:
         config += "seed: 7\ncurriculum: {low: 2e-1, high: 0.8, floor: 0.1, decay: 0.9}\n"
+    if reuse:
+        config += "replay_generation: {share: 0.5, max_uses: 2}\n"
     (path.parent / "config.yaml").write_text(config)
     for name in ("metrics.jsonl", "events.jsonl"):
         (logs / name).write_text("")
@@ -50,6 +54,8 @@ def write_run(path, eta=2, num_steps=6, draws=False):
         if draws:
             prompts = PromptCurriculum([{"prompt_index": i} for i in (3, 4, 5, 9)], RULE, 7)
         ledger = Ledger(StalenessContract(eta, 2), num_steps, prompts)
+        if reuse:
+            ledger.reuse = GroupReuse(StalenessContract(eta, 2), 0.5, 2)
         log = EventLog(path.parent)
         ledger.events = EventOrder(listeners=[log.write])
         curriculum = None
@@ -77,25 +83,34 @@ def write_run(path, eta=2, num_steps=6, draws=False):
             else:
                 await ledger.enter_buffer(entry.group_id)
 
+        known = {}
         for reason in ("filtered", "failed", "stale") if eta else ():
             await buffered(reason, reissue=reason != "filtered")
         for step in range(1, num_steps + 1):
-            while len(ledger.living()) < 2:
+            new = 2 - ledger.reuse.counts.next
+            while len(ledger.living()) < new:
                 await buffered()
             if step == num_steps - 1 and eta:
                 await buffered()  # one lives while the step is recorded
             start = ledger.policy_version
-            await ledger.take([entry.group_id for entry in ledger.in_state("buffered")[:2]])
+            taken = ledger.in_state("buffered")[:new]
+            for entry in taken:
+                worth = {"rewards": [0.0, 1.0], "oldest_version": max(0, start - 1)}
+                known[entry.group_id] = SimpleNamespace(group_id=entry.group_id, **worth)
+            ids = [entry.group_id for entry in taken]
+            batch = await ledger.take(ids, (), [known[number] for number in ids])
             after = start + (step != 3)
             if after > start:
                 await ledger.publish(after)
             ledger.finish_step(after)
             versions = {start: 10, max(0, start - eta): 4} if eta else {start: 14}
+            if reuse:
+                versions = {start: 10, min(known[e.group_id].oldest_version for e in batch): 4}
             mass = 1.0 if step != 3 else math.nan
             receipts.step(step, after, versions, mass, f"hash {step}")
             with (logs / "metrics.jsonl").open("a") as metrics:
-                known = {"policy_version": after, "rollout/trained_tokens": sum(versions.values())}
-                metrics.write(json.dumps({"step": step, "attempt": 0, **known}) + "\n")
+                found = {"policy_version": after, "rollout/trained_tokens": sum(versions.values())}
+                metrics.write(json.dumps({"step": step, "attempt": 0, **found}) + "\n")
             if after > start:
                 for name in ("generator_0", "generator_1")[: 1 + step % 2]:
                     checksums = dict.fromkeys(("checksum", "published"), f"weights {after}")

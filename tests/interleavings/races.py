@@ -59,9 +59,9 @@ async def _take_one_less(original: Any, self: ReplayBuffer, number: int, *given:
     return await original(self, max(1, number - 1), *given)
 
 
-def _batch_as_it_came(original: Any, self: ReplayBuffer, items: Any, dropped: Any) -> Any:
+def _batch_as_it_came(original: Any, self: ReplayBuffer, items: Any, *given: Any) -> Any:
     slots = self._buffer._storage._storage
-    return original(self, sorted(items, key=lambda item: -slots.index(item)), dropped)
+    return original(self, sorted(items, key=lambda item: -slots.index(item)), *given)
 
 
 def _version_at_the_end(original: Any, self: Generator, group: Any) -> Any:

@@ -19,7 +19,7 @@ from grpo_components.cluster.calls import Call, Part
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_process import RoleProcess
-from grpo_components.exchange.ledger import LedgerEntry
+from grpo_components.exchange.ledger_entry import LedgerEntry
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.training.step_result import StepResult
 

@@ -315,6 +315,7 @@ OBJECTIVE = (
     "dynamic_sampling.enabled=true",
     "curriculum.floor=0.2",
     "stale_tokens=mask",
+    "replay_generation.share=0.5",
     "max_staleness=1",
     "push_every_n_steps=2",
     "stale_groups=wait",
@@ -370,6 +371,9 @@ def assert_the_objective_is_as_set(steps):
     assert [record["lr"] for record in steps[:3]] == pytest.approx([5e-5, 1e-4, 1e-4])
     assert all(record["staleness/max"] <= 1 for record in steps)
     assert all(record["buffer/dropped_stale"] == 0 for record in steps)
+    # In the second step, all groups of the first are a version old, and none is without variance.
+    assert [record["reuse/share"] for record in steps[:2]] == [0, 0.5]
+    assert (steps[1]["reuse/age_mean"], steps[1]["reuse/uses_mean"]) == (1, 1.5)
     assert all(record["loss/kl_reference"] >= 0 for record in steps)
     # Temperatures differ over the groups of a batch, and the trainer uses each one's own.
     assert all(record["mismatch/ratio_p50"] == pytest.approx(1, abs=0.05) for record in steps)

@@ -135,7 +135,7 @@ class Account:
     def state_dict(self):
         return dict(self.state)
 
-    def in_state(self, state):
+    def stored(self):
         return []
 
 

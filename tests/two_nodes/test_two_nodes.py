@@ -25,6 +25,25 @@ class Shortness:
     def __call__(self, *, prompt_text, response_text, answer, finish_reason):
         return 1.0 / (1 + len(response_text))
 """
+AGENT = """
+import time
+
+from openai import OpenAI
+
+
+def run(task):
+    ask, text = OpenAI(max_retries=0).completions.create, task["prompt_text"]
+    for _ in range(4):
+        text += ask(model="policy", prompt=text, max_tokens=4).choices[0].text
+        time.sleep(0.5)
+    return float(task["seed"] % 2)
+"""
+AGENTS = [
+    "environment._component_=grpo_components.agents.environment.AgentEnvironment",
+    *("environment.agent=slow_agent.run", "environment.chat_template=plain"),
+    "rewards.correctness._component_=grpo_components.agents.rewards.AgentReward",
+    "~rewards.correctness.answer_format",
+]
 SPLIT = ["cpu_threads.trainer=3", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"]
 """With 5 CPUs a machine, the two ranks are on two machines, and so are the generators."""
 SYNCHRONOUS = ["max_staleness=0", "pull_every_m_rollouts=1", "save_every_n_steps=2"]
@@ -105,7 +124,7 @@ def assert_clean(*machines):
     """Only Ray's own processes and folders are left."""
     for machine in machines:
         running = machine.processes().values()
-        ours = ("RoleHost", "tune", "node_janitor")
+        ours = ("RoleHost", "tune", "node_janitor", "agents.host")
         assert not [line for line in running if any(word in line for word in ours)], running
         left = [path.name for path in machine.path("/tmp").iterdir()]
         assert not [name for name in left if name.startswith("grpo-")], left
@@ -248,14 +267,20 @@ def is_janitor_in(process, namespace):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("groups_are", ["in the answers", "in the memory of their node"])
+@pytest.mark.parametrize(
+    "groups_are", ["in the answers", "in the memory of their node", "open sessions of agents"]
+)
 def test_a_run_goes_on_when_a_machine_is_killed_with_all_its_roles(make_machines, groups_are):
     at_most = "1" if groups_are == "in the memory of their node" else "100000"  # bytes in an answer
     # The trainers fit on the first machine, as PACK wants them.
     two = make_machines(9, 5, RAY_max_direct_call_object_size=at_most)
     sizes = ["num_steps=12", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=8"]
+    if groups_are == "open sessions of agents":
+        two.a.path(WORK).mkdir()
+        (two.a.path(WORK) / "slow_agent.py").write_text(AGENT)  # the other machine has no such file
+        sizes += AGENTS
     run = start(two, "/tmp/run", *sizes, "save_every_n_steps=5")
-    code, output = finish(run, once(r"step +3/", two.b.kill))
+    code, output = finish(run, once(r"step +3/", two.b.kill), timeout_s=600)
     assert code == 0, output
     restarts = re.findall(r"^(\w+) .*restarting", output, re.MULTILINE)
     assert restarts and set(restarts) <= {"generator_1", "generator_0"}, output

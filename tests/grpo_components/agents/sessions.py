@@ -8,6 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_components.agents.sampling import AnswerSampler
 from grpo_components.agents.session import Session, SessionLimits
 
 CHATML = (
@@ -78,7 +79,9 @@ LIMITS = SessionLimits(
 
 def make_session(chat, engine, limits=LIMITS):
     """A session; called in the event loop that it lives in."""
-    return Session("group 0 sample 0", chat, engine.submit, lambda *key: hash(key) % 2**31, limits)
+    name = "group 0 sample 0"
+    sampler = AnswerSampler(name, chat, engine.submit, lambda *key: hash(key) % 2**31)
+    return Session(name, chat, sampler, limits)
 
 
 async def ask(session, messages, *, deliver=True, **body):

@@ -139,6 +139,29 @@ def test_nothing_is_left_if_the_generator_is_killed(agents):
     assert until(lambda: not [pid for pid in pids if is_alive(pid)])
 
 
+def test_nothing_is_left_if_the_process_that_starts_agents_is_killed(agents):
+    """As Ray does when the driver is gone."""
+    file = agents / "pids"
+
+    def pids():
+        return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+    async def run():
+        processes = AgentProcesses("my_agent.hangs")
+        failure = asyncio.get_running_loop().create_future()
+        task, variables = {**TASK, "file": str(file)}, {"OPENAI_API_KEY": "sk-1"}
+        running = asyncio.create_task(processes.run(task, variables, 60.0, failure))
+        while len(pids()) < 3:
+            await asyncio.sleep(0.05)
+        processes._host.kill()
+        outcome = await running
+        processes.close()
+        return outcome
+
+    assert asyncio.run(run()).error == "agent: the process that starts agents ended"
+    assert until(lambda: not [pid for pid in pids() if is_alive(pid)])
+
+
 def until(condition):
     """Wait for a condition; return whether it came."""
 
@@ -169,7 +192,38 @@ def test_a_command_reads_its_task_from_standard_input(tmp_path, monkeypatch):
     assert run_one(command, task).error is None
     assert file.read_text() == "sk-1 /its/own"
     assert run_one(command, {**task, "status": 4}).error.endswith("ended with status 4")
-    assert run_one(["no-such-program"], task).error.endswith("ended with status 127")
+    error = run_one(["no-such-program"], task).error
+    no_file = "no-such-program: [Errno 2] No such file or directory"
+    assert error == f"agent: no-such-program ended with status 127: {no_file}"
+
+
+def test_the_error_of_a_command_is_what_it_said_last(capfd):
+    code = """
+        import sys
+        sys.stderr.write("x" * 5000 + "\\n")
+        raise LookupError("no such word")
+    """
+    error = run_one([sys.executable, "-c", textwrap.dedent(code)]).error
+    first = next(line for line in error.splitlines() if "status" in line)
+    assert first.endswith("ended with status 1: LookupError: no such word")
+    assert "Traceback (most recent call last)" in error and len(error) < 2000
+    logged = capfd.readouterr().err  # all of it is in the log, too
+    assert "x" * 5000 in logged and logged.endswith("LookupError: no such word\n")
+
+
+def test_a_command_that_closes_its_standard_error_keeps_nobody_busy():
+    """A closed pipe is always ready: reading it again and again takes a core."""
+    code = """
+        import os, sys, time
+        ticks = lambda: sum(map(int, open(f"/proc/{os.getppid()}/stat").read().split()[13:15]))
+        before = ticks()
+        os.close(2)
+        time.sleep(0.5)
+        sys.exit(ticks() - before)  # hundredths of a second of the process that starts agents
+    """
+    outcome = run_one([sys.executable, "-c", textwrap.dedent(code)])
+    busy = 0 if outcome.error is None else int(outcome.error.rpartition(" ")[2])
+    assert busy <= 5
 
 
 @pytest.mark.parametrize("agent", ["broken_agent.run", "my_agent.nobody", "no_such_module.run"])

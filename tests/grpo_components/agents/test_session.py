@@ -15,6 +15,7 @@ from sessions import (
     ScriptedEngine,
     ask,
     make_session,
+    tokens_of,
 )
 
 from grpo_components.agents.calls import CallTree, Choice
@@ -262,6 +263,31 @@ def test_a_second_continuation_of_an_answer_is_a_fork_that_is_recorded(make_chat
     (fork,) = asyncio.run(run()).facts()["forks"]
     assert (fork["call"], fork["after"]) == (3, 1)
     assert fork["why"] == "its answer is continued twice"
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_which_of_two_equal_answers_goes_on_does_not_depend_on_the_order_of_arrival(
+    make_chat, kind
+):
+    chat = make_chat()
+
+    class BySeed(ScriptedEngine):
+        def submit(self, *args, **sampling):
+            future = super().submit(*args, **sampling)
+            future.result().logprobs[:] = -(sampling["seed"] % 1000) / 1000
+            return future
+
+    async def run(seeds):
+        session = make_session(chat, BySeed(chat, *["same="] * 2, "on"))
+        for seed in seeds:
+            call, _ = await session.answer("text", {"prompt": "q", "seed": seed, "stop": "="})
+            session.deliver(call)
+        prompt = "qsameand" if kind == "text" else [*call.prompt_ids, *tokens_of(chat, "same=and")]
+        call, _ = await session.answer("text", {"prompt": prompt})
+        session.deliver(call)
+        return [(part.response_ids.tolist(), part.logprobs.tolist()) for part in session.parts()]
+
+    assert asyncio.run(run([1, 2])) == asyncio.run(run([2, 1]))
 
 
 def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):

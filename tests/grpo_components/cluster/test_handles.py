@@ -19,6 +19,7 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.errors import RoleFailedError, RoleLostError
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -72,8 +73,8 @@ class Sampler:
 class Setting:
     """The real ledger and buffer behind their handles, and one generator."""
 
-    def __init__(self, local_role, wait_for_stale=False, eta=1):
-        contract = StalenessContract(eta, 1)
+    def __init__(self, local_role, wait_for_stale=False, eta=1, groups_per_step=1):
+        contract = StalenessContract(eta, groups_per_step)
         prompts = (({"prompt_index": 10 + i}, 0) for i in range(10**6))
         self.ledger, self.events = Ledger(contract, 50, prompts), []
         self.ledger.events = EventOrder(attempt=3, listeners=[self.events.append])
@@ -260,6 +261,41 @@ def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(local_
         assert (group.entry.state == "buffered") != taken
         held = [item.summary.group_id for item in role.target._slots.live.values()]
         assert held == ([] if taken else [0])
+
+    asyncio.run(run())
+
+
+def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(local_role, tmp_path):
+    """The buffer is restarted while a step trains a group that the next step trains again."""
+
+    def setting_with_reuse():
+        setting = Setting(local_role, eta=3, groups_per_step=2)
+        setting.ledger.reuse = GroupReuse(StalenessContract(3, 2), 0.5, 3)
+        setting.sampler.scores = [(1.0, True), (0.0, False)]
+        return setting
+
+    async def run():
+        setting = setting_with_reuse()
+        ledger, buffer = setting.ledger, setting.buffer
+        for _ in range(4):
+            await buffer.add(await setting.generated())
+        assert [e.group_id for e in (await buffer.take(2)).entries] == [0, 1]
+        restarted = ReplayBuffer(contract=StalenessContract(3, 2), timeout_s=0.01)
+        setting.buffer_role.target = restarted
+        await setting.buffer_role.recover()
+        ledger.finish_step(1)
+        state, folder = ledger.state_dict(), tmp_path / "state"
+        folder.mkdir()
+        parts = [part for entry in ledger.stored() for part in entry.parts]
+        assert await buffer.write_state(folder, parts) is None
+        after = setting_with_reuse()
+        after.ledger.load_state_dict(state)
+        await after.buffer.read_state(folder)
+        for each in (setting, after):
+            batch = await each.buffer.take(2)
+            assert [e.group_id for e in batch.entries] == [2, 0] and batch.reused == 1
+            assert [g.group_id for g in batch.groups] == [2, 0]
+            assert each.ledger.in_state("in_training") == batch.entries[:1]
 
     asyncio.run(run())
 

@@ -15,10 +15,20 @@ AGENT = {
 }
 
 
+FINE = """
+NUMBER = 3
+def run(task): return 1.0
+def two(task, other): return 1.0
+def none(): return 1.0
+class Agent:
+    def __init__(self, task): pass
+"""
+
+
 @pytest.fixture
 def trial(settings_with, tiny_policy, tmp_path, monkeypatch):
     """Tries an environment with agents; returns the error's text, or None."""
-    (tmp_path / "fine_agent.py").write_text("def run(task): return 1.0\nNUMBER = 3\n")
+    (tmp_path / "fine_agent.py").write_text(FINE)
     (tmp_path / "broken_agent.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m.content }}")
     (tmp_path / "raising.jinja").write_text("{{ raise_exception('no users') }}")
@@ -45,7 +55,12 @@ def test_a_right_agent_is_taken(trial):
 @pytest.mark.parametrize(
     ("changes", "key", "text"),
     [
-        ({"agent": "fine_agent.nobody"}, "environment.agent", "fine_agent.nobody"),
+        ({"agent": "fine_agent.nobody"}, "environment.agent", "allowed: fine_agent.run"),
+        ({"agent": "fine_agent.runn"}, "environment.agent", "did you mean fine_agent.run?"),
+        ({"agent": "fin_agent.run"}, "environment.agent", "did you mean fine_agent.run?"),
+        ({"agent": "fine_agent.two"}, "environment.agent", "missing a required argument: 'other'"),
+        ({"agent": "fine_agent.none"}, "environment.agent", "a function of one argument"),
+        ({"agent": "fine_agent.Agent"}, "environment.agent", "is a class"),
         ({"agent": "fine_agent.NUMBER"}, "environment.agent", "fine_agent.NUMBER"),
         ({"agent": "broken_agent.run"}, "environment.agent", "nothing_of_this_name"),
         ({"agent": "no_such_module.run"}, "environment.agent", "no_such_module"),
@@ -57,6 +72,7 @@ def test_a_right_agent_is_taken(trial):
         ({"agent": {"command": ["./fine_agent.py"]}}, "environment.agent", "no program"),
         ({"tool_parser": "hermez"}, "environment.tool_parser", "such as hermes"),
         ({"tool_parser": "zzzz"}, "environment.tool_parser", "null, or one of vLLM's"),
+        ({"chat_template": None}, "environment.chat_template", "allowed: plain, or"),
         ({"chat_template": "no.jinja"}, "environment.chat_template", "No such file"),
         ({"chat_template": "broken.jinja"}, "environment.chat_template", "TemplateSyntaxError"),
         ({"chat_template": "raising.jinja"}, "environment.chat_template", "no users"),

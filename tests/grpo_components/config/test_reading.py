@@ -41,6 +41,7 @@ NULL = {
     "lora": {"rank": 8, "alpha": 16},
     "teacher": {"path": "a/folder"},
     "curriculum": {"decay": 0.9},
+    "replay_generation": {"share": 0.5},
 }
 """Sections that are null in the tiny config, each with what it needs."""
 

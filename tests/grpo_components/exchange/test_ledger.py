@@ -2,11 +2,13 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 
@@ -107,6 +109,66 @@ def test_the_target_step_is_the_turn_of_the_place_in_the_queue():
         await ledger.take([0, 1])
         ledger.finish_step(0)  # skipped: the version stays, the count of steps does not
         assert [e.target_step for e in await admit_all(ledger)] == [2, 2]
+
+    asyncio.run(run())
+
+
+def test_reuse_lets_in_no_more_groups_than_later_steps_take_and_as_many_as_the_next_needs():
+    """Two of four groups of a step may be reused ones; only the first step cannot reuse any."""
+
+    async def run():
+        ledger = make(eta=1, groups_per_step=4, num_steps=3)
+        ledger.reuse = GroupReuse(StalenessContract(1, 4), 0.5, 2)
+        events = recorded(ledger)
+        first = await admit_all(ledger)
+        # Four for step 0, two for step 1; the others need version 1 to be fresh in step 2.
+        assert [(e.target_step, e.needed_version) for e in first] == 4 * [(0, -1)] + 2 * [(1, 0)]
+        worths = [SimpleNamespace(group_id=n, rewards=[0, n], oldest_version=0) for n in range(4)]
+        await ledger.take([0, 1, 2, 3], (), worths)
+        await ledger.publish(1)
+        ledger.finish_step(1)
+        assert ledger.next_batch(4)[0] == 2
+        assert [e.group_id for e in ledger.reuse.chosen] == [2, 3]
+        assert [e.target_step for e in await admit_all(ledger)] == [2, 2]
+        for number in (4, 5):
+            await ledger.finish_generation(number, [1])
+            await ledger.enter_buffer(number)
+        worths = [SimpleNamespace(group_id=n, rewards=[1, 1], oldest_version=0) for n in (4, 5)]
+        batch = await ledger.take([4, 5], (), worths)
+        assert [e.group_id for e in batch] == [4, 5, 2, 3]
+        await ledger.publish(2)
+        ledger.finish_step(2)
+        # Nothing is left to reuse: the last step needs two more groups than were let in for it.
+        assert ledger.next_batch(4)[0] == 4 and len(await admit_all(ledger)) == 2
+        said = [event["reused"] for event in events if event["event"] == "sample"]
+        tokens = {"use": 2, "response_tokens": None}
+        assert said == [[], [{"group": 2, **tokens}, {"group": 3, **tokens}]]
+        assert ledger.trained_groups == 6 and ledger.issued == 10
+
+    asyncio.run(run())
+
+
+def test_a_step_waits_for_groups_that_too_few_new_ones_of_the_steps_after_it_would_make_stale():
+    """Without reuse, the step after the next would take all four groups in flight, in time."""
+
+    async def run():
+        ledger = make(eta=2, groups_per_step=4, num_steps=9)
+        ledger.reuse = GroupReuse(StalenessContract(2, 4), 0.5, 2)
+        assert [entry.group_id for entry in await admit_all(ledger)] == list(range(8))
+        for entry in ledger.living():
+            entry.start_version = 0
+        worths = [SimpleNamespace(group_id=n, rewards=[0, 1], oldest_version=0) for n in range(4)]
+        await ledger.take([0, 1, 2, 3], (), worths)
+        await ledger.publish(1)
+        ledger.finish_step(1)
+        for entry in await admit_all(ledger):
+            entry.start_version = 1
+            await ledger.enter_buffer(entry.group_id)
+        with pytest.raises(TimeoutError, match="make stale"):
+            await ledger.until_none_is_doomed(0.001)
+        for number in (4, 5):
+            await ledger.enter_buffer(number)
+        await ledger.until_none_is_doomed(1)
 
     asyncio.run(run())
 

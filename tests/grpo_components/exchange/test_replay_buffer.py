@@ -122,6 +122,29 @@ def test_a_replay_takes_and_drops_the_groups_of_the_recorded_run():
     asyncio.run(run())
 
 
+def test_groups_to_reuse_follow_the_new_ones_and_the_others_are_forgotten():
+    """Live and in a replay; after a restart, it has what it is given to keep."""
+
+    async def run():
+        buffer = make()
+        for group_id in range(6):
+            await buffer.add(*group(group_id))
+        await buffer.take(2, 0, None, ([], []))
+        batch, taken = await buffer.take(1, 0, None, ([1], [0, 1]))
+        assert ids(batch) == [2, 2, 1, 1] and taken.batch_hash == batch_hash(batch)
+        assert [[g.group_id for g in part] for part in (taken.groups, taken.reused)] == [[2], [1]]
+        batch, _ = await buffer.take(1, 0, ([5], []), ([0], [0, 2]))
+        assert ids(batch) == [5, 5, 0, 0]
+        with pytest.raises(KeyError):
+            await buffer.take(1, 0, None, ([1], [1]))
+        again = make()
+        await again.refill(*group(4))
+        again.keep(*group(2), *group(5))
+        assert ids((await again.take(1, 0, None, ([2, 5], [2, 5])))[0]) == [4, 4, 2, 2, 5, 5]
+
+    asyncio.run(run())
+
+
 def test_a_batch_comes_with_its_hash_and_no_batch_with_none():
     async def run():
         hashes = []

@@ -16,10 +16,11 @@ from grpo_components.audit.__main__ import audit
 from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
 from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.exchange.replay_buffer import ReplayBuffer
-from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.staleness import Reused, StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
 from grpo_components.state_files import read_state, write_state
@@ -66,6 +67,27 @@ def test_a_step_waits_only_if_not_all_groups_in_flight_could_be_trained_later():
     assert not contract.must_wait([5, 5, 5], [], policy_version=5)  # nothing to wait for
 
 
+@given(st.integers(0, 4), st.integers(1, 9), st.integers(0, 4), st.data())
+def test_whatever_later_steps_reuse_a_group_is_trained_by_the_step_it_is_admitted_for(
+    eta, groups_per_step, steps_left, data
+):
+    """Played step by step, with any number of reused groups from none to the most."""
+    most = data.draw(st.integers(0, groups_per_step - 1))
+    counts = st.integers(0, most)
+    reused = Reused(data.draw(counts), most)
+    contract = StalenessContract(eta, groups_per_step)
+    needed = contract.groups_of(steps_left, reused)
+    last = [contract.step_of(0, ahead, reused) for ahead in range(needed)]
+    assert max(last, default=0) == max(0, steps_left - 1)  # and the next group, a step later
+    assert steps_left == 0 or contract.step_of(0, needed, reused) == steps_left
+    ahead, step, count = 0, 0, reused.next
+    while ahead < needed:
+        taken = groups_per_step - count
+        assert all(step <= last[number] for number in range(ahead, min(ahead + taken, needed)))
+        ahead, step, count = ahead + taken, step + 1, data.draw(counts)
+    assert contract.groups_of(eta + 1, reused) <= contract.max_living_groups
+
+
 GROUP_SIZE, NUM_STEPS, TIMEOUT_S = 2, 8, 20.0
 
 
@@ -95,6 +117,8 @@ class Schedule:
     stale_tokens: str
     curriculum: bool
     """Whether prompts are drawn by their success rates."""
+    reuse: tuple[float, int]
+    """Share of a batch that is reused, and how many steps train a group at most."""
     rates: dict[str, float]
     """Of groups that fail, straggle or are filtered, of generator restarts, of skipped steps."""
     seed: int
@@ -114,6 +138,7 @@ def schedules(draw):
         wait=draw(st.booleans()),
         stale_tokens=draw(st.sampled_from(["drop", "mask"])),
         curriculum=draw(st.booleans()),
+        reuse=draw(st.sampled_from([(0.0, 1), (0.34, 3), (0.5, 2), (0.7, 2), (0.7, 9)])),
         rates={name: draw(st.sampled_from([0, rate])) for name, rate in rates.items()},
         seed=draw(st.integers(0, 2**32)),
     )
@@ -138,6 +163,8 @@ class Run:
         if s.curriculum:
             self.prompts = PromptCurriculum(rows, CurriculumRule(0.3, 0.7, 0.1, 0.9), seed)
         self.ledger = Ledger(contract, NUM_STEPS, self.prompts)
+        if s.max_staleness:
+            self.ledger.reuse = GroupReuse(contract, *s.reuse)
         if s.curriculum:
             self.ledger.events.listen(self.prompts.follow)
         self.buffer = ReplayBuffer(
@@ -146,6 +173,8 @@ class Run:
             stale_tokens=s.stale_tokens,
         )
         self.trained, self.saved = [], earlier and earlier.saved
+        self.uses = Counter()
+        """How often each group was trained in this attempt."""
         if self.saved:
             driver = read_state(Path(self.saved), "driver")
             self.prompts.load_state_dict(driver["prompts"])
@@ -178,12 +207,14 @@ class Run:
 
     async def main(self):
         if self.saved:
-            kept = [entry.group_id for entry in self.ledger.in_state("buffered")]
-            *parts, _, _ = self.buffer.read_state(self.saved, kept)
-            for entry in self.ledger.in_state("buffered"):
+            buffered, stored = self.ledger.in_state("buffered"), self.ledger.stored()
+            *parts, _, _ = self.buffer.read_state(self.saved, [e.group_id for e in stored])
+            for entry in stored:
                 entry.parts, parts = parts[:2], parts[2:]
-            await self.buffer.refill(*self.buffered_parts())
-            self.buffered_at |= dict.fromkeys(kept, self.ledger.policy_version)
+            await self.buffer.refill(*parts_of(buffered))
+            self.buffer.keep(*parts_of(self.ledger.reuse.kept))
+            for entry in buffered:
+                self.buffered_at[entry.group_id] = self.ledger.policy_version
             # Restored weights are published and pulled before anything is sampled.
             version = self.ledger.policy_version
             await self.ledger.publish(version)
@@ -229,6 +260,7 @@ class Run:
         group = []
         for _ in range(GROUP_SIZE):
             group.append(await self.respond(generator, entry))
+            group[-1].reward = float(self.random.randint(0, 2))
             room.release()
         if self.happens("restart"):
             generator.restarts += 1
@@ -287,11 +319,11 @@ class Run:
         entry.start_version = generator.version
 
     async def take_batch(self):
-        version, groups = self.ledger.policy_version, []
+        groups, arguments = [], self.ledger.next_batch(self.schedule.groups_per_step)
         while not groups:
             if self.schedule.wait:
                 await self.ledger.until_none_is_doomed(TIMEOUT_S)
-            batch, taken = await self.buffer.take(self.schedule.groups_per_step, version)
+            batch, taken = await self.buffer.take(*arguments, self.ledger.reuse.ids)
             stale = [group.group_id for group in taken.dropped]
             await self.ledger.drop(stale, "stale", reissue=True)
             self.note_waits(stale)
@@ -303,8 +335,10 @@ class Run:
         while not ledger.finished:
             batch, taken = await self.take_batch()
             ids = [group.group_id for group in taken.groups]
-            entries = await ledger.take(ids)
-            start = ledger.policy_version
+            entries = await ledger.take(ids, (), taken.groups)
+            start, entries = ledger.policy_version, entries[: len(ids)]
+            assert len(ids) + len(taken.reused) == self.schedule.groups_per_step
+            self.note_uses(ids, taken.reused)
             versions = [v for t in batch for v in t.token_versions.tolist()]
             fresh = [v for v in versions if v >= start - eta]
             if self.schedule.stale_tokens == "drop":
@@ -327,7 +361,7 @@ class Run:
     def hold(self):
         """As `Checkpoints` does."""
         driver = {"ledger": self.ledger.state_dict(), "prompts": self.prompts.state_dict()}
-        self.held = driver, self.buffered_parts()
+        self.held = driver, parts_of(self.ledger.stored())
 
     async def save(self, step, trainers, buffer):
         """As `Checkpoints` does."""
@@ -338,14 +372,27 @@ class Run:
         assert self.buffer.write_state(folder, *buffered) is None
         self.saved = folder
 
-    def buffered_parts(self):
-        return [part for entry in self.ledger.in_state("buffered") for part in entry.parts]
+    def note_uses(self, new, reused):
+        """A group is in a batch once, and never too old or used too often."""
+        ids = [*new, *(group.group_id for group in reused)]
+        assert len(set(ids)) == len(ids)
+        self.uses.update(ids)
+        for group in reused:
+            event("reused")
+            assert len(set(group.rewards)) > 1
+            assert self.uses[group.group_id] <= self.schedule.reuse[1]
+            age = self.ledger.policy_version - group.oldest_version
+            assert age <= self.schedule.max_staleness
 
     def note_waits(self, group_ids):
         for group_id in group_ids:
             # A group can be trained before the loop that buffered it runs on.
             buffered_at = self.buffered_at.get(group_id, self.ledger.policy_version)
             self.waited[group_id] = self.ledger.policy_version - buffered_at
+
+
+def parts_of(entries):
+    return [part for entry in entries for part in entry.parts]
 
 
 @settings(max_examples=200)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -158,6 +159,7 @@ class Account:
 
     def __init__(self):
         self.steps_done, self.living = 0, []
+        self.reuse = GroupReuse(StalenessContract(1, 1))
 
     def enter_buffer(self, *parts):
         self.steps_done += 1
@@ -170,6 +172,9 @@ class Account:
 
     def in_state(self, state):
         return [entry for entry in self.living if entry.state == state]
+
+    def stored(self):
+        return self.in_state("buffered")
 
     def state_dict(self):
         living = [vars(entry) | {"parts": ()} for entry in self.living]

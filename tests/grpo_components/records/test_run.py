@@ -10,6 +10,7 @@ import pytest
 from grpo_components.cluster.batch import Batch
 from grpo_components.records.run import RunRecords
 from grpo_components.training.step_result import StepResult
+from grpo_components.trajectory import GroupSummary
 
 BATCH = Batch(MagicMock(), [], [], "hash", 3, 1, 0.5)
 RESULT = StepResult(1, {0: 2}, {}, 2, "the loss is nan", {"loss/total": 0.25})
@@ -47,14 +48,26 @@ class Setting:
         """Those of the calls, in the order in which they came."""
         return [call[0] for call in self.calls.mock_calls if call[0] in names]
 
-    def finish_step(self):
+    def finish_step(self, batch=BATCH):
         async def attempt():
             async with asyncio.TaskGroup() as tasks:
                 await self.run.begin(tasks)
                 self.calls.reset_mock()
-                await self.run.finish_step(BATCH, np.zeros((1, 2)), RESULT)
+                await self.run.finish_step(batch, np.zeros((1, 2)), RESULT)
 
         asyncio.run(attempt())
+
+
+def test_metrics_of_rollouts_are_of_new_groups_and_those_of_reuse_are_added():
+    groups = [
+        GroupSummary(number, 0, [reward], [True], [2], [2], 0, 0, ["stop"], [], [{}], [1])
+        for number, reward in ((7, 1.0), (3, 0.0))
+    ]
+    setting = Setting()
+    setting.calls.ledger.reuse.metrics = {"reuse/share": 0.5}
+    setting.finish_step(Batch(MagicMock(), groups, [], "hash", 3, 1, 0.5, reused=1))
+    _, metrics, _ = setting.calls.log.step.call_args.args
+    assert (metrics["rollout/reward_mean"], metrics["reuse/share"]) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize("evaluation_due", [False, True])

@@ -101,6 +101,16 @@ def test_a_long_response_weighs_more_in_the_mean_staleness_than_a_short_one():
     assert metrics["staleness/mean"] == pytest.approx(0.2)
 
 
+def test_a_reused_group_counts_in_trained_tokens_and_staleness_only():
+    new = [[make([(True, 5)] * 3, 1.0, True)]]
+    again = [[make([(True, 3)] * 3, 0.0, False, finish_reason="length")]]
+    summaries = [[summarize(pack(group)) for group in part] for part in (new, again)]
+    without = rollout_metrics(summaries[0], 5, counted(new))
+    metrics = rollout_metrics(summaries[0], 5, counted(new + again), summaries[1])
+    changed = {key: metrics[key] for key in metrics if metrics[key] != without[key]}
+    assert changed == {"rollout/trained_tokens": 6, "staleness/mean": 1.0, "staleness/max": 2}
+
+
 def test_staleness_counts_only_trained_tokens():
     groups = [[make([(True, 5)] * 3, 1.0, True), make([(True, 3)], 1.0, True)]]
     metrics = rollout_metrics([summarize(pack(group)) for group in groups], 5, {5: 3})

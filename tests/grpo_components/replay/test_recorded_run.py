@@ -22,6 +22,7 @@ from grpo_components._plugin import recipes_folder
 from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
 from grpo_components.errors import ReplayError
+from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -49,6 +50,8 @@ class Plan:
     num_generators: int
     rollouts_in_flight: int
     wait: bool
+    reuses: bool = False
+    """Whether half of each batch may have been trained before."""
 
 
 @st.composite
@@ -62,6 +65,7 @@ def plans(draw):
         num_generators=draw(st.integers(1, 2)),
         rollouts_in_flight=draw(st.integers(1, 3)),
         wait=draw(st.booleans()),
+        reuses=draw(st.booleans()),
     )
 
 
@@ -131,6 +135,8 @@ class Run:
         contract = StalenessContract(plan.max_staleness, plan.groups_per_step)
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
         self.ledger = Ledger(contract, NUM_STEPS, prompts)
+        if plan.reuses and plan.max_staleness:
+            self.ledger.reuse = GroupReuse(contract, 0.5, 3)
         cfg = OmegaConf.create(
             {
                 "output_dir": str(folder),
@@ -153,7 +159,7 @@ class Run:
         parts = (MagicMock(), self.ledger, MagicMock(), receipts, MagicMock())
         self.journal = Journal(*parts, original=original, save_every_n_steps=NUM_STEPS + 1)
         self.weights, self.served, self.server = 0, (0, 0), asyncio.Lock()
-        self.trained, self.spanning = [], 0
+        self.trained, self.spanning, self.reused = [], 0, 0
 
     async def main(self):
         pace = random.Random(self.random.random())
@@ -224,6 +230,7 @@ class Run:
             attempt=0,
             temperature=1.0 + entry.target_step,
             finish_reason="stop",
+            reward=float(ids[0] % 3),
         )
 
     async def pull_if_due(self, generator, entry):
@@ -280,10 +287,13 @@ class Run:
             while not (taken and taken.groups):
                 if self.plan.wait:
                     await ledger.until_none_is_doomed(20)
-                _, taken = await self.buffer.take(*ledger.next_batch(self.plan.groups_per_step))
+                arguments = *ledger.next_batch(self.plan.groups_per_step), ledger.reuse.ids
+                _, taken = await self.buffer.take(*arguments)
                 stale = [group.group_id for group in taken.dropped]
                 await ledger.drop(stale, "stale", reissue=True)
-            entries = await ledger.take(group.group_id for group in taken.groups)
+            ids = [group.group_id for group in taken.groups]
+            entries = await ledger.take(ids, (), taken.groups)
+            self.reused += len(taken.reused)
             await self.work(8)
             step, skipped = ledger.steps_done + 1, mixed(taken.batch_hash) % 8 == 0
             version = ledger.policy_version + (not skipped)
@@ -292,7 +302,7 @@ class Run:
             evaluating = step % 3 == 0
             if version - ledger.published_version >= (1 if evaluating else self.plan.push_every):
                 await self.push(version)
-            versions = {group.oldest_version: 1 for group in taken.groups}
+            versions = {g.oldest_version: 1 for g in taken.groups + taken.reused}
             metrics = {"off_policy/correction_mass": 1.0}
             result = StepResult(version, versions, {}, len(versions), "", metrics)
             await self.journal.commit(taken.batch_hash, result)
@@ -328,6 +338,7 @@ def test_any_run_is_replayed_to_the_same_weights_at_any_pace(plan, seed, other_s
     assert first.weights == second.weights
     for what, seen in (
         ("a group spans two versions", first.spanning),
+        ("a group is trained again", first.reused),
         ("a stale group", first.ledger.dropped_groups["stale"]),
         ("a filtered group", first.ledger.dropped_groups["filtered"]),
     ):

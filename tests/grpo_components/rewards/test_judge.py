@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -136,26 +138,40 @@ def test_a_reply_is_asked_for_once_by_content(server, make, tmp_path):
     assert len(names) == 3 and all(len(name) == 64 + len(".json") for name in names)
 
 
-def test_the_first_reply_stays_for_all_processes(server, make, tmp_path):
-    """Two judges ask at the same time, and both use what was stored first."""
+def test_the_first_reply_stays_for_all_processes(server, make, tmp_path, monkeypatch):
+    """Two judges ask at the same time, as one waits no longer; both use what was stored first."""
+    monkeypatch.setattr(module, "_WAITING", 0.01)
     late, cache = make(cache=str(tmp_path)), str(tmp_path)
     server.answers = [lambda _: f"Score: {10 * make(cache=cache)(**CALL) + 1:g}", "Score: 6"]
     assert late(**CALL) == 0.6
     assert len(server.requests) == 2
 
 
+def test_of_processes_that_want_the_same_grade_one_asks(server, tmp_path):
+    server.default = lambda _: time.sleep(0.3) or f"Score: {random.random():.3f}"
+    arguments = {"base_url": server.url, "model": "m", "rubric": RUBRIC, "cache": str(tmp_path)}
+    spec = RewardSpec(COMPONENT, arguments | {"wall_s": 50.0}, 1.0, False)
+    pools = [RewardPool({"judge": spec}, num_workers=2, timeout_s=60) for _ in range(2)]
+    scores = [each.result() for each in [pool.begin(CALL) for pool in pools * 4]]
+    for pool in pools:
+        pool.close()
+    assert len({score.reward for score in scores}) == 1 == len(server.requests)
+    assert sum(score.used["judge_cached"] for score in scores) == len(scores) - 1
+    assert not list(tmp_path.rglob("*.lock")), "a lock is removed with its last user"
+
+
 def test_requests_keep_their_distance_over_all_processes(server, tmp_path):
     arguments = {"requests_per_minute": 600, "cache": str(tmp_path), "rubric": RUBRIC}
     spec = RewardSpec(COMPONENT, {"base_url": server.url, "model": "m", **arguments}, 1.0, False)
     pools = [RewardPool({"judge": spec}, num_workers=2, timeout_s=60) for _ in range(2)]
-    begun = [pool.begin({**CALL, "response_text": f"{i}"}) for i in range(4) for pool in pools]
+    begun = [pool.begin({**CALL, "response_text": f"{i}"}) for i, pool in enumerate(pools * 4)]
     scores = [each.result() for each in begun]
     for pool in pools:
         pool.close()
     assert all(score.error is None for score in scores)
     times = sorted(server.times)
     # Half of each distance, as requests may be late on their way.
-    assert len(times) >= 4 and times[-1] - times[0] > 0.1 * (len(times) - 1) / 2
+    assert len(times) == 8 and times[-1] - times[0] > 0.1 * (len(times) - 1) / 2
     spent = sum(score.used["judge_requests"] for score in scores)
     assert spent == len(server.requests)
 

@@ -69,3 +69,19 @@ def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, 
     frames = [text for text in trace.splitlines() if text.startswith("  File ")]
     assert all(f'"{file}"' in frame for frame in frames), trace
     assert f"line {line}, in " in frames[-1]
+
+
+def test_a_judge_that_is_down_is_not_called_a_wrong_class():
+    rubric = {"base_url": "http://127.0.0.1:9/v1", "model": "tiny", "rubric": "{{ response }}"}
+    spec = RewardSpec(
+        "grpo_components.rewards.judge.LLMJudge", {**rubric, "retries": 0}, 1.0, False
+    )
+    sample = {"prompt_text": "?", "response_text": "1", "answer": "1", "finish_reason": "stop"}
+    trial = RewardTrial({"judge": spec}, [sample], 30.0)
+    said = (
+        r"tiny at http://127\.0\.0\.1:9/v1 gave no grade: ConnectError: All connection attempts "
+        r"failed .*; allowed: one that can score a row of the data set$"
+    )
+    with pytest.raises(ComponentError, match=said):
+        trial.finish()
+    trial.close()

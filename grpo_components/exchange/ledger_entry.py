@@ -1,0 +1,40 @@
+"""Defines the ledger's entry of one group: its prompt, its state, and where its parts are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+State = Literal["in_flight", "buffered", "in_training", "trained"]
+Prompt = dict[str, Any]
+
+
+@dataclass
+class LedgerEntry:
+    """The ledger's entry of one group: living (neither trained nor dropped), or kept for reuse."""
+
+    group_id: int
+    """Number in the order of admission, from 0."""
+    prompt: Prompt
+    epoch: int
+    needed_version: int
+    """Oldest policy version that may generate the group."""
+    start_version: int
+    """Policy version of the generator when the group started; at least `needed_version`."""
+    target_step: int
+    """Training step, from 0, that the group is admitted for, by its place in the queue."""
+    state: State = "in_flight"
+    reference_kl: list[float] | None = None
+    """[G] estimated KL to the reference of each response, in nats; None without a reference."""
+    text: Any = None
+    """Ray reference to the group as text, for the rollout log; None after a resume."""
+    parts: Sequence[Any] = ()
+    """Ray references to the packed group and its summary; empty until the group is generated."""
+    response_tokens: float | None = None
+    """Mean number of sampled tokens per response; None until the group is generated."""
+
+    @property
+    def prompt_index(self) -> int:
+        """Row of the prompt in the data set."""
+        return self.prompt["prompt_index"]

@@ -1,0 +1,172 @@
+"""Which trained groups are trained again: by priority, while fresh, the same after a resume."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from grpo_components.exchange.group_reuse import (
+    Candidate,
+    GroupReuse,
+    ReusePool,
+    reused_per_step,
+    spread,
+)
+from grpo_components.exchange.ledger_entry import LedgerEntry
+from grpo_components.exchange.staleness import Reused, StalenessContract
+
+
+@dataclass
+class Summary:
+    group_id: int
+    rewards: list[float]
+    oldest_version: int
+
+
+def entry(group_id):
+    found = LedgerEntry(group_id, {"prompt_index": group_id}, 0, 0, 0, 0, "in_training")
+    found.response_tokens, found.parts = 4.0, (f"group {group_id}", "summary")
+    return found
+
+
+RULES = st.tuples(st.integers(1, 3), st.integers(2, 6), st.floats(0.5, 0.9), st.integers(2, 4))
+GROUP = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=3), st.integers(0, 3))
+STEPS = st.lists(st.tuples(st.booleans(), st.lists(GROUP, max_size=6)), max_size=7)
+"""For each step: whether it is skipped, and rewards and age of the groups that finish."""
+
+
+def played(reuse, steps, version=0, first=0):
+    """Play steps; return what each reused, and the version and the next group id after them."""
+    chosen = []
+    for skipped, groups in steps:
+        ids = range(first, first + len(groups))
+        first += len(groups)
+        summaries = [
+            Summary(number, [float(reward) for reward in rewards], max(0, version - age))
+            for number, (rewards, age) in zip(ids, groups, strict=True)
+        ]
+        reuse.begin_step(summaries)
+        chosen.append([each.group_id for each in reuse.chosen])
+        before, version = version, version + (not skipped)
+        reuse.end_step([entry(number) for number in ids], before, version)
+    return chosen, version, first
+
+
+@given(RULES, STEPS)
+def test_a_step_reuses_the_best_fresh_groups_that_were_not_used_up(rule, steps):
+    eta, batch, share, max_uses = rule
+    reuse = GroupReuse(StalenessContract(eta, batch), share, max_uses)
+    uses, known, version, number = {}, {}, 0, 0
+    for skipped, groups in steps:
+        (chosen,), after, end = played(reuse, [(skipped, groups)], version, number)
+        fresh = {k for k, (_, oldest) in known.items() if version - oldest <= eta}
+        ready = {k for k in fresh if known[k][0] > 0 and uses[k] < max_uses}
+        assert chosen == sorted(set(chosen)) and set(chosen) <= ready
+        most = reused_per_step(share, batch)
+        assert len(chosen) == min(len(ready), most)
+
+        priority = {k: worth / 2 ** (version - oldest) for k, (worth, oldest) in known.items()}
+        worst = min((priority[k] for k in chosen), default=math.inf)
+        assert all(priority[k] <= worst for k in ready - set(chosen))
+        for k in chosen:
+            event("reused")
+            uses[k] += 1
+        if skipped:
+            known = {k: known[k] for k in known if k not in chosen}
+        for k, (rewards, age) in zip(range(number, end), groups, strict=True):
+            if not skipped:
+                known[k], uses[k] = (spread(rewards), max(0, version - age)), 1
+        version, number = after, end
+        assert reuse.counts == Reused(len(reuse.chosen), most)
+        assert [e.state for e in reuse.kept] == ["trained"] * len(reuse.kept)
+
+
+@given(RULES, STEPS, STEPS)
+def test_a_saved_and_restored_choice_goes_on_as_if_nothing_had_happened(rule, before, after):
+    eta, batch, share, max_uses = rule
+    contract = StalenessContract(eta, batch)
+    whole, saved, again = (GroupReuse(contract, share, max_uses) for _ in range(3))
+    chosen, version, number = played(whole, before)
+    assert played(saved, before)[0] == chosen
+    played(again, before[:2])  # it was at another place
+    state = json.loads(json.dumps(saved.state_dict()))
+    again.load_state_dict(state, version)
+    assert [vars(e) | {"parts": ()} for e in whole.kept] == [
+        vars(e) | {"parts": ()} for e in again.kept
+    ]
+    assert played(again, after, version, number) == played(whole, after, version, number)
+
+
+def test_what_was_saved_follows_the_rule_of_the_resume():
+    steps = [(False, [([0, 1], 0), ([0, 2], 0), ([0, 0], 0)])]
+    before = GroupReuse(StalenessContract(3, 4), 0.5, 3)
+    _, version, _ = played(before, [*steps, (False, [])])
+    state = before.state_dict()
+    for contract, rule, chosen in (
+        (StalenessContract(3, 4), (0.5, 3), [0, 1]),
+        (StalenessContract(3, 4), (0.25, 3), [1]),  # the better one
+        (StalenessContract(3, 4), (0.5, 2), []),  # used twice
+        (StalenessContract(1, 4), (0.5, 3), []),  # too old
+        (StalenessContract(3, 4), (0.0, 1), []),
+    ):
+        after = GroupReuse(contract, *rule)
+        after.load_state_dict(state, version)
+        assert [e.group_id for e in after.chosen] == chosen
+        after.load_state_dict({}, version)  # a checkpoint of a run without reuse
+        assert not after.kept and not after.chosen
+
+
+def test_a_step_says_what_it_reuses_and_what_later_choices_depend_on():
+    reuse = GroupReuse(StalenessContract(2, 4), 0.5, 2)
+    assert reuse.describe() == {"replay_generation": {"share": 0.5, "max_uses": 2}}
+    assert reuse.begin_step([Summary(5, [0.0, 1.0, math.nan], 0)]) == {
+        "worths": [{"spread": 0.5, "oldest_version": 0}],
+        "reused": [],
+    }
+    reuse.end_step([entry(5)], 0, 1)
+    assert reuse.metrics.pop("reuse/age_mean") is math.nan
+    assert reuse.metrics == {"reuse/share": 0.0, "reuse/uses_mean": 1.0}
+    said = reuse.begin_step([])
+    assert said == {"worths": [], "reused": [{"group": 5, "use": 2, "response_tokens": 4.0}]}
+    assert reuse.ids == ([5], [5])
+    reuse.end_step([], 1, 2)
+    assert reuse.metrics == {"reuse/share": 0.25, "reuse/uses_mean": 1.25, "reuse/age_mean": 1.0}
+    assert reuse.ids == ([], [])
+
+
+def test_without_a_share_nothing_is_kept_or_said():
+    reuse = GroupReuse(StalenessContract(2, 4))
+    assert played(reuse, [(False, [([0, 1], 0)])] * 3)[0] == [[], [], []]
+    assert (reuse.begin_step([]), reuse.state_dict(), reuse.describe()) == ({}, {}, {})
+    assert (reuse.ids, reuse.metrics, reuse.counts) == (None, {}, Reused())
+
+
+def test_among_equals_the_older_group_goes_first_and_a_version_halves_the_priority():
+    pool = ReusePool(StalenessContract(4, 4), 0.25, 2)
+    pool.candidates = {n: Candidate(n, worth, oldest) for n, worth, oldest in
+                       ((7, 0.5, 3), (3, 0.5, 3), (1, 1.0, 2), (2, 1.9, 1))}  # fmt: skip
+    for chosen in (1, 3, 7, 2):
+        assert pool.choose(4) == [chosen]
+        del pool.candidates[chosen]
+
+
+@pytest.mark.parametrize(
+    ("share", "batch", "count"), [(0.25, 8, 2), (0.29, 100, 29), (0.1, 8, 0), (0.999, 9, 8)]
+)
+def test_a_share_is_rounded_down_to_groups(share, batch, count):
+    assert reused_per_step(share, batch) == count
+
+
+@given(st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), max_size=9))
+def test_the_spread_is_the_deviation_of_the_scored_rewards(rewards):
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    assert spread(rewards) == pytest.approx(np.std(known) if known else 0.0)
+    assert (spread(rewards) == 0) == (len(set(known)) < 2 or np.std(known) == 0)
+
+
+def test_a_spread_is_finite_and_no_larger_than_receipts_may_say():
+    assert spread([1e308, -1e308]) == 2.0**53
