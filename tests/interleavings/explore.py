@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--order", default="depth", help="depth, breadth, or a seed")
     parser.add_argument("--max-cpu-s", type=float, default=600, help="for each bound")
     parser.add_argument("--tables", action="store_true", help="explore all bounds, plant all races")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with prepared() as logs:
         if options.tables:
             return tables(logs, options.max_cpu_s)
