@@ -20,8 +20,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum crash-anywhere test test-two-nodes \
-	lint typecheck format clean
+.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum interleavings crash-anywhere \
+	test test-two-nodes lint typecheck format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,8 +37,11 @@ museum: tiny-policy  ## Plant published silent bugs, see which alarm names each;
 	@$(BIN)/python -m museum
 
 crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
-	$(BIN)/pytest -m fault tests/recipes tests/grpo_components
+	$(BIN)/pytest -m fault tests/recipes tests/grpo_components tests/interleavings
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
+
+interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
+	@$(BIN)/python tests/interleavings/explore.py --tables
 
 gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)
 	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py

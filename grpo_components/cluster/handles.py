@@ -232,9 +232,13 @@ class ReplayBufferHandle:
 
     async def add(self, group: Group) -> None:
         """Add a group; wait while the buffer is full."""
-        group.entry.parts = (group.packed, group.packed_summary)
-        await self.role.call("add", *group.entry.parts, timeout_s=self._timeout_s + GRACE_S)
-        await self._ledger.enter_buffer(group.entry.group_id)
+        entry, added = group.entry, None
+        entry.parts = (group.packed, group.packed_summary)
+        # None: the buffer was restarted. A step may have taken the group before this call's answer.
+        while added is None and entry in self._ledger.in_state("in_flight"):
+            adding = self.role.submit("add", *entry.parts, once=True)
+            added = await self.role.result(adding, "add", self._timeout_s + GRACE_S)
+        await self._ledger.enter_buffer(entry.group_id)
 
     async def take(self, num_groups: int) -> Batch:
         """Wait for a batch of whole, fresh groups; drop stale groups and issue their prompts again.

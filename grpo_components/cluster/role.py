@@ -97,8 +97,8 @@ class Role:
                 role's result reaches another without passing through the driver.
             num_returns: length of the returned tuple; 1 for a single value.
             lane: name of the thread that runs a blocking method; lanes run in parallel.
-            once: whether a restart cancels the call, because recovery does its work; its result is
-                then None.
+            once: whether a restart cancels the call, because recovery does its work or the caller
+                decides; its result is then None.
 
         Returns:
             A `Part`, or a list of `num_returns` parts.

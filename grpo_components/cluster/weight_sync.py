@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -105,7 +106,8 @@ class WeightSync:
                 if replaying or due():  # one pull serves all rollouts that waited for it
                     await self.pull(generator, f"group {entry.group_id}")
         generator.rollouts_since_pull += 1
-        entry.start_version = generator.version
+        # A generator that is being restarted has version 0; its recovery loads the newest one.
+        entry.start_version = max(generator.version, entry.needed_version)
 
     async def pull(self, generator: GeneratorHandle, cause: str) -> None:
         """Load the newest published weights, if they are newer than the generator's.
@@ -119,8 +121,26 @@ class WeightSync:
                 computes other logprobs than the trainers (a DisagreementError).
         """
         generator.rollouts_since_pull = 0
-        if not await self._ledger.should_pull(generator.name, generator.version, cause):
-            return
+        name, this_try, replaying = generator.name, cause, self._ledger.events.replaying
+        for number in itertools.count(2):
+            if not await self._ledger.should_pull(name, generator.version, this_try):
+                return
+            loaded = await self._load_newest(generator)
+            this_try = f"{cause}, pull {number}"
+            # If a restart cancelled it, the restart's own pull may have been of older weights.
+            again = self._was_repeated(name, cause, this_try) if replaying else not loaded
+            if not again:
+                return
+
+    def _was_repeated(self, name: str, cause: str, next_try: str) -> bool:
+        """Return whether the recorded run made a pull again, and not for its group issued anew."""
+        event = self._ledger.events.next_recorded(
+            lambda e: e["event"] == "pull" and e["role"] == name and e["cause"] in (cause, next_try)
+        )
+        return event is not None and event["cause"] == next_try
+
+    async def _load_newest(self, generator: GeneratorHandle) -> bool:
+        """Load the newest published weights; return whether no restart cancelled it."""
         version, buckets, references = await self._roles.server.newest(generator.held_version)
         began = time.perf_counter()
         if self._roles.transfer is None:
@@ -129,7 +149,7 @@ class WeightSync:
             loaded = await self._roles.transfer.load(generator.role, version, buckets, references)
         generator.load_s = time.perf_counter() - began
         if loaded is None:
-            return
+            return False
         generator.version, checksum, *probe = loaded
         generator.held_version = version
         pushed = await self._pushed_checksum(references)
@@ -142,6 +162,7 @@ class WeightSync:
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
         await self._roles.server.acknowledge(generator.name, version)
         self._probe.check(generator.name, version, (probe[0] if probe else None) or ())
+        return True
 
     async def _pushed_checksum(self, references: list[Any]) -> str:
         """Return the checksum of a pushed snapshot; hundreds of generators may ask for it."""

@@ -229,6 +229,42 @@ def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered(local_role
     asyncio.run(run())
 
 
+class Restarted:
+    """The role of a buffer that restarts during the first calls of `add`."""
+
+    def __init__(self, role, *during):
+        self.role, self.during = role, list(during)
+
+    def submit(self, *call, **options):
+        assert options["once"], "a restart must not repeat it unasked"
+        return self.role.submit(*call, **options)
+
+    async def result(self, part, what, timeout_s):
+        answer = await self.role.result(part, what, timeout_s)
+        return await self.during.pop(0)() if self.during else answer
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(local_role, taken):
+    async def run():
+        setting = Setting(local_role)
+        role, group = setting.buffer.role, await setting.generated()
+
+        async def restart():
+            if taken:  # the step's answer came before that of `add`, which the restart cancelled
+                await setting.ledger.take([group.entry.group_id])
+                setting.ledger.finish_step(1)
+            await role.call("refill", timeout_s=1)
+
+        setting.buffer.role = Restarted(role, restart)
+        await setting.buffer.add(group)
+        assert (group.entry.state == "buffered") != taken
+        held = [item.summary.group_id for item in role.target._slots.live.values()]
+        assert held == ([] if taken else [0])
+
+    asyncio.run(run())
+
+
 def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(local_role, tmp_path):
     """The buffer is restarted while a step trains a group that the next step trains again."""
 

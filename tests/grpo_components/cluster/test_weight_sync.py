@@ -368,3 +368,76 @@ def test_a_replay_pulls_where_the_recording_did(local_role):
         assert order.summary().startswith(f"{len(recorded) - 1} events")  # all but the load
 
     asyncio.run(run())
+
+
+async def pull_that_a_restart_cancels(setting):
+    """Pull for group 0; a restart cancels it, loads version 1, and version 2 is published."""
+    generator = setting.generators[0]
+    load_weights = generator.load_weights
+
+    async def is_cancelled(version, buckets):
+        generator.load_weights = load_weights
+        generator.version = 1  # what the restart loaded, before the next push
+        await setting.step()
+        return None
+
+    generator.load_weights = is_cancelled
+    await setting.weights.pull(generator, "group 0")
+
+
+def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights(
+    local_role,
+):
+    async def run():
+        setting = Setting(local_role)
+        await setting.step()
+        await pull_that_a_restart_cancels(setting)
+        assert setting.generators[0].version == setting.ledger.published_version == 2
+        assert [version for version, _ in setting.engines[0].loaded] == [2]
+        pulls = [("generator_0", "group 0"), ("generator_0", "group 0, pull 2")]
+        assert setting.named("pull") == pulls
+
+    asyncio.run(run())
+
+
+def test_a_replay_makes_a_pull_again_where_the_recording_did(local_role):
+    """Although nothing cancels it; and the pull of a group that is issued anew stays its own."""
+
+    async def run():
+        first = Setting(local_role, num_generators=1)
+        await first.step()
+        await pull_that_a_restart_cancels(first)
+        await first.step()
+        await first.weights.pull(first.generators[0], "group 0")
+        recorded = [event | {"number": i} for i, event in enumerate(first.events)]
+        order = EventOrder(recorded=recorded, timeout_s=9.0)
+        replay = Setting(local_role, num_generators=1, events=order)
+        await replay.step()
+        pulling = asyncio.create_task(replay.weights.pull(replay.generators[0], "group 0"))
+        await replay.step()
+        await pulling
+        assert replay.generators[0].version == 2
+        await replay.step()
+        await replay.weights.pull(replay.generators[0], "group 0")
+        assert replay.named("pull") == first.named("pull") and order.summary()
+
+    asyncio.run(run())
+
+
+def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version(local_role):
+    async def run():
+        setting = Setting(local_role)
+        await setting.step()
+        generator, entry = setting.generators[0], await setting.ledger.admit("generator_0", 1)
+        entry.needed_version = 1
+        acknowledge = setting.server.acknowledge
+
+        def restarts_before_the_answer(name, version):
+            acknowledge(name, version)
+            generator.version = 0
+
+        setting.server.acknowledge = restarts_before_the_answer
+        await setting.weights.pull_if_due(generator, entry)
+        assert entry.start_version == entry.needed_version == 1
+
+    asyncio.run(run())

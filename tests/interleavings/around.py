@@ -1,0 +1,138 @@
+"""What stands around a run: prompts, checkpoints, and what would reach for Ray or for files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torchrl.data.replay_buffers.storages.base as storages
+from roles import Generator
+
+import grpo_components.cluster.cluster as cluster_module
+import grpo_components.cluster.role_process as role_process
+import grpo_components.exchange.replay_buffer as buffer_module
+from grpo_components.cluster.handles import ReplayBufferHandle
+from grpo_components.cluster.trainers_handle import TrainersHandle
+
+
+class Prompts:
+    """Prompts in their order; a checkpoint holds the position and which prompts ended untrained."""
+
+    def __init__(self) -> None:
+        self.drawn, self.ended = 0, []
+
+    def __iter__(self) -> Prompts:
+        return self
+
+    def __next__(self) -> tuple[dict[str, Any], int]:
+        self.drawn += 1
+        return {"prompt_index": self.drawn - 1}, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PromptStream.state_dict`."""
+        return {"drawn": self.drawn, "ended": list(self.ended)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `PromptStream.load_state_dict`."""
+        self.drawn, self.ended = state["drawn"], list(state["ended"])
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt starts; see `RunStart`."""
+
+    driver: dict[str, Any]
+    attempt: int = 0
+    checkpoint: Path | None = None
+    output_dir: Path = Path("/nowhere")
+
+
+class Checkpoints:
+    """Keeps the last checkpoint in memory, by the calls that `records.Checkpoints` makes."""
+
+    def __init__(self, world: Any) -> None:
+        self._world, self.held = world, {}
+
+    def hold(self) -> None:
+        """See `Checkpoints.hold`."""
+        ledger, prompts = self._world.ledger, self._world.prompts
+        self.held = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
+        self._buffered = [p for e in ledger.in_state("buffered") for p in e.parts]
+
+    async def save(self, step: int, trainers: TrainersHandle, buffer: ReplayBufferHandle) -> None:
+        """See `Checkpoints.save`."""
+        if "trainer_0" not in self._world.bound.crash:
+            return  # nobody would read it
+        held, buffered = self.held, self._buffered
+        await trainers.hold_state(in_background=False)
+        folder = Path(f"step_{step}")
+        await asyncio.gather(
+            trainers.write_state(folder), buffer.write_state(folder / "state", buffered)
+        )
+        world = self._world
+        world.journal._start = replace(world.journal._start, driver=held, checkpoint=folder)
+
+    async def restore(
+        self, checkpoint: Path, trainers: TrainersHandle, buffer: ReplayBufferHandle
+    ) -> None:
+        """See `Checkpoints.restore`."""
+        await trainers.load_state(checkpoint)
+        await buffer.read_state(checkpoint / "state")
+
+    async def wait_idle(self) -> None:
+        """Nothing is written in the background."""
+
+    async def finish(self) -> None:
+        """Nothing is written in the background."""
+
+
+class _Value:
+    """A shared number of a process that shares nothing."""
+
+    def __init__(self, kind: str, value: int = 0) -> None:
+        self.value, self._lock = value, threading.RLock()
+
+    def get_lock(self) -> Any:
+        """See `multiprocessing.Value`."""
+        return self._lock
+
+
+@contextlib.contextmanager
+def without_ray() -> Iterator[None]:
+    """Context manager: what would reach for Ray, files or the content of groups does not."""
+    files: dict[tuple[str, str], Any] = {}
+
+    def write(folder: Path, name: str, state: Any) -> None:
+        files[f"{folder}", name] = copy.copy(state)
+
+    with contextlib.ExitStack() as patches:
+        for module, changes in {
+            cluster_module: {
+                "OwnRay": lambda *given: SimpleNamespace(scratch=None),
+                "resource_use": dict,
+                "objects_in_scope": lambda: 0,
+                "_HEARTBEAT_EVERY_S": math.inf,
+            },
+            storages: {"mp": SimpleNamespace(RLock=threading.RLock, Value=_Value)},
+            role_process: {"ray": SimpleNamespace(kill=lambda host: host.end())},
+            buffer_module: {
+                "concatenate": list,
+                "batch_hash": lambda batch: f"{[group.group_id for group in batch]}",
+                "asdict": lambda summary: {"group_id": summary.group_id},
+                "summarize": lambda group: Generator(1).summary(group),
+                "write_state": write,
+                "read_state": lambda folder, name: files[f"{folder}", name],
+            },
+        }.items():
+            for name, value in changes.items():
+                patches.enter_context(mock.patch.object(module, name, value))
+        yield

@@ -1,0 +1,173 @@
+"""Explores all interleavings of a small run: `make interleavings`.
+
+    python tests/interleavings/explore.py max_staleness=1 steps=2 crash=trainer_0
+    python tests/interleavings/explore.py --race buffered_after_taken
+    python tests/interleavings/explore.py --race buffered_after_taken --schedule 0.1.0.2
+    python tests/interleavings/explore.py --tables          # docs/interleavings.md; some hours
+
+The keys are those of `Bound` in `world.py`. A schedule is the number of the step taken at each
+point; with `--schedule` it is run again, and shown step by step with the events of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from exploring import Explored, Run, explore, prepared
+from races import RACES
+from rules import Finals
+from world import Bound
+
+GENERATORS = ("generator_0", "generator_1")
+_SYNCHRONOUS = Bound(max_staleness=0, steps=2)
+_ASYNCHRONOUS = Bound(max_staleness=1, steps=2)
+_DEATHS: tuple[dict[str, Any], ...] = (
+    {"crash": GENERATORS},
+    {"crash": GENERATORS, "max_restarts": 0},
+    {"crash": ("replay_buffer",)},
+    {"crash": ("parameter_server",)},
+    {"crash": ("reference_0",), "references": 1},
+    {"crash": ("trainer_0",)},
+)
+BOUNDS = (
+    *(replace(_SYNCHRONOUS, stale_groups=how) for how in ("drop", "wait")),
+    *(replace(_ASYNCHRONOUS, stale_groups=how) for how in ("drop", "wait")),
+    *(replace(_ASYNCHRONOUS, push_every=2, stale_groups=how) for how in ("drop", "wait")),
+    *(replace(_SYNCHRONOUS, failing=(0,)), replace(_SYNCHRONOUS, steps=3)),
+    replace(_SYNCHRONOUS, steps=1, early=2),
+    *(replace(_SYNCHRONOUS, steps=1, **death) for death in _DEATHS),
+    *(replace(_SYNCHRONOUS, **death) for death in _DEATHS),
+    *(replace(_ASYNCHRONOUS, **death) for death in _DEATHS),
+    *(
+        Bound(max_staleness=eta, push_every=push, stale_groups=how)
+        for eta, push in ((1, 1), (1, 2), (2, 1), (2, 2))
+        for how in ("drop", "wait")
+    ),
+)
+"""What `--tables` explores, those that take longest last."""
+
+
+def main() -> int:
+    """Run the command line; return 1 if a schedule fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="of `Bound`, e.g. steps=2")
+    parser.add_argument("--race", choices=RACES, help="plant this race, in its own bound")
+    parser.add_argument("--schedule", help="run this one, e.g. 0.1.3.2")
+    parser.add_argument("--order", default="depth", help="depth, breadth, or a seed")
+    parser.add_argument("--max-cpu-s", type=float, default=600, help="for each bound")
+    parser.add_argument("--tables", action="store_true", help="explore all bounds, plant all races")
+    options = parser.parse_intermixed_args()
+    with prepared() as logs:
+        if options.tables:
+            return tables(logs, options.max_cpu_s)
+        race = RACES.get(options.race)
+        bound = bound_of(options.keys, race.bound if race else Bound())
+        with race.planted() if race else contextlib.nullcontext():
+            if options.schedule is not None:
+                numbers = [int(number) for number in options.schedule.split(".") if number]
+                return show(bound, numbers, logs)
+            order = options.order
+            order = int(order) if order.isdigit() else order
+            found = explore(bound, logs=logs, order=order, max_cpu_s=options.max_cpu_s)
+            sys.stdout.write(f"{row(bound, found)}\n")
+            if found.failure is None:
+                return 0
+            sys.stdout.write(f"--schedule {'.'.join(map(str, found.failure.schedule))}\n")
+            return show(bound, found.failure.schedule, logs)
+
+
+def bound_of(keys: Sequence[str], bound: Bound) -> Bound:
+    """Return a bound with some keys changed."""
+    changes: dict[str, Any] = {}
+    for key, _, text in (given.partition("=") for given in keys):
+        before = {field.name: getattr(bound, field.name) for field in fields(bound)}[key]
+        values = tuple(each for each in text.split(",") if each)
+        if key == "failing":
+            changes[key] = tuple(map(int, values))
+        else:
+            changes[key] = values if isinstance(before, tuple) else type(before)(text)
+    return replace(bound, **changes)
+
+
+def show(bound: Bound, schedule: Sequence[int], logs: Path) -> int:
+    """Run a schedule, then the first choices, and write what happens; return 1 if it fails."""
+    run = Run(bound, logs, Finals())
+    seen, numbers = 0, iter(schedule)
+    while run.choices and run.world is not None:
+        world = run.world
+        number = next(numbers, 0)
+        step, others = len(run.taken) + 1, len(run.choices) - 1
+        label = run.take(number)
+        besides = f"   ({others} others possible)" if others else ""
+        sys.stdout.write(f"{step:4} {label}{besides}\n")
+        for event in world.events[seen:]:
+            shown = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("event", "attempt"))
+            sys.stdout.write(f"         {event['event']}: {shown}\n")
+        seen = len(world.events)
+    sys.stdout.write(f"{run.problem or 'the run ends, and every rule holds'}\n")
+    run.close()
+    return int(bool(run.problem))
+
+
+def row(bound: Bound, found: Explored) -> str:
+    """Return the line of an exploration for the table."""
+    defaults = Bound()
+    changed = {
+        field.name: getattr(bound, field.name)
+        for field in fields(bound)
+        if getattr(bound, field.name) != getattr(defaults, field.name)
+        or field.name in ("max_staleness", "steps")
+    }
+    shown = ", ".join(
+        f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for key, value in changed.items()
+    )
+    schedules = f"{found.schedules:,}" if found.whole else "not all"
+    figures = f"{found.states:,} | {found.runs:,} | {schedules} | {found.longest or '-'}"
+    failed = found.failure.problem if found.failure else "none"
+    return f"| {shown} | {figures} | {found.cpu_s:.0f} | {failed} |"
+
+
+def tables(logs: Path, max_cpu_s: float) -> int:
+    """Write the tables of docs/interleavings.md; return 1 if a rule breaks or a race escapes."""
+    failed = False
+    for line in _tables(logs, max_cpu_s):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+        failed |= line.startswith("FAILED")
+    return int(failed)
+
+
+def _tables(logs: Path, max_cpu_s: float) -> Iterator[str]:
+    yield "| bound | states | runs | schedules covered | longest, steps | CPU s | rules broken |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | --- |"
+    for bound in BOUNDS:
+        found = explore(bound, logs=logs, max_cpu_s=max_cpu_s)
+        yield row(bound, found)
+        if found.failure:
+            yield f"FAILED: --schedule {'.'.join(map(str, found.failure.schedule))}"
+    yield ""
+    yield "| race | runs until found | CPU s | shortest, steps | found as |"
+    yield "| --- | ---: | ---: | ---: | --- |"
+    for name, race in RACES.items():
+        with race.planted():
+            found = explore(race.bound, logs=logs, order=1, max_cpu_s=max_cpu_s)
+            shortest = explore(race.bound, logs=logs, order="breadth", max_cpu_s=max_cpu_s)
+        if found.failure is None:
+            yield f"FAILED: {name} is not found"
+            continue
+        steps = len(shortest.failure.schedule) if shortest.failure else "-"
+        how = (shortest.failure or found.failure).problem
+        yield f"| `{name}`: {race.what} | {found.runs} | {found.cpu_s:.1f} | {steps} | {how} |"
+        if shortest.failure:
+            yield f"<!-- {'.'.join(map(str, shortest.failure.schedule))} -->"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

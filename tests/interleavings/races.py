@@ -1,0 +1,285 @@
+"""Races to plant, each in one method while a schedule is explored: all of them must be found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from around import Checkpoints
+from roles import Generator
+from world import NEVER_S, Bound
+
+from grpo_components.cluster.handles import GeneratorHandle, ReplayBufferHandle
+from grpo_components.cluster.role import Role
+from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.replay_buffer import ReplayBuffer
+from grpo_components.exchange.staleness import StalenessContract
+
+
+@dataclass(frozen=True)
+class Race:
+    """A fault in one method, and a small job in which it shows."""
+
+    what: str
+    bound: Bound
+    owner: type
+    method: str
+    fault: Callable[..., Any]
+    """Gets the method that it replaces, then the method's own arguments."""
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """Context manager: the fault is in the method."""
+        original = getattr(self.owner, self.method)
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            return self.fault(original, *args, **kwargs)
+
+        with mock.patch.object(self.owner, self.method, faulty):
+            yield
+
+
+def _may_start_by_trainers_version(_: Any, self: Ledger) -> bool:
+    still_needed = self._contract.groups_of(self.num_steps - self.steps_done)
+    is_needed = len(self._living) < still_needed
+    return is_needed and self.policy_version >= self._needed_version()
+
+
+async def _wait_then_yield(original: Any, *args: Any) -> None:
+    await original(*args)
+    await asyncio.sleep(0)
+
+
+async def _take_one_less(original: Any, self: ReplayBuffer, number: int, *given: Any) -> Any:
+    return await original(self, max(1, number - 1), *given)
+
+
+def _batch_as_it_came(original: Any, self: ReplayBuffer, items: Any, *given: Any) -> Any:
+    slots = self._buffer._storage._storage
+    return original(self, sorted(items, key=lambda item: -slots.index(item)), *given)
+
+
+def _version_at_the_end(original: Any, self: Generator, group: Any) -> Any:
+    return original(self, group._replace(first=group.last))
+
+
+async def _version_before_the_swap(
+    original: Any, self: WeightSync, generator: GeneratorHandle, cause: str
+) -> None:
+    if generator.version < self._ledger.published_version:
+        generator.version, before = self._ledger.published_version, generator.version
+        newest = await self._roles.server.newest(before)
+        loaded = await generator.load_weights(*newest[:2])
+        assert loaded is not None
+
+
+async def _publish_before_the_push(original: Any, self: WeightSync) -> None:
+    await self._ledger.publish(self._ledger.policy_version + 1)
+    version = await self._roles.trainers.gather_weights()
+    pushed = self._pushes.begin(version)
+    await self._roles.server.push(version, *pushed)
+    self._ever_pushed = True
+
+
+async def _push_one_step_late(original: Any, self: WeightSync, version: int) -> Any:
+    return await original(self, version - 1)
+
+
+async def _pull_without_lock(original: Any, self: WeightSync, generator: Any, entry: Any) -> None:
+    with mock.patch.object(generator, "swapping", contextlib.nullcontext()):
+        await original(self, generator, entry)
+
+
+def _recover_with_old_label(_: Any, self: WeightSync, generator: GeneratorHandle) -> Any:
+    async def pull() -> None:
+        generator.held_version = -1
+        await self.pull(generator, "restart")
+
+    return pull
+
+
+def _keep_in_flight(_: Any, self: Ledger, entry: Any) -> None:
+    self._wake()
+
+
+def _give_back_twice(original: Any, self: Ledger, entry: Any) -> None:
+    original(self, entry)
+    self._interrupt(entry)
+
+
+async def _drop_but_keep_place(original: Any, self: Ledger, ids: Any, *given: Any) -> None:
+    kept = {number: self._living[number] for number in ids}
+    await original(self, kept, *given)
+    self._living |= kept
+
+
+async def _drop_for_good(original: Any, self: Ledger, ids: Any, reason: str, **_: Any) -> None:
+    await original(self, ids, reason)
+
+
+async def _enter_whatever_happened(_: Any, self: Ledger, group_id: int) -> None:
+    if group_id in self._living:
+        self._living[group_id].state = "buffered"
+    self._wake(opened=False)
+
+
+def _never_wait(*_: Any) -> bool:
+    return False
+
+
+async def _add_whatever_happened(_: Any, self: ReplayBufferHandle, group: Any) -> None:
+    group.entry.parts = (group.packed, group.packed_summary)
+    await self.role.call("add", *group.entry.parts, timeout_s=NEVER_S)
+    await self._ledger.enter_buffer(group.entry.group_id)
+
+
+async def _pull_once(_: Any, self: WeightSync, generator: GeneratorHandle, cause: str) -> None:
+    generator.rollouts_since_pull = 0
+    if await self._ledger.should_pull(generator.name, generator.version, cause):
+        await self._load_newest(generator)
+
+
+async def _version_of_a_restart(
+    original: Any, self: WeightSync, generator: Any, entry: Any
+) -> None:
+    await original(self, generator, entry)
+    entry.start_version = generator.version
+
+
+async def _nothing(*_: Any) -> None:
+    pass
+
+
+def _forget_last_call(original: Any, self: Role, *given: Any, **options: Any) -> None:
+    original(self, *given, **options | {"remembers": None})
+
+
+async def _save_prompts_later(
+    original: Any, self: Checkpoints, step: int, trainers: Any, buffer: Any
+) -> None:
+    await trainers.hold_state(in_background=False)
+    self.held["prompts"] = self._world.prompts.state_dict()
+    await original(self, step, trainers, buffer)
+
+
+_GENERATORS = ("generator_0", "generator_1")
+_SYNCHRONOUS, _ASYNCHRONOUS = Bound(max_staleness=0, steps=2), Bound(max_staleness=1, steps=2)
+_TWO_ROLLOUTS = Bound(generators=1, rollouts_in_flight=2, max_staleness=1)
+_OVERTAKEN = Bound(max_staleness=1, steps=3)
+
+RACES = {
+    "trainers_version": Race(
+        "admission counts the trainers' version in place of the published one",
+        Bound(max_staleness=1, push_every=2, steps=3),
+        *(Ledger, "_may_start", _may_start_by_trainers_version),
+    ),
+    "admission_yields": Race(
+        "another task runs between the check of admission and the issue",
+        *(_SYNCHRONOUS, Ledger, "_until", _wait_then_yield),
+    ),
+    "part_of_a_batch": Race(
+        "a step takes fewer groups than a batch",
+        Bound(max_staleness=0, groups_per_step=2, steps=1),
+        *(ReplayBuffer, "take", _take_one_less),
+    ),
+    "batch_as_it_came": Race(
+        "a batch has its groups in the order in which they came",
+        Bound(max_staleness=0, groups_per_step=2, steps=1),
+        *(ReplayBuffer, "_batch", _batch_as_it_came),
+    ),
+    "label_at_the_end": Race(
+        "a group is labelled with the version at its end",
+        *(_TWO_ROLLOUTS, Generator, "summary", _version_at_the_end),
+    ),
+    "label_before_the_swap": Race(
+        "a generator's version is set before it has loaded the weights",
+        Bound(generators=1, rollouts_in_flight=2, max_staleness=0, groups_per_step=2, steps=2),
+        *(WeightSync, "pull", _version_before_the_swap),
+    ),
+    "published_before_pushed": Race(
+        "a version counts as published before the server has it",
+        *(_SYNCHRONOUS, WeightSync, "push", _publish_before_the_push),
+    ),
+    "push_skipped": Race(
+        "each push comes one step late",
+        *(_SYNCHRONOUS, WeightSync, "push_if_due", _push_one_step_late),
+    ),
+    "pulls_overlap": Race(
+        "two pulls of one generator overlap",
+        Bound(generators=1, rollouts_in_flight=2, max_staleness=1, steps=4),
+        *(WeightSync, "pull_if_due", _pull_without_lock),
+    ),
+    "old_label_after_restart": Race(
+        "a restarted generator keeps its version, with the base model's weights",
+        Bound(max_staleness=0, steps=2, generators=1, crash=("generator_0",)),
+        *(WeightSync, "_pull_after_restart", _recover_with_old_label),
+    ),
+    "group_not_given_back": Race(
+        "the group of a lost generator stays in flight",
+        Bound(max_staleness=0, steps=1, crash=_GENERATORS, max_restarts=0),
+        *(Ledger, "give_back", _keep_in_flight),
+    ),
+    "given_back_twice": Race(
+        "the group of a lost generator is given back twice",
+        Bound(max_staleness=0, steps=2, crash=_GENERATORS, max_restarts=0),
+        *(Ledger, "give_back", _give_back_twice),
+    ),
+    "place_of_a_dropped_group": Race(
+        "a dropped group keeps its place in the queue",
+        Bound(max_staleness=0, steps=1, failing=(0,)),
+        *(Ledger, "drop", _drop_but_keep_place),
+    ),
+    "stale_prompt_lost": Race(
+        "the prompt of a stale group is not issued again",
+        *(_OVERTAKEN, Ledger, "drop", _drop_for_good),
+    ),
+    "buffered_after_taken": Race(
+        "a group counts as buffered although a step has taken it",
+        *(_ASYNCHRONOUS, Ledger, "enter_buffer", _enter_whatever_happened),
+    ),
+    "wait_lets_expire": Race(
+        "with `wait`, a step does not wait for groups in flight that it makes too old",
+        Bound(max_staleness=1, steps=3, stale_groups="wait"),
+        *(StalenessContract, "must_wait", _never_wait),
+    ),
+    "buffer_not_refilled": Race(
+        "a restarted buffer is not filled again",
+        Bound(max_staleness=0, steps=1, generators=1, crash=("replay_buffer",)),
+        *(ReplayBufferHandle, "_refill", _nothing),
+    ),
+    "added_after_taken": Race(
+        "a restarted buffer gets a group again that a step has taken",
+        Bound(max_staleness=0, steps=2, crash=("replay_buffer",)),
+        *(ReplayBufferHandle, "add", _add_whatever_happened),
+    ),
+    "cancelled_pull": Race(
+        "a pull that a restart cancels is not made again, although the restart's own was older",
+        Bound(max_staleness=0, crash=_GENERATORS),
+        *(WeightSync, "pull", _pull_once),
+    ),
+    "version_of_a_restart": Race(
+        "a group whose generator restarts while it pulls is labelled with the base model's version",
+        Bound(max_staleness=0, steps=2, generators=1, crash=("generator_0",)),
+        *(WeightSync, "pull_if_due", _version_of_a_restart),
+    ),
+    "server_forgets": Race(
+        "a restarted server does not get the last push again",
+        Bound(max_staleness=0, steps=2, generators=1, crash=("parameter_server",)),
+        *(Role, "__init__", _forget_last_call),
+    ),
+    "buffer_survives_rollback": Race(
+        "the buffer keeps its groups when the run returns to a checkpoint",
+        Bound(max_staleness=1, steps=2, generators=1, crash=("trainer_0",)),
+        *(ReplayBufferHandle, "begin_again", _nothing),
+    ),
+    "torn_checkpoint": Race(
+        "a checkpoint has the prompts' position of a later moment than the ledger",
+        Bound(max_staleness=0, steps=2, generators=1, crash=("trainer_0",)),
+        *(Checkpoints, "save", _save_prompts_later),
+    ),
+}

@@ -1,0 +1,125 @@
+"""All schedules of the smallest runs keep every rule, and planted races are found."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from explore import bound_of
+from exploring import Explored, Run, explore, paths, prepared
+from races import RACES
+from rules import Finals
+from states import state_of
+from world import Bound
+
+SYNCHRONOUS = Bound(max_staleness=0, steps=1)
+BOUNDS = {
+    "synchronous": SYNCHRONOUS,
+    "answers come early": replace(SYNCHRONOUS, generators=1, early=1),
+    "asynchronous, one generator": Bound(generators=1, rollouts_in_flight=2, steps=2),
+    "a failing prompt": replace(SYNCHRONOUS, failing=(0,)),
+    **{
+        f"{role} dies": replace(SYNCHRONOUS, generators=1, crash=(role,))
+        for role in ("replay_buffer", "parameter_server")
+    },
+}
+LARGER = {
+    "a generator is given up": replace(
+        SYNCHRONOUS, crash=("generator_0", "generator_1"), max_restarts=0
+    ),
+    "a generator dies": replace(SYNCHRONOUS, generators=1, crash=("generator_0",)),
+    "a trainer dies": replace(SYNCHRONOUS, generators=1, crash=("trainer_0",)),
+    "anyone dies": Bound(
+        steps=2,
+        references=1,
+        crash=("generator_0", "trainer_0", "replay_buffer", "parameter_server", "reference_0"),
+    ),
+}
+SLOW = {
+    *("label_at_the_end", "old_label_after_restart", "pulls_overlap", "stale_prompt_lost"),
+    *("wait_lets_expire", "torn_checkpoint", "added_after_taken", "version_of_a_restart"),
+    *("server_forgets", "buffer_not_refilled", "cancelled_pull"),
+}
+"""Races that take hundreds of runs to find: `make interleavings` plants them, too."""
+
+
+@pytest.fixture(scope="module")
+def logs():
+    with prepared() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("bound", BOUNDS.values(), ids=BOUNDS)
+def test_every_schedule_of_a_small_run_keeps_every_rule(bound, logs):
+    found = explore(bound, logs=logs)
+    assert found.failure is None and found.whole
+    assert found.schedules > 1
+
+
+@pytest.mark.parametrize("bound", LARGER.values(), ids=LARGER)
+def test_random_schedules_of_larger_runs_keep_every_rule(bound, logs):
+    found = explore(bound, logs=logs, order=0, max_runs=150)
+    assert found.failure is None and found.runs == 150
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.fault] if n in SLOW else []) for n in RACES]
+)
+def test_a_planted_race_is_found_and_its_schedule_shows_it_again(name, logs):
+    race = RACES[name]
+    with race.planted():
+        found = explore(race.bound, logs=logs, order=1)
+        assert found.failure is not None, f"{race.what}: not found in {found.runs} runs"
+        assert followed(race.bound, found.failure.schedule, logs) == found.failure.problem
+    assert followed(race.bound, found.failure.schedule, logs) != found.failure.problem
+
+
+def followed(bound, schedule, logs):
+    """Run a schedule for as long as it fits, and return the rule that it breaks."""
+    run = Run(bound, logs, Finals())
+    for number in schedule:
+        if number < len(run.choices):
+            run.take(number)
+    run.close()
+    return run.problem
+
+
+def test_the_first_failure_in_breadth_is_a_shortest_one(logs):
+    race = RACES["place_of_a_dropped_group"]
+    with race.planted():
+        shortest, any_one = (explore(race.bound, logs=logs, order=o) for o in ("breadth", "depth"))
+    assert len(shortest.failure.schedule) <= len(any_one.failure.schedule)
+
+
+def test_equal_states_go_on_alike_however_they_were_reached(logs):
+    """What a state leaves out makes no difference: each choice leads to the same next state."""
+    bound = Bound(generators=1, rollouts_in_flight=2, steps=2, crash=("trainer_0", "generator_0"))
+    labels, following, chance, again = {}, {}, random.Random(0), 0
+    for _ in range(60):
+        run, state, taken = Run(bound, logs, Finals()), None, ""
+        while run.choices:
+            before, state = state, state_of(run.world)
+            again += state in labels
+            assert labels.setdefault(state, possible(run)) == possible(run)
+            if before is not None and labels[before].count(taken) == 1:
+                assert following.setdefault((before, taken), state) == state
+            taken = run.take(chance.randrange(len(run.choices)))
+        assert not run.problem
+        run.close()
+    assert again > 200
+
+
+def possible(run):
+    return sorted(choice.label for choice in run.choices)
+
+
+def test_a_schedule_covers_as_many_as_there_are_ways():
+    ways = {b"a": [b"b", b"c"], b"b": [b"d"], b"c": [b"d", b"e"], b"d": [], b"e": [b"d"]}
+    assert paths(ways) == (3, 3)
+    with pytest.raises(AssertionError, match="circles"):
+        paths({b"a": [b"b"], b"b": [b"a"]})
+
+
+def test_keys_of_the_command_are_those_of_a_bound():
+    bound = bound_of(["steps=2", "crash=trainer_0,generator_0", "failing=0,2"], Bound())
+    assert bound == Bound(steps=2, crash=("trainer_0", "generator_0"), failing=(0, 2))
+    assert not Explored().whole

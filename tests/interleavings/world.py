@@ -1,0 +1,323 @@
+"""One run of the recipe's own loops, ledger, handles and supervision, in steps that are chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from around import Checkpoints, Prompts, Start
+from controlled_loops import ControlledLoop
+from processes import PURE, Process, RemoteCall
+from roles import BrokenRule, Generator, Reference, Trainer
+
+from grpo_components.cluster.batch import Batch, Group
+from grpo_components.cluster.cluster import Cluster
+from grpo_components.cluster.handles import (
+    GeneratorHandle,
+    ParameterServerHandle,
+    ReferencesHandle,
+    ReplayBufferHandle,
+    Roles,
+)
+from grpo_components.cluster.restarts import Family, RestartBudget
+from grpo_components.cluster.role import Role
+from grpo_components.cluster.trainers_handle import TrainersHandle
+from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.parameter_server import VLLMParameterServer
+from grpo_components.exchange.replay_buffer import ReplayBuffer
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.records.journal import Journal
+from grpo_components.replay.event_order import Event, EventOrder
+from grpo_components.training.step_result import StepResult
+from grpo_components.twin.simulation import _recipe_class
+
+NEVER_S = 1e9
+"""Time-outs, none of which ends: what would wait so long is a deadlock."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is explored: a small job, and what may befall it."""
+
+    generators: int = 2
+    groups_per_step: int = 1
+    steps: int = 3
+    max_staleness: int = 1
+    push_every: int = 1
+    pull_every: int = 1
+    stale_groups: Literal["drop", "wait"] = "drop"
+    rollouts_in_flight: int = 1
+    references: int = 0
+    failing: tuple[int, ...] = ()
+    """Prompts whose responses all fail, so that their groups are dropped."""
+    crash: tuple[str, ...] = ()
+    """Roles one of which may die, once, at any point."""
+    max_restarts: int = 8
+    save_every: int = 1
+    early: int = 0
+    """Answers that may arrive while the driver still has callbacks to run."""
+
+
+@dataclass
+class Choice:
+    """One step that can come next."""
+
+    label: str
+    take: Callable[[], None]
+    early: bool = False
+
+
+class World:
+    """A run up to some point, and the steps that can come next.
+
+    Args:
+        bound: the job, and what may befall it.
+        logs: folder for files that the cluster opens.
+    """
+
+    def __init__(self, bound: Bound, logs: Path) -> None:
+        self.bound, self.now = bound, 0.0
+        self.driver = ControlledLoop(lambda: self.now)
+        self.processes: list[Process] = []
+        self.files: dict[str, Any] = {}
+        self.crashes_left, self.early_left = int(bool(bound.crash)), bound.early
+        self.events: list[Event] = []
+        self.published = -1
+        self.broken: BrokenRule | None = None
+        """Rule that a role found broken."""
+        self._build(logs)
+        self.main = self.driver.create_task(self._main())
+        self._settle()
+
+    async def _main(self) -> None:
+        # As `train`, after `ready`.
+        await self.cluster.supervise(self.recipe.loops, self.begin_again)
+
+    # ---- building
+
+    def _role(self, name: str, build: Callable[[], Any], **options: Any) -> Role:
+        def start_host(incarnation: int) -> tuple[Any, Any]:
+            process = Process(self, name, build)
+            return process, process.start.remote() if incarnation else None
+
+        role = Role(
+            name,
+            f"/nowhere/{name}.log",
+            start_host,
+            budget=self.budget,
+            note=lambda line: None,
+            record=self.ledger.events.record,
+            started=lambda name, identity: None,
+            names=self._names,
+            **options,
+        )
+        role._start_timeout_s = NEVER_S  # `ready` would set it
+        self.cluster.roles.append(role)
+        return role
+
+    def _build(self, logs: Path) -> None:
+        bound, limit = self.bound, NEVER_S
+        contract = StalenessContract(bound.max_staleness, bound.groups_per_step)
+        self.prompts = Prompts()
+        self.ledger = Ledger(contract, bound.steps, self.prompts)
+        self.ledger.events = EventOrder(listeners=[self._note])
+        self._names: dict[str, str] = {}
+        self.budget = RestartBudget(bound.max_restarts, math.inf, lambda: self.now)
+        self.cluster = Cluster(
+            logs, "WARNING", 0, budget=self.budget, heartbeat_s=math.inf, note=lambda line: None,
+            phase=lambda line: None, events=self.ledger.events,
+        )  # fmt: skip
+        buffer = self._role(
+            "replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=limit)
+        )
+        server = self._role("parameter_server", VLLMParameterServer, remembers="push")
+        trainer = partial(Trainer, bound.max_staleness, bound.groups_per_step, self.files)
+        trainers = [self._role("trainer_0", trainer, restarts_alone=False)]
+        generator, family = partial(Generator, bound.rollouts_in_flight), Family(1)
+        generators = [
+            self._role(f"generator_{number}", generator, family=family)
+            for number in range(bound.generators)
+        ]
+        references = [self._role(f"reference_{n}", Reference) for n in range(bound.references)]
+        waits = bound.stale_groups == "wait"
+        self.roles = Roles(
+            generators=[GeneratorHandle(role, self.ledger, limit, limit) for role in generators],
+            buffer=ReplayBufferHandle(buffer, self.ledger, limit, limit, wait_for_stale=waits),
+            trainers=TrainersHandle(trainers, self.ledger, limit, limit),
+            server=ParameterServerHandle(server, limit),
+            references=ReferencesHandle(references, limit) if references else None,
+            reward_model=None,
+        )
+        self.weights = WeightSync(
+            self.ledger,
+            self.roles,
+            push_every_n_steps=bound.push_every,
+            pull_every_m_rollouts=bound.pull_every,
+            push_early=lambda step: False,
+        )
+        self.checkpoints = Checkpoints(self)
+        self.checkpoints.hold()
+        receipts: Any = SimpleNamespace(
+            step=lambda *given: None, close=lambda: None, begin_attempt=lambda attempt: None
+        )
+        self.journal = Journal(
+            Start(self.checkpoints.held),  # type: ignore[arg-type]
+            self.ledger,
+            self.prompts,
+            receipts,
+            self.checkpoints,  # type: ignore[arg-type]
+            original=None,
+            save_every_n_steps=bound.save_every,
+        )
+        recipe = self.recipe = _recipe_class()()
+        recipe.ledger, recipe.roles, recipe.weights, recipe.run = (
+            *(self.ledger, self.roles, self.weights, self),
+        )
+        recipe.groups_per_step = bound.groups_per_step
+        recipe.timeouts = SimpleNamespace(train_step_s=limit)
+        recipe.temperature = lambda step: 1.0
+        recipe.reward_shaping = lambda batch, step: batch.rewards
+        recipe.advantages = lambda rewards: rewards
+        recipe.dynamic_sampling = None
+
+    # ---- what the loops call of `Run`
+
+    async def restore(self) -> None:
+        """As `Run.restore`."""
+        await self.journal.restore(self.roles, self.weights)
+
+    async def begin(self, tasks: asyncio.TaskGroup) -> None:
+        """No evaluation before the first step."""
+
+    def has_trainable(self, group: Group) -> bool:
+        """Check a group's labels; return whether its prompt is one of those that work."""
+        entry, summary = group.entry, group.summary
+        order = entry.needed_version, entry.start_version, summary.oldest_version
+        if list(order) != sorted(order):
+            what = "needed version, version at its start, oldest token"
+            raise BrokenRule(f"group {entry.group_id}: {what} are {order}")
+        return entry.prompt_index not in self.bound.failing
+
+    async def finish_step(self, batch: Batch, advantages: Any, result: StepResult) -> None:
+        """As `Run.finish_step`, without evaluation and logs."""
+        step = await self.journal.commit(batch.batch_hash, result)
+        await self.journal.save_if_due(step, self.roles)
+
+    async def finish(self) -> None:
+        """Nothing is left to write."""
+
+    async def begin_again(self) -> None:
+        """As `Run.begin_again`."""
+        await self.journal.roll_back()
+        self.published = -1
+        await asyncio.gather(self.roles.server.begin_again(), self.roles.buffer.begin_again())
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if event["event"] == "drop" and not event["reissue"]:
+            living = {entry.group_id: entry for entry in self.ledger.living()}
+            self.prompts.ended += [living[number].prompt_index for number in event["groups"]]
+        if event["event"] == "publish":
+            if event["version"] <= self.published:
+                raise BrokenRule(f"version {event['version']} published after {self.published}")
+            self.published = event["version"]
+        if event["event"] == "step" and event["version"] != self.ledger.policy_version + 1:
+            raise BrokenRule(f"version {event['version']} after {self.ledger.policy_version}")
+
+    # ---- steps
+
+    def choices(self) -> list[Choice]:
+        """Return the steps that can come next, always in the same order."""
+        if self.main.done():
+            return []
+        busy, found = bool(self.driver.ready), []
+        if busy:
+            found.append(Choice("the driver goes on", self.driver.run_next))
+            if not self.early_left:
+                return found
+        for process in self.processes:
+            for call in list(process.calls):
+                found += self._of_call(call, busy)
+        if not busy:
+            found += [
+                Choice("the pause before a restart ends", partial(self._wake, timer))
+                for timer in self.driver.sleepers()
+            ]
+            if self.crashes_left:
+                for process in self.processes:
+                    if process.alive and process.name in self.bound.crash:
+                        found += self._deaths(process)
+        return found
+
+    def _of_call(self, call: RemoteCall, busy: bool) -> Iterator[Choice]:
+        stage, host = call.stage, call.host
+        if stage == "answered":
+            yield Choice(f"{call.name} arrives", call.arrive, busy)
+        elif busy or not host.alive:
+            return
+        elif stage == "sent" and call.can_begin():
+            yield Choice(call.name, partial(self._work, call))
+        elif stage == "at work" and call.method == "generate_group":
+            yield Choice(call.name, partial(self._end_group, call))
+
+    def _hidden(self) -> None:
+        """Let exports end whose end nobody can tell from that of what waits for them."""
+        for process in self.processes:
+            for call in list(process.calls):
+                if call.method == "export_weights" and call.stage == "sent":
+                    self._work(call)
+
+    def _work(self, call: RemoteCall) -> None:
+        if call.method == "start":
+            call.answer({"pid": 0, "node_id": ""})
+        else:
+            call.begin()
+        if call.method in PURE and call.stage == "answered":
+            call.arrive()
+
+    def _end_group(self, call: RemoteCall) -> None:
+        call.host.role.end_group(call.args[2])
+        call.host.loop.run_all()
+
+    def _wake(self, timer: asyncio.TimerHandle) -> None:
+        self.now = max(self.now, timer.when())
+        self.driver.wake(timer)
+
+    def _deaths(self, process: Process) -> Iterator[Choice]:
+        """Yield the deaths of a process, which differ in how many answers it still sent."""
+        for answers in range(1 + sum(call.stage == "answered" for call in process.calls)):
+            how = f", its last {answers} answers arrive" if answers else ""
+            yield Choice(f"{process.name} dies{how}", partial(self._crash, process, answers))
+
+    def _crash(self, process: Process, answers: int) -> None:
+        self.crashes_left -= 1
+        process.end(answers)
+
+    def take(self, choice: Choice) -> None:
+        """Take a step; without early answers, the driver then runs until it waits."""
+        self.early_left -= choice.early
+        choice.take()
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self.early_left:
+            self.driver.run_all()
+        if "trainer_0" not in self.bound.crash:
+            self._hidden()
+        if self.broken:
+            raise self.broken
+        for loop in (self.driver, *(process.loop for process in self.processes)):
+            for problem in loop.problems:
+                raise problem if isinstance(problem, BaseException) else BrokenRule(problem)
+
+    def close(self) -> None:
+        """Close all loops."""
+        for loop in (self.driver, *(process.loop for process in self.processes)):
+            loop.close()
