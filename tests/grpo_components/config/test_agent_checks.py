@@ -56,7 +56,7 @@ def test_a_right_agent_is_taken(trial):
     ("changes", "key", "text"),
     [
         ({"agent": "fine_agent.nobody"}, "environment.agent", "allowed: fine_agent.run"),
-        ({"agent": "fine_agent.runn"}, "environment.agent", "did you mean fine_agent.run?"),
+        ({"agent": "fine_agent.runs"}, "environment.agent", "did you mean fine_agent.run?"),
         ({"agent": "fin_agent.run"}, "environment.agent", "did you mean fine_agent.run?"),
         ({"agent": "fine_agent.two"}, "environment.agent", "missing a required argument: 'other'"),
         ({"agent": "fine_agent.none"}, "environment.agent", "a function of one argument"),
