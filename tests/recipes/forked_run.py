@@ -16,7 +16,8 @@ from multiprocessing import forkserver
 from unittest import mock
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torchtune._cli.tune", "grpo_components.config.objective"])
+_SERVER = forkserver.ForkServer()  # other tests have one of their own, with other modules
+_SERVER.set_forkserver_preload(["torchtune._cli.tune", "grpo_components.config.objective"])
 """None of them may import Ray, which reads its settings from the environment only once."""
 _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps pyarrow's allocator and numpy from starting threads when they are imported."""
@@ -33,12 +34,15 @@ class ForkedRun:
 
     def __init__(self, command, *, cwd, env):
         with mock.patch.dict(os.environ, _NO_THREAD):
-            forkserver.ensure_running()
+            _SERVER.ensure_running()
         reading, writing = _PROCESSES.Pipe(duplex=False)
         self.stdout = os.fdopen(os.dup(reading.fileno()), encoding="utf-8")
         given = (list(map(str, command)), writing, str(cwd), env)
         self._process = _PROCESSES.Process(target=_become, args=given)
-        self._process.start()
+        with mock.patch.object(
+            forkserver, "connect_to_new_process", _SERVER.connect_to_new_process
+        ):
+            self._process.start()
         reading.close()
         writing.close()
         self.pid = self._process.pid
