@@ -52,7 +52,7 @@ test: lint  ## Check style and types, run all tests (about 20 minutes on two cor
 	$(PYTEST) -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py'); failed=$$?; \
 	wait $$types || failed=$$?; echo 'pyright:'; cat $$found; rm $$found; exit $$failed
 
-test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 10 minutes)
+test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 15 minutes)
 	$(BIN)/pytest tests/two_nodes tests/slurm
 
 lint: install-dev  ## Check style and spelling
