@@ -130,7 +130,9 @@ def flat(result):
     """A step's result as one mapping of all its numbers."""
     if not isinstance(result, StepResult):
         return result
-    return {**result.metrics, **{k: v for k, v in vars(result).items() if k != "metrics"}}
+    # Whole runs compare the probe with the generators'.
+    others = {k: v for k, v in vars(result).items() if k not in ("metrics", "probe_logprobs")}
+    return {**result.metrics, **others}
 
 
 def serve(connection):
