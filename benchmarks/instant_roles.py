@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.training.step_result import StepResult
@@ -86,10 +87,10 @@ class InstantGenerator:
         answer = {"prompt_text": "", "reward": 0.0, "success": False, "error": None, **versions}
         return [{"prompt_index": prompt["prompt_index"], **answer} for prompt in prompts]
 
-    async def load_weights(self, version: int, *buckets: Any) -> tuple[int, str]:
+    async def load_weights(self, version: int, *buckets: Any) -> LoadedWeights:
         """See `Generator.load_weights`."""
         self._use_version(version)
-        return version, snapshot_checksum(manifest for manifest, _ in buckets)
+        return version, snapshot_checksum(manifest for manifest, _ in buckets), ()
 
     def begin_attempt(self) -> None:
         """See `Generator.begin_attempt`."""

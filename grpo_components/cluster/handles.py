@@ -16,6 +16,7 @@ from grpo_components.cluster.trainers_handle import CHECKPOINT_LANE, TrainersHan
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger, LedgerEntry
+from grpo_components.exchange.weight_probe import LoadedWeights
 
 GRACE_S = 30.0
 """Seconds added to a role's own time-out, so that the role's error, the clearer one, is first."""
@@ -109,7 +110,7 @@ class GeneratorHandle:
         await self._ledger.finish_generation(entry.group_id, summary.response_tokens, scored)
         return Group(entry, packed, packed_summary, summary)
 
-    async def load_weights(self, version: int, buckets: Sequence[Any]) -> tuple[Any, ...] | None:
+    async def load_weights(self, version: int, buckets: Sequence[Any]) -> LoadedWeights | None:
         """Load one published snapshot between two engine steps.
 
         Args:
@@ -117,8 +118,8 @@ class GeneratorHandle:
             buckets: references to each trainer rank's part of the weights.
 
         Returns:
-            Version, checksum and weight probe of the loaded weights; None if the
-            generator was restarted meanwhile, because a restart already loads the newest weights.
+            What was loaded; None if the generator was restarted meanwhile, because a restart
+            already loads the newest weights.
         """
         loading = self.role.submit("load_weights", version, *buckets, once=True)
         return await self.role.result(loading, "load_weights", self._weights_s)

@@ -114,7 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: command-line arguments; None takes them from `sys.argv`.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {__name__}", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_components.cluster.node_janitor", description=__doc__
+    )
     parser.add_argument("raylet", type=int)
     parser.add_argument("scratch", type=Path)
     parser.add_argument("output_dir", type=Path)

@@ -150,7 +150,7 @@ class WeightSync:
         generator.load_s = time.perf_counter() - began
         if loaded is None:
             return False
-        generator.version, checksum, *probe = loaded
+        generator.version, checksum, probe = loaded
         generator.held_version = version
         pushed = await self._pushed_checksum(references)
         if checksum != pushed:
@@ -161,7 +161,7 @@ class WeightSync:
         checksums = {"checksum": checksum, "published": pushed}
         self._ledger.events.note("load", role=generator.name, version=version, **checksums)
         await self._roles.server.acknowledge(generator.name, version)
-        self._probe.check(generator.name, version, (probe[0] if probe else None) or ())
+        self._probe.check(generator.name, version, probe)
         return True
 
     async def _pushed_checksum(self, references: list[Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from grpo_components.cluster.calls import Part
 from grpo_components.cluster.role import Role
 from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.weight_probe import LoadedWeights
 
 _GRACE_S = 30.0
 """Seconds added to the roles' own time-outs, so that a role's error, the clearer one, is first."""
@@ -38,7 +39,7 @@ class WeightTransfer:
 
     async def load(
         self, receiver: Role, version: int, buckets: Sequence[Any], manifests: Sequence[Any]
-    ) -> tuple[int, str] | None:
+    ) -> LoadedWeights | None:
         """Load one published snapshot into a generator.
 
         Whatever breaks a transfer, the generator is restarted, because its model is half loaded,
@@ -51,7 +52,7 @@ class WeightTransfer:
             manifests: references to each trainer rank's manifest.
 
         Returns:
-            Version and checksum of the loaded weights; None if the generator was restarted
+            What was loaded; None if the generator was restarted
             meanwhile, because a restart already loads the newest weights.
 
         Raises:

@@ -75,7 +75,7 @@ def _import(path: str) -> None:
     key, allowed = "environment.agent", "the dotted path of a function of one argument, the task"
     imported_component(key, path)
     with named_failure(key, path, (Exception, SystemExit), allowed):
-        function = imported(path)
+        function = imported(path)  # as the process does that starts agents
     if inspect.isclass(function):
         fail(key, f"{path} is a class", allowed)
     try:

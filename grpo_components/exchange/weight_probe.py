@@ -15,6 +15,9 @@ from grpo_components.errors import DisagreementError
 
 PROBE_IDS = tuple(7 * number % 53 + 3 for number in range(24))
 """Token ids of the probe; every vocabulary has them. The first is the prompt."""
+LoadedWeights = tuple[int, str, Sequence[float]]
+"""Version and checksum of weights that a generator has loaded, and what it computes of the probe by
+them; empty where no engine does."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
 """So much nearer must another version be, in squared distance, to be the one that was loaded."""

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter
 from typing_extensions import TypedDict
 
 from grpo_components.exchange.weight_deltas import DeltaBucket, newest_manifests
+from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import Manifest, snapshot_checksum
 from grpo_components.shapes import AnyText, described_as, read_as
 from grpo_components.training.step_result import StepResult
@@ -237,9 +238,9 @@ class RecordedGroups:
 
     def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
-    ) -> tuple[int, str]:
+    ) -> LoadedWeights:
         """Return version and checksum of new weights, without loading them."""
-        return version, snapshot_checksum(newest_manifests(buckets))
+        return version, snapshot_checksum(newest_manifests(buckets)), ()
 
     def begin_attempt(self) -> None:
         """Do nothing: the groups do not depend on the attempt."""

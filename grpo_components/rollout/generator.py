@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
+from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.replay.schedule import open_schedule
 from grpo_components.rollout.collector import Prompt, SlotRollout, reward_use, sampling_seed
@@ -204,7 +205,7 @@ class Generator:
 
     async def load_weights(
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
-    ) -> tuple[Any, ...]:
+    ) -> LoadedWeights:
         """Check new weights, then swap them in between two engine steps; wakes a sleeping engine.
 
         Args:
@@ -213,7 +214,7 @@ class Generator:
                 `RebuiltWeights.rebuild` takes.
 
         Returns:
-            The version, the checksum of all loaded tensors, and what the engine's future gave.
+            The version, the checksum of all loaded tensors, and the weight probe's logprobs.
 
         Raises:
             ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape, or
@@ -233,7 +234,7 @@ class Generator:
 
     async def _load(
         self, version: int, buckets: Sequence[tuple[Manifest, NDArray[np.uint8]]], sleeps: int
-    ) -> tuple[Any, ...]:
+    ) -> LoadedWeights:
         tensors = await asyncio.to_thread(unpack_buckets, buckets)
         load = partial(self._engine.load_weights, version, tensors)
         probe = await self._swap(version, sleeps, load)
@@ -241,7 +242,7 @@ class Generator:
 
     async def receive_weights(
         self, version: int, number: int, sender: str, timeout_s: float, *manifests: Manifest
-    ) -> tuple[Any, ...]:
+    ) -> LoadedWeights:
         """Receive new weights through vLLM's transfer engine, between two engine steps.
 
         Args:
@@ -252,7 +253,7 @@ class Generator:
             manifests: manifest of each trainer rank's tensors.
 
         Returns:
-            The version, the checksum of all loaded tensors, and what the engine's future gave.
+            The version, the checksum of all loaded tensors, and the weight probe's logprobs.
 
         Raises:
             ValueError: as for `load_weights`; but what is found only when it arrives ends the
@@ -296,8 +297,7 @@ class Generator:
         begun: Callable[[], None] = lambda: None,
     ) -> list[float]:
         """Let the engine load weights, unless newer ones have overtaken them."""
-        # Newer weights may have arrived during an await. From this check to the update of
-        # `_loading`, there must be no other await.
+        # No await from this check to the update of `_loading`: newer weights may arrive in one.
         self._refuse_late(version, sleeps)
         loading, self._loading = load(), version
         begun()

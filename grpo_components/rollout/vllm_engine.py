@@ -158,7 +158,7 @@ class VLLMEngine:
         return self._command("sleep", "sleep", None)
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
-        """Swap weights between two steps, wake a sleeping engine, give what `probe_logprobs` does.
+        """Swap weights between two steps, wake a sleeping engine; gives the probe's logprobs then.
 
         Args:
             version: policy version of the new weights.

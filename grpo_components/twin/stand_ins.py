@@ -9,6 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.training.step_result import StepResult
@@ -91,11 +92,11 @@ class VirtualGenerator:
             turns=[1] * size,
         )
 
-    async def load_weights(self, version: int, *buckets: Any) -> tuple[int, str]:
+    async def load_weights(self, version: int, *buckets: Any) -> LoadedWeights:
         """Take the time of a weight swap; see `Generator.load_weights`."""
         await asyncio.sleep(self._times.fetch_s)
         await self.engine.load(version)
-        return version, snapshot_checksum(() for _ in buckets)
+        return version, snapshot_checksum(() for _ in buckets), ()
 
 
 class VirtualTrainer:

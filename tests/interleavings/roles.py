@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
+from grpo_components.exchange.weight_probe import LoadedWeights
 from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.training.step_result import StepResult
@@ -85,7 +86,7 @@ class Generator:
         """Let the last token of a group be sampled."""
         self._ends[group_id].set_result(None)
 
-    def load_weights(self, version: int, *buckets: Weights) -> tuple[int, str]:
+    def load_weights(self, version: int, *buckets: Weights) -> LoadedWeights:
         """Swap the weights; see `Generator.load_weights`."""
         if version < self._loading:
             raise ValueError(f"weights of version {version} came after those of {self._loading}")
@@ -93,7 +94,7 @@ class Generator:
         self._loading = version
         if len(self.weights) != version:
             raise BrokenRule(f"weights of version {len(self.weights)} came as version {version}")
-        return version, snapshot_checksum(() for _ in buckets)
+        return version, snapshot_checksum(() for _ in buckets), ()
 
 
 class Reference:

@@ -84,7 +84,7 @@ class DeltaEngine:
         unpack_bucket(*rebuilt)
         self.weights.keep([rebuilt])
         self.loaded[version] = rebuilt[1].copy()
-        return version, snapshot_checksum([rebuilt[0]])
+        return version, snapshot_checksum([rebuilt[0]]), ()
 
     def begin_attempt(self):
         self.weights.forget()
