@@ -67,8 +67,9 @@ class TokenUse:
 
     def _left_out(self, trajectory: Trajectory) -> Mapping[str, int]:
         sampled, unanswered = trajectory.response_mask, unanswered_tokens(trajectory)
-        if trajectory.failed:
-            return {"failed": int(sampled.sum()), "unanswered": unanswered}
+        if trajectory.failed:  # of a failed session, no trajectory has the tokens
+            session = trajectory.session or {}
+            return {"failed": session.get("sampled_tokens", int(sampled.sum()))}
         if self._mask_overlong and trajectory.finish_reason == "length":
             return {"overlong": int(sampled.sum()), "unanswered": unanswered}
         old = trajectory.token_versions < self._oldest

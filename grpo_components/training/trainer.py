@@ -161,9 +161,7 @@ class Trainer:
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
-        oldest = self._batch.contract.oldest_trainable(self.policy_version)
-        use = TokenUse(oldest, self._batch.mask_overlong, self._policy_loss.corrects)
-        samples = self._samples(batch, advantages, step, use)
+        samples, use = self._samples(batch, advantages, step)
         with self._offload.on_device() as moves:
             updates, start_known = self._updates(samples, step)
         if trained := any(is_usable(update) for update in updates):
@@ -205,8 +203,10 @@ class Trainer:
         )
 
     def _samples(
-        self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int, use: TokenUse
-    ) -> list[TrainSample]:
+        self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
+    ) -> tuple[list[TrainSample], TokenUse]:
+        oldest = self._batch.contract.oldest_trainable(self.policy_version)
+        use = TokenUse(oldest, self._batch.mask_overlong, self._policy_loss.corrects)
         logged = self._diagnostics.logged_responses
         samples = make_samples(batch, advantages, use.trained_tokens, logged)
         trajectories = [sample.trajectory for sample in samples]
@@ -214,7 +214,7 @@ class Trainer:
             parts = (self._logprobs, self._plan_parts, self._device)
             add_reference_logprobs(trajectories, self._model, *parts)
         spread_advantages(samples, self._objective.token_advantages, step)
-        return samples
+        return samples, use
 
     def _updates(
         self, samples: list[TrainSample], step: int
