@@ -11,7 +11,7 @@ from grpo_components.audit.attempts import RunAudit
 from grpo_components.audit.chain import Chain
 from grpo_components.audit.cross_checks import cross_checks
 from grpo_components.audit.findings import RULES, FatalViolation, Findings
-from grpo_components.audit.lines import UnreadableError, lines_of, parse
+from grpo_components.audit.lines import UnreadableError, lines_of, parse, records_of
 from grpo_components.audit.one_run import check_one_run
 from grpo_components.exchange.books import Books
 from grpo_components.plain_text import one_line
@@ -39,7 +39,8 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
     starts = _starts(path)
     checks = cross_checks(path.parent, [attempt for attempt, _ in starts], findings)
     points = [step for _, step in starts]
-    books = Books(points, path.parent / "logs" / "events.jsonl")
+    events = path.parent / "logs" / "events.jsonl"
+    books = Books(points, lambda: records_of(events))
     run = RunAudit(path.name, points, chain, checks, books, findings)
     try:
         with path.open("rb") as file:

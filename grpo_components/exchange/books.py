@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ _UNRECORDED = "trained, but killed before the record"
 _IN_FLIGHT = "in flight at the end"
 _ORDER = [*_OF_TOKENS.values(), "filtered", "dropped: failed", "dropped: stale"]
 Record = Mapping[str, Any]
+Reader = Callable[[str], Iterable[Record]]
 
 
 @dataclass
@@ -87,11 +89,13 @@ class Books:
 
     Args:
         resume_points: steps after which attempts begin: `steps_done` of all start records.
-        events: path of logs/events.jsonl, which has what a killed attempt did after its last
-            record; the file may be missing.
+        events: function that reads logs/events.jsonl, which has what a killed attempt did after
+            its last record.
     """
 
-    def __init__(self, resume_points: Iterable[int], events: Path) -> None:
+    def __init__(
+        self, resume_points: Iterable[int], events: Callable[[], Iterable[Record]]
+    ) -> None:
         self.generated = Amount()
         self.unrecorded = Amount()
         """What of it a killed attempt generated after its last record."""
@@ -274,7 +278,7 @@ class Books:
         account, attempt = self._account, self._start["attempt"]
         if account is None:
             return
-        tail = read_tail(self._events, attempt, self._step)
+        tail = read_tail(self._events(), attempt, self._step)
         if tail is None:
             self.notes.append(
                 f"attempt {attempt} was killed: what it generated after its last record is not "
@@ -301,35 +305,43 @@ _LAST = (_AGAIN, _UNRECORDED, _UNDONE, _IN_FLIGHT)
 _COUNTED = frozenset(TRAINED_FROM)
 
 
-def close_books(output_dir: Path) -> Books:
+def close_books(read: Reader) -> Books:
     """Return the books of a run that has ended, is running or was killed.
 
     Args:
-        output_dir: the run's output folder.
+        read: function of the name of a file, `receipts.jsonl` or `logs/events.jsonl` in the run's
+            folder; returns its JSON objects, none if it is missing.
 
     Raises:
-        OSError: the receipts cannot be read.
+        OSError: a file cannot be read.
         ValueError: a record does not have the fields that the books need.
     """
-    path = output_dir / "receipts.jsonl"
     try:
-        points = [record["steps_done"] for record in _records(path) if record["record"] == "start"]
-        books = Books(points, output_dir / "logs" / "events.jsonl")
-        for record in _records(path):
+        starts = (each for each in read("receipts.jsonl") if each["record"] == "start")
+        books = Books((start["steps_done"] for start in starts), lambda: read("logs/events.jsonl"))
+        for record in read("receipts.jsonl"):
             books.follow(record)
         books.finish()
-    except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        books.table()  # fails if a count is no number
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}: a record is not as expected: {problem}") from error
+        raise ValueError(f"a record is not as expected: {problem}") from error
     return books
 
 
-def _records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file; a run may be writing the last line."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+def reader_of(output_dir: Path) -> Reader:
+    """Return the function that `close_books` takes, for a folder that can be trusted.
+
+    Args:
+        output_dir: the run's output folder.
+    """
+
+    def read(name: str) -> Iterator[Record]:
+        path = output_dir / name
+        with path.open(encoding="utf-8") if path.exists() else nullcontext(()) as lines:
+            yield from (json.loads(line) for line in lines if line.endswith("\n"))
+
+    return read
 
 
 def _dropped(reason: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from typing_extensions import TypedDict
@@ -32,13 +31,15 @@ class _Step(TypedDict):
 _SHAPES = {"finish": _Finish, "drop": _Drop, "sample": _Sample, "step": _Step}
 
 
-def read_tail(path: Path, attempt: int, step: int) -> list[dict[str, Any]] | None:
+def read_tail(
+    events: Iterable[Mapping[str, Any]], attempt: int, step: int
+) -> list[Mapping[str, Any]] | None:
     """Return the events of an attempt that no record of the receipts has.
 
     The event log is flushed with each event, before the receipts get it.
 
     Args:
-        path: path of logs/events.jsonl; the file may be missing.
+        events: events of logs/events.jsonl; those with unexpected fields are skipped.
         attempt: number of the attempt.
         step: last step that the attempt recorded, or `steps_done` of its start record.
 
@@ -46,26 +47,16 @@ def read_tail(path: Path, attempt: int, step: int) -> list[dict[str, Any]] | Non
         The events `finish`, `drop`, `sample` and `step` after that step, in order; None if the log
         does not have the attempt.
     """
-    found: list[dict[str, Any]] | None = None
-    if not path.is_file():
-        return None
-    mark = f'"attempt": {attempt},'.encode()
-    with path.open("rb") as lines:
-        for line in lines:
-            if mark not in line or not line.endswith(b"\n"):
-                continue
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if not isinstance(event, dict) or event.get("attempt") != attempt:
-                continue
-            found = [] if found is None else found
-            name = event.get("event")
-            if name not in _SHAPES or not fits(event, _SHAPES[name]):
-                continue
-            if name == "step" and event["step"] <= step:
-                found = []
-            else:
-                found.append(event)
+    found: list[Mapping[str, Any]] | None = None
+    for event in events:
+        if event.get("attempt") != attempt:
+            continue
+        found = [] if found is None else found
+        shape = _SHAPES.get(str(event.get("event")))
+        if shape is None or not fits(event, shape):
+            continue
+        if event["event"] == "step" and event["step"] <= step:
+            found = []
+        else:
+            found.append(event)
     return found

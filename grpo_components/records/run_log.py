@@ -16,7 +16,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
-from grpo_components.exchange.books import close_books
+from grpo_components.exchange.books import close_books, reader_of
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.files import append_line
 from grpo_components.records.checkpoint_folder import latest
@@ -250,7 +250,7 @@ class RunLog:
         if not (self._output_dir / "receipts.jsonl").exists():
             return ""
         try:
-            books = close_books(self._output_dir)
+            books = close_books(reader_of(self._output_dir))
         except (OSError, ValueError) as error:
             return f"not closed: {error}"
         lines = [f"{'groups':>9} {'tokens':>13}"]

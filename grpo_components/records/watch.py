@@ -110,4 +110,3 @@ class RunWatch:
         if kind not in self._shown:
             self._shown.add(kind)
             self._note(f"warning: {what}")
-
