@@ -68,8 +68,9 @@ def test_tokens_without_a_usable_update_are_skipped():
     assert found[7] == {"skipped": 3, "trained": 4, "stale": 2, "overlong": 3}
 
 
-def test_the_tokens_that_no_client_kept_are_in_no_trajectory():
-    facts = {"sampled_tokens": 50, "unanswered_tokens": 45}
+@pytest.mark.parametrize("counted", [{"unanswered_tokens": 45}, {}], ids=["new", "older"])
+def test_the_tokens_that_no_client_kept_are_in_no_trajectory(counted):
+    facts = {"sampled_tokens": 50, **counted}
     parts = [
         trajectory(1, [3, 3], session={"sample": 0, **facts}),
         trajectory(1, [2, 3, 3], session={"sample": 0}),  # the session forked
