@@ -421,6 +421,7 @@ def test_every_schedule_ends_within_the_bound_loses_nothing_and_passes_the_audit
         asyncio.run(run.main())
         report, summary = audit(Path(folder) / "receipts.jsonl")
     assert not report.broken, summary
+    assert report.checked["books"] > NUM_STEPS and "; residual 0/0\n" in summary
     assert_complete(run)
     ledger = run.ledger
     # No starvation: a buffered group is trained or dropped within max_staleness + 1 versions.
@@ -470,6 +471,8 @@ def test_after_kills_and_resumes_no_prompt_is_lost_or_trained_twice(schedule, ki
                 event("killed before the first checkpoint" if run.saved is None else "killed")
         report, summary = audit(Path(folder) / "receipts.jsonl")
     assert not report.broken, (summary, report.broken)
+    assert report.checked["books"] > NUM_STEPS and "; residual 0/0\n" in summary
+    assert not any("is not known" in note for note in report.notes)  # the event log has the rest
     assert_trained_once(run)
     if not smaller:  # else the last steps may need fewer groups than are alive
         assert_complete(run)
