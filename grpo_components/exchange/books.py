@@ -284,8 +284,11 @@ class Books:
                 f"attempt {attempt} was killed: what it generated after its last record is not "
                 "known, because logs/events.jsonl does not have the attempt"
             )
+        elif tail.gap is not None and not self.problem:
+            lacks = f"lacks what follows number {tail.gap} of attempt {attempt}"
+            self.problem = f"logs/events.jsonl {lacks}, which was killed"
         batch: list[int] = []
-        for event in tail or ():
+        for event in tail.events if tail else ():
             if event["event"] == "finish":
                 tokens = sum(event["response_tokens"])
                 for amount in (self.generated, self.unrecorded):

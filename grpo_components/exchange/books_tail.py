@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import TypedDict
@@ -31,9 +32,17 @@ class _Step(TypedDict):
 _SHAPES = {"finish": _Finish, "drop": _Drop, "sample": _Sample, "step": _Step}
 
 
-def read_tail(
-    events: Iterable[Mapping[str, Any]], attempt: int, step: int
-) -> list[Mapping[str, Any]] | None:
+@dataclass
+class Tail:
+    """What an attempt did after its last record."""
+
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    """Events `finish`, `drop`, `sample` and `step`, in order."""
+    gap: int | None = None
+    """Number of the last event before one that the log lacks; None if it lacks none."""
+
+
+def read_tail(events: Iterable[Mapping[str, Any]], attempt: int, step: int) -> Tail | None:
     """Return the events of an attempt that no record of the receipts has.
 
     The event log is flushed with each event, before the receipts get it.
@@ -44,19 +53,23 @@ def read_tail(
         step: last step that the attempt recorded, or `steps_done` of its start record.
 
     Returns:
-        The events `finish`, `drop`, `sample` and `step` after that step, in order; None if the log
-        does not have the attempt.
+        What came after that step; None if the log does not have the attempt.
     """
-    found: list[Mapping[str, Any]] | None = None
+    found: Tail | None = None
+    last: int | None = None
     for event in events:
         if event.get("attempt") != attempt:
             continue
-        found = [] if found is None else found
+        found, number = found or Tail(), event.get("number")
+        is_next = last is None or number == last + 1 or event.get("event") == "start"
+        if not is_next and found.gap is None:
+            found.gap = last
+        last = number if isinstance(number, int) else last
         shape = _SHAPES.get(str(event.get("event")))
         if shape is None or not fits(event, shape):
             continue
         if event["event"] == "step" and event["step"] <= step:
-            found = []
+            found = Tail()
         else:
-            found.append(event)
+            found.events.append(event)
     return found

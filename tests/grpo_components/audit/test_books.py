@@ -44,7 +44,7 @@ def events(record, kind):
 
 def log(folder, *lines):
     """Write events as `EventLog` does."""
-    with (folder / "logs" / "events.jsonl").open("a") as file:
+    with (folder / "logs" / "events.jsonl").open("w") as file:
         for number, line in enumerate(lines):
             name = {"event": line["event"], "number": number, "attempt": line["attempt"]}
             file.write(json.dumps(name | line) + "\n")
@@ -212,6 +212,14 @@ def test_what_a_killed_attempt_did_after_its_last_record_is_in_the_event_log(
     assert found["dropped: stale"] == (2, 7 + 3)
     assert found["in flight at the end"] == (3, 15)
     assert "6 of the groups (21 tokens) were generated after the last record of a killed" in out
+    path = folder / "logs" / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:6] + lines[7:]))  # one end of a generation is gone
+    code, broken, out = audit(records[:3], "--unfinished")
+    assert (code, broken) == (1, ["books"])
+    assert "logs/events.jsonl lacks what follows number 5 of attempt 0" in out
+    path.write_text("".join(lines[:2] + lines[3:]))  # the records have what is gone
+    assert audit(records[:3], "--unfinished")[0] == 0
 
 
 def test_without_the_event_log_the_end_of_a_killed_attempt_is_said_to_be_unknown(resumed, audit):
