@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -308,20 +308,23 @@ _LAST = (_AGAIN, _UNRECORDED, _UNDONE, _IN_FLIGHT)
 _COUNTED = frozenset(TRAINED_FROM)
 
 
-def close_books(read: Reader) -> Books:
+def close_books(read: Reader, resume_points: Sequence[int] | None = None) -> Books:
     """Return the books of a run that has ended, is running or was killed.
 
     Args:
         read: function of the name of a file, `receipts.jsonl` or `logs/events.jsonl` in the run's
             folder; returns its JSON objects, none if it is missing.
+        resume_points: steps after which attempts begin; None reads them, in a pass of its own.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a record does not have the fields that the books need.
     """
     try:
-        starts = (each for each in read("receipts.jsonl") if each["record"] == "start")
-        books = Books((start["steps_done"] for start in starts), lambda: read("logs/events.jsonl"))
+        if resume_points is None:
+            starts = (each for each in read("receipts.jsonl") if each["record"] == "start")
+            resume_points = [start["steps_done"] for start in starts]
+        books = Books(resume_points, lambda: read("logs/events.jsonl"))
         for record in read("receipts.jsonl"):
             books.follow(record)
         books.finish()

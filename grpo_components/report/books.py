@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_components.exchange.books import close_books
-from grpo_components.report.run_files import read_records
+from grpo_components.report.run_files import Receipts, read_records
 from grpo_components.report.safe_text import escaped
 from grpo_components.report.tables import table
 from grpo_components.report.unread import Unread
@@ -18,16 +18,18 @@ _ABOUT = (
 )
 
 
-def books_section(folder: Path) -> str:
+def books_section(folder: Path, receipts: Receipts) -> str:
     """Return HTML with both sides of the books and their residual.
 
     Empty without receipts, and for those of older versions, which did not count every token.
 
     Args:
         folder: the run's output folder.
+        receipts: content of the run's receipts.jsonl.
     """
+    points = [start["steps_done"] for start in receipts.starts]
     try:
-        books = close_books(lambda name: read_records(folder / name, unread=Unread(folder)))
+        books = close_books(lambda name: read_records(folder / name, unread=Unread(folder)), points)
     except (OSError, ValueError) as error:
         problem = escaped(f"The books cannot be closed: {error}", _MAX_CHARS)
         return f'<p class="warn">{problem}</p>'

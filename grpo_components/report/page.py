@@ -130,7 +130,7 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
         parts.add("Prompts", parts.charts(prompts))
     parts.add("Timeline", history)
     dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
-    parts.add("Dropped groups", books_section(folder) + dropped)
+    parts.add("Dropped groups", books_section(folder, receipts) + dropped)
     parts.add("Config", _config(folder, unread))
     parts.others(others if trained else ())
     parts.data = {

@@ -138,7 +138,9 @@ def notes(html):
 
 
 def test_an_undamaged_folder_is_read_completely(run):
-    assert notes(check(run)) == []
+    html = check(run)
+    assert notes(html) == []
+    assert '<th scope="col">books</th>' in html and "<td>masked: older than max_stal" in html
 
 
 @pytest.mark.parametrize("name", FILES)
