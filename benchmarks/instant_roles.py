@@ -110,6 +110,7 @@ class InstantTrainer:
         """See `Trainer.train_step`."""
         self._version += 1
         versions = np.concatenate(split(batch, "token_versions"))
+        tokens = Counter(np.repeat(batch["group_id"], batch["token_versions"][1]).tolist())
         return StepResult(
             policy_version=self._version,
             token_versions=dict(Counter(versions.tolist())),
@@ -117,6 +118,7 @@ class InstantTrainer:
             trained_tokens=len(versions),
             skipped_because="",
             metrics={"policy_version": self._version, "off_policy/correction_mass": 1.0},
+            group_tokens={group: {"trained": n} for group, n in tokens.items()},
         )
 
     def gather_weights(self) -> int:

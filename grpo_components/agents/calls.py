@@ -136,6 +136,15 @@ class CallTree:
         return sum(choice.num_sampled for call in self.calls for choice in call.choices)
 
     @property
+    def unanswered_tokens(self) -> int:
+        """Number of sampled tokens that no trajectory has, counted answer by answer."""
+        return sum(
+            choice.num_sampled - len(choice.token_ids) if choice.delivered else choice.num_sampled
+            for call in self.calls
+            for choice in call.choices
+        )
+
+    @property
     def retokenized(self) -> int:
         """Number of delivered tokens that a tokenization of their text would change."""
         return sum(retokenized(self._texts, choice) for _, choice in self._answers())

@@ -255,6 +255,7 @@ class Session:
             "calls": len(tree.calls),
             "trajectories": len(parts),
             "sampled_tokens": tree.sampled_tokens,
+            "unanswered_tokens": tree.unanswered_tokens,
             "prompt_tokens": sum(len(call.prompt_ids) for call in tree.calls),
             "cached_tokens": sum(call.cached_tokens for call in tree.calls),
             "retokenized": tree.retokenized,

@@ -11,8 +11,9 @@ from grpo_components.audit.attempts import RunAudit
 from grpo_components.audit.chain import Chain
 from grpo_components.audit.cross_checks import cross_checks
 from grpo_components.audit.findings import RULES, FatalViolation, Findings
-from grpo_components.audit.lines import UnreadableError, lines_of, parse
+from grpo_components.audit.lines import UnreadableError, lines_of, parse, records_of
 from grpo_components.audit.one_run import check_one_run
+from grpo_components.exchange.books import Books
 from grpo_components.plain_text import one_line
 
 
@@ -37,7 +38,10 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
     )  # reads receipts.end before the records: the run may still be writing both
     starts = _starts(path)
     checks = cross_checks(path.parent, [attempt for attempt, _ in starts], findings)
-    run = RunAudit(path.name, [step for _, step in starts], chain, checks, findings)
+    points = [step for _, step in starts]
+    events = path.parent / "logs" / "events.jsonl"
+    books = Books(points, lambda: records_of(events))
+    run = RunAudit(path.name, points, chain, checks, books, findings)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(lines_of(file), start=1):
@@ -47,6 +51,7 @@ def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
         run.finish(unfinished)
     except FatalViolation:
         pass
+    findings.notes += [f"books: {line}" for line in books.beside()]
     findings.where = str(path.parent)
     check_one_run(path, findings.check)
     return findings, run.summary()

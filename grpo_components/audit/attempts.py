@@ -15,6 +15,7 @@ from grpo_components.audit.history import History, Record
 from grpo_components.audit.lines import UnreadableError, parse
 from grpo_components.audit.reuse import begin_reuse, check_choice
 from grpo_components.audit.weights import Weights, check_contract
+from grpo_components.exchange.books import Amount, Books
 from grpo_components.records.receipt_shapes import mismatch
 
 _FORMATS = (1, 2)
@@ -29,6 +30,7 @@ class RunAudit:
         resume_points: steps after which attempts begin: `steps_done` of all start records.
         chain: checks the hashes of the records.
         cross_checks: checks that compare the records with the run's other files.
+        books: books of the run.
         findings: collects the outcome of every check.
     """
 
@@ -38,9 +40,11 @@ class RunAudit:
         resume_points: Iterable[int],
         chain: Chain,
         cross_checks: Sequence[CrossCheck],
+        books: Books,
         findings: Findings,
     ) -> None:
         self._name, self._chain, self._cross_checks = name, chain, cross_checks
+        self.books = books
         self._findings, self._check = findings, findings.check
         self._resume_points = set(resume_points)
         self._snapshots = {0: History()}
@@ -84,6 +88,8 @@ class RunAudit:
                 fatal=True,
             )
             (self._step if kind == "step" else self._end)(record)
+        self.books.follow(record)
+        self._check_books()
         for rule in self._cross_checks:
             rule.follow(record)
 
@@ -101,6 +107,8 @@ class RunAudit:
         if not (unfinished and not self._ended):
             last = f"after step {self._history.step} of {self._start['num_steps']}"
             self._check("complete", self._ended, f"no end record {last}: the run was killed")
+        self.books.finish()
+        self._check_books()
         self._chain.finish(unfinished)
         for rule in self._cross_checks:
             rule.finish()
@@ -108,11 +116,18 @@ class RunAudit:
     def summary(self) -> str:
         """Return one line on the run: attempts, steps, policy version and counts of groups."""
         h = self._history
+        again = f", {h.reused} trained again" if h.reused else ""
+        books = f"books, in groups/tokens: {self.books.line()}\n" if self.books.known else ""
         return (
             f"{self._start.get('attempt', 0) + 1} attempt(s), {h.step} steps, policy version "
             f"{h.policy_version}: {h.issued} groups issued = {h.trained} trained + {h.dropped} "
-            f"dropped or filtered + {len(h.living)} living\n"
+            f"dropped or filtered + {len(h.living)} living{again}\n{books}"
         )
+
+    def _check_books(self) -> None:
+        if self.books.known:
+            balanced = not self.books.problem and self.books.residual == Amount()
+            self._check("books", balanced, f"{self.books.problem}: {self.books.line()}")
 
     def _begin(self, start: Record) -> None:
         expected = self._start["attempt"] + 1 if self._start else 0
@@ -153,6 +168,7 @@ class RunAudit:
         self._weights.follow(record, newest=after)
         trained, reused = follow_events(record, self._start, h, self._findings)
         check_choice(record, trained, reused, h, self._findings)
+        h.reused += len(reused)
 
         wanted, groups = self._start["groups_per_step"], [*trained.values(), *reused.values()]
         check("batches", len(groups) == wanted, f"trains {len(groups)} groups, not {wanted}")

@@ -33,6 +33,7 @@ RULES = {
     "metrics": "logs/metrics.jsonl has the same version, tokens, staleness and correction mass",
     "totals": "the sums and lists of a record agree with its events",
     "accounted": "issued = trained + dropped + living at the end, and no prompt is lost",
+    "books": "generated = trained + masked + filtered + failed + dropped + in flight: residual 0",
     "complete": "the run has an end record; finished says whether all steps were done",
     "one_run": "receipts, config and checkpoints are of one run; latest is of a step that counts",
 }

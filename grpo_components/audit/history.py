@@ -32,6 +32,8 @@ class History:
     issued: int = 0
     trained: int = 0
     dropped: int = 0
+    reused: int = 0
+    """How often steps trained a group again."""
     living: dict[int, Group] = field(default_factory=dict)
     """Groups that are neither trained nor dropped, by group number."""
     waiting: Counter[Prompt] = field(default_factory=Counter)

@@ -94,6 +94,10 @@ class Ledger:
         """Return the groups that are neither trained nor dropped, sorted by group id."""
         return sorted([*self._living.values(), *self._interrupted], key=lambda e: e.group_id)
 
+    def entry(self, group_id: int) -> LedgerEntry:
+        """Return the entry of an admitted group that is neither trained nor dropped."""
+        return self._living[group_id]
+
     def in_state(self, state: State) -> list[LedgerEntry]:
         """Return the living groups in one state, in the order of admission."""
         return [entry for entry in self._living.values() if entry.state == state]

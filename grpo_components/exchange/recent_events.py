@@ -59,8 +59,9 @@ class RecentEvents:
             case "interrupt":
                 self._interrupt(event["group"])
             case "drop":
+                tokens = event.get("tokens", {})
                 for group_id in event["groups"]:
-                    self._drop(group_id, event["reason"], event["reissue"])
+                    self._drop(group_id, event["reason"], event["reissue"], tokens.get(group_id))
             case "sample":
                 groups = event["groups"]
                 worths = event.get("worths", [{}] * len(groups))
@@ -110,9 +111,10 @@ class RecentEvents:
         self._groups[group_id].response_tokens = None
         self._events.append({"restarted": group_id})
 
-    def _drop(self, group_id: int, reason: str, reissue: bool) -> None:
+    def _drop(self, group_id: int, reason: str, reissue: bool, tokens: int | None) -> None:
         self._count(reason, self._groups.pop(group_id).response_tokens)
-        self._events.append({"dropped": group_id, "reason": reason, "reissue": reissue})
+        what = {"reason": reason, "reissue": reissue, "tokens": tokens}
+        self._events.append({"dropped": group_id, **what})
 
     def _train(self) -> None:
         for group_id in [group_id for group_id in self._groups if group_id in self._batch]:

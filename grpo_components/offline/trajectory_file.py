@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,7 @@ from grpo_components.exchange.weights import Manifest, snapshot_checksum
 from grpo_components.shapes import AnyText, described_as, read_as
 from grpo_components.training.step_result import StepResult
 from grpo_components.training.token_logprobs import recorded_logprobs
+from grpo_components.training.token_use import unanswered_tokens
 from grpo_components.trajectory import (
     FinishReason,
     GroupSummary,
@@ -198,7 +199,18 @@ class TrajectoryWriter:
             trained_tokens=0,
             skipped_because="",
             metrics={"policy_version": 0, "off_policy/correction_mass": math.nan},
+            group_tokens=_written(trajectories),
         )
+
+
+def _written(trajectories: Iterable[Trajectory]) -> dict[int, dict[str, int]]:
+    """Count the sampled tokens that the file has, and those of agents that it does not have."""
+    groups: dict[int, dict[str, int]] = {}
+    for each in trajectories:
+        counts = groups.setdefault(each.group_id, {"written": 0, "unanswered": 0})
+        counts["written"] += int(each.response_mask.sum())
+        counts["unanswered"] += unanswered_tokens(each)
+    return groups
 
 
 class RecordedGroups:

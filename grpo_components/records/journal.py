@@ -79,7 +79,8 @@ class Journal:
         self._ledger.finish_step(result.policy_version)
         mass = result.metrics["off_policy/correction_mass"]
         after, versions = result.policy_version, result.token_versions
-        self._receipts.step(step, after, versions, mass, batch_hash, sessions)
+        tokens = result.group_tokens
+        self._receipts.step(step, after, versions, mass, batch_hash, sessions, tokens)
         self._checkpoints.hold()
 
     async def save_if_due(self, step: int, roles: Roles) -> None:

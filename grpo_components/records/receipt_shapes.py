@@ -20,6 +20,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from grpo_components.exchange.books import TokenCause
+
 LARGEST = 2**53
 """Largest number allowed in a record; the smallest is 0."""
 
@@ -74,7 +76,7 @@ _ISSUED = _object(issued=_Whole, prompt_index=_Whole, epoch=_Whole)
 _GENERATED = _object(generated=_Whole, response_tokens=_Number)
 _SCORED = _object(generated=_Whole, response_tokens=_Number, successes=_Whole, scored=_Whole)
 _RESTARTED = _object(restarted=_Whole)
-_DROPPED = _object(dropped=_Whole, reason=str, reissue=bool)
+_DROPPED = _object(dropped=_Whole, reason=str, reissue=bool, tokens=(_Whole | None, None))
 _TRAINED = _object(trained=_Whole)
 _KEPT = _object(trained=_Whole, spread=_Number, oldest_version=_Whole)
 _REUSED = _object(reused=_Whole, use=_Whole)
@@ -110,6 +112,7 @@ _START = {
     "groups_per_step": _Whole,
     "group_size": _Whole,
     "replay_generation": (_object(share=_Number, max_uses=_Whole) | None, None),
+    "carried": (dict[_Version, _Whole], {}),  # records of older versions have no counts of tokens
 }
 _PROMPT = {"prompt_index": _Whole, "epoch": _Whole}
 _IDS = {"run": str, "incarnation": str}  # records of older versions have none
@@ -148,6 +151,7 @@ _RECORDS: dict[str, TypeAdapter[Any]] = {
             correction_mass=_Number | None,
             trained_share=(_Share | None, None),  # records of older versions have none
             sessions=(_SESSIONS | None, None),
+            tokens=(dict[_Version, dict[TokenCause, _Whole]], {}),
             batch_hash=str,
             trained=list[_object(**_PROMPT, group_id=_Whole)],
         )
@@ -156,7 +160,9 @@ _RECORDS: dict[str, TypeAdapter[Any]] = {
         _object(
             **_SHARED,
             finished=bool,
-            living=list[_object(**_PROMPT, group_id=_Whole, state=str)],
+            living=list[
+                _object(**_PROMPT, group_id=_Whole, state=str, tokens=(_Whole | None, None))
+            ],
             waiting=list[_object(**_PROMPT)],
         )
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_components.data.curriculum import Curriculum
-from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.ledger import Ledger, LedgerEntry
 from grpo_components.exchange.recent_events import RecentEvents
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.receipt_chain import ChainedFile
@@ -83,6 +83,11 @@ class Receipts:
             policy_version=self._policy_version,
             num_steps=ledger.num_steps,
             **self._settings,
+            carried={
+                str(entry.group_id): tokens
+                for entry in ledger.living()
+                if (tokens := self._tokens(entry)) is not None
+            },
         )
 
     def step(
@@ -93,6 +98,7 @@ class Receipts:
         correction_mass: float,
         batch_hash: str,
         sessions: Mapping[str, int] | None = None,
+        group_tokens: Mapping[int, Mapping[str, int]] | None = None,
     ) -> None:
         """Write the record of one training step; call it after `Ledger.finish_step`.
 
@@ -104,6 +110,8 @@ class Receipts:
             correction_mass: mean off-policy weight of the trained tokens.
             batch_hash: hash of the batch.
             sessions: counts of the agents' sessions in the batch; empty or None without agents.
+            group_tokens: group id -> cause -> number of the group's sampled tokens, as the trainers
+                counted them; see `TokenUse`.
 
         Raises:
             OSError: if a file cannot be written; names the file.
@@ -129,6 +137,7 @@ class Receipts:
             trained_share=sum(versions.values()) / sampled if sampled else None,
             batch_hash=batch_hash,
             **({"sessions": counts} if counts else {}),
+            tokens={str(group): dict(causes) for group, causes in (group_tokens or {}).items()},
             **recent,
         )
         self._step, self._policy_version = step, policy_version
@@ -164,6 +173,7 @@ class Receipts:
                     "prompt_index": entry.prompt_index,
                     "epoch": entry.epoch,
                     "state": entry.state,
+                    "tokens": self._tokens(entry),
                 }
                 for entry in self._ledger.living()
             ],
@@ -174,7 +184,15 @@ class Receipts:
         )
 
     def _add(self, event: Event) -> None:
+        if event["event"] == "drop":  # the ledger still has the entries
+            entries = {group: self._ledger.entry(group) for group in event["groups"]}
+            event = event | {"tokens": {g: self._tokens(entry) for g, entry in entries.items()}}
         self._recent.add(event)
+
+    def _tokens(self, entry: LedgerEntry) -> int | None:
+        """Return the number of tokens sampled for a group; None until it is generated."""
+        mean = entry.response_tokens
+        return None if mean is None else round(mean * self._settings["group_size"])
 
     def _write(self, record: str, **fields: Any) -> None:
         self._file.append({"record": record, "attempt": self._attempt, **fields})

@@ -156,7 +156,9 @@ class Run:
             ReplayError: if a replay ended before its recording.
         """
         skipped, replayed = self._records.skipped_steps, self._ledger.events.summary()
-        self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary())
+        self._journal.close()  # the books need the end record
+        bias = self._records.watch.bias.summary()
+        self._log.summary(self._ledger.dropped_groups, replayed, skipped.summary(), bias)
         skipped.check_trained()
 
     async def _evaluate(self, step: int) -> None:
@@ -177,6 +179,7 @@ class Run:
         return {
             **buffer_metrics(batch.waited_s, *counts),
             **rollout_metrics(groups[0], trained_from, result.token_versions, groups[1]),
+            **self._records.watch.bias.metrics(),
             **result.metrics,
         }
 

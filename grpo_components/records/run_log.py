@@ -16,6 +16,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from grpo_components.cluster.supervision import root_cause
 from grpo_components.errors import RoleFailedError
+from grpo_components.exchange.books import close_books, reader_of
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.files import append_line
 from grpo_components.records.checkpoint_folder import latest
@@ -205,7 +206,11 @@ class RunLog:
         self.note(f"step {step}: saved {folder}")
 
     def summary(
-        self, dropped_groups: Mapping[str, int], replay: str = "", skipped_steps: str = ""
+        self,
+        dropped_groups: Mapping[str, int],
+        replay: str = "",
+        skipped_steps: str = "",
+        bias: str = "",
     ) -> None:
         """Show the closing summary.
 
@@ -213,6 +218,7 @@ class RunLog:
             dropped_groups: reason -> number of groups that were dropped for it and never trained.
             replay: result of a replay; empty for a live run.
             skipped_steps: summary of the skipped steps; empty if there are none.
+            bias: how the lost groups differ from the trained ones.
         """
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(dropped_groups.items()))
         seconds = self._last - self._started
@@ -228,6 +234,8 @@ class RunLog:
             generated, trained = self._generated_tokens / seconds, self._trained_tokens / seconds
             tokens = f"{generated:,.0f} generated, {trained:,.0f} trained"
             rows += [("staleness", staleness), ("groups dropped", dropped or "none")]
+            rows += [("bias of what was lost", bias)] if bias and dropped else []
+            rows += [("books", books)] if (books := self._books()) else []
             rows += [("steps skipped", skipped_steps)] if skipped_steps else []
             rows += [("replay", replay)] if replay else []
             rows += [("tokens per second", tokens), ("checkpoint", self._checkpoint or "none")]
@@ -236,6 +244,18 @@ class RunLog:
             rows.append(("sample rollouts", str(logs / "rollouts.jsonl")))
             rows += [("try next", self._try_next)] if self._try_next else []
         self._progress.summary(rows)
+
+    def _books(self) -> str:
+        """Return a table of what became of all groups and tokens; empty without receipts."""
+        if not (self._output_dir / "receipts.jsonl").exists():
+            return ""
+        try:
+            books = close_books(reader_of(self._output_dir))
+        except (OSError, ValueError) as error:
+            return f"not closed: {error}"
+        lines = [f"{'groups':>9} {'tokens':>13}"]
+        lines += [f"{groups:>9,} {tokens:>13,}  {what}" for what, groups, tokens in books.table()]
+        return "\n".join([*lines, *books.beside()])
 
     def _change_of_reward(self) -> str:
         first, last = first_and_last(self._steps)
@@ -267,6 +287,8 @@ class RunLog:
         if self._steps or self._evaluations or self.attempt:
             self._report()
         self._phases.end()
+        if error is not None and self._steps and (books := self._books()):
+            self._progress.summary([("books", books)])
         if error is not None and self._resume and self._steps_left:
             self._show_how_to_go_on()
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-import numpy as np
-
+from grpo_components.records.loss_bias import LossBias
 from grpo_components.trajectory import GroupSummary
 
 _SEEDS_KEPT = 100_000
@@ -18,8 +17,6 @@ _ROUNDING = 1e-5
 """Largest difference of a loss and its parts, as a share of the largest ratio, loss or 1."""
 _MIN_STEPS, _LARGE_KL, _JUMP = 3, 0.1, 20.0
 """Steps before a jump of the mismatch is named; how large it is in nats, and times their median."""
-_MIN_DROPPED, _CHANCE = 8, 1e-4
-"""Dropped groups from which on lengths are compared, and the chance of a false warning by one."""
 
 
 class RunWatch:
@@ -36,19 +33,17 @@ class RunWatch:
         self._shown: set[str] = set()
         self._seeds: dict[int, int] = {}
         """Seed -> group that it sampled for."""
-        self._lengths: dict[int, float] = {}
-        """Group that is not trained or dropped yet -> mean tokens of its responses."""
         self._mismatch: deque[float] = deque(maxlen=50)
-        self._trained: list[float] = []
-        self._dropped: list[float] = []
-        self._compare_at = _MIN_DROPPED
+        self.bias = LossBias()
+        """Compares lost groups with trained ones."""
 
     def count_group(self, group: GroupSummary) -> None:
-        """Compare the seeds of a generated group with those of other groups.
+        """Compare the seeds of a generated group with those of other groups; note its rewards.
 
         Args:
             group: summary of the group.
         """
+        self.bias.count_group(group)
         for seed in group.seeds:
             other = self._seeds.setdefault(seed, group.group_id)
             if other != group.group_id or group.seeds.count(seed) > 1:
@@ -102,51 +97,16 @@ class RunWatch:
             )
 
     def follow(self, event: Mapping[str, Any]) -> None:
-        """Follow an event of the ledger: how long are the groups that are dropped as too old.
+        """Follow an event of the ledger: how do lost groups differ from trained ones.
 
         Args:
             event: event, as in `logs/events.jsonl`.
         """
-        if event["event"] == "finish":
-            tokens = event["response_tokens"]
-            self._lengths[event["group"]] = sum(tokens) / max(len(tokens), 1)
-        elif event["event"] == "sample":
-            self._trained += self._take(event["groups"])
-        elif event["event"] == "drop":
-            lengths = self._take(event["groups"])
-            if event["reason"] == "stale":
-                self._dropped += lengths
-        if len(self._dropped) >= self._compare_at and len(self._trained) >= self._compare_at:
-            self._compare_at *= 2
-            self._compare_lengths()
-
-    def _take(self, groups: Sequence[int]) -> list[float]:
-        return [self._lengths.pop(group) for group in groups if group in self._lengths]
-
-    def _compare_lengths(self) -> None:
-        distance = _distance(self._dropped, self._trained)
-        sizes = len(self._dropped), len(self._trained)
-        chance = 2 * math.exp(-2 * distance**2 * math.prod(sizes) / sum(sizes))
-        means = [float(np.mean(each)) for each in (self._dropped, self._trained)]
-        if chance > _CHANCE:
-            return
-        kind = "longer" if means[0] > means[1] else "shorter"
-        self._warn(
-            "lengths",
-            f"dropped groups are {kind}: the {sizes[0]} dropped as stale have {means[0]:.3g} "
-            f"tokens per response, the {sizes[1]} trained ones {means[1]:.3g} "
-            f"(Kolmogorov-Smirnov {distance:.2f}, chance {chance:.1g}): what is trained is biased; "
-            "stale_groups: wait, stale_tokens: mask or a larger max_staleness keeps them",
-        )
+        if self.bias.follow(dict(event)):
+            for name, what in self.bias.warnings().items():
+                self._warn(name, what)
 
     def _warn(self, kind: str, what: str) -> None:
         if kind not in self._shown:
             self._shown.add(kind)
             self._note(f"warning: {what}")
-
-
-def _distance(left: Sequence[float], right: Sequence[float]) -> float:
-    """Return the largest distance of two samples' distribution functions (Kolmogorov-Smirnov)."""
-    at = np.concatenate([left, right])
-    shares = [np.searchsorted(np.sort(each), at, "right") / len(each) for each in (left, right)]
-    return float(np.abs(shares[0] - shares[1]).max())

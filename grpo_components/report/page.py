@@ -9,6 +9,7 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
+from grpo_components.report.books import books_section
 from grpo_components.report.curves import MAX_OTHER_CHARTS, metric_charts
 from grpo_components.report.difficulty import difficulty_charts
 from grpo_components.report.dropped import dropped_section
@@ -129,7 +130,7 @@ def _page(folder: Path, max_groups: int, live: Live | None) -> str:
         parts.add("Prompts", parts.charts(prompts))
     parts.add("Timeline", history)
     dropped = dropped_section(receipts, logs / "failed_samples.jsonl", unread)
-    parts.add("Dropped groups", dropped)
+    parts.add("Dropped groups", books_section(folder, receipts) + dropped)
     parts.add("Config", _config(folder, unread))
     parts.others(others if trained else ())
     parts.data = {

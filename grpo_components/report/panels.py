@@ -137,6 +137,12 @@ PANELS = {
             from_zero=True,
         ),
         Panel(
+            "Bias of what was lost",
+            "Kolmogorov-Smirnov distance of the trained groups to all, trained and lost",
+            {"bias/length_distance": "lengths", "bias/reward_distance": "rewards"},
+            range=_SHARE,
+        ),
+        Panel(
             "Importance ratio",
             "probability of a token: trainer / generator",
             {"ratio/mean": "mean", "mismatch/ratio_p01": "1 %", "mismatch/ratio_p99": "99 %"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.contracts import checked_aggregation
@@ -40,6 +41,10 @@ class TrainSample:
     """[N] the same logprobs, for the log; set for a logged response that this rank computed."""
     advantages: NDArray[np.float32] | None = None
     """[N] advantages of the N trained tokens."""
+    updated: bool = False
+    """Whether the optimizer made an update from the sample; the same on every rank."""
+    weighted: Tensor | None = None
+    """[N] bool, tokens with an off-policy weight above 0; set if this rank computed them."""
 
     @property
     def num_tokens(self) -> int:

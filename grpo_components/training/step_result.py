@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -24,3 +24,5 @@ class StepResult:
     """Metrics by their names in `logs/metrics.jsonl`."""
     probe_logprobs: Sequence[float] = ()
     """Logprobs of the weight probe by the policy after the step; see `exchange/weight_probe.py`."""
+    group_tokens: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Group id -> cause -> number of the group's sampled tokens; see `TokenUse`."""

@@ -49,6 +49,7 @@ from grpo_components.training.step_result import StepResult
 from grpo_components.training.supervised import SupervisedLoss
 from grpo_components.training.token_logprobs import gather_logprobs, keep_logprobs, probe_logprobs
 from grpo_components.training.token_metrics import TokenMetrics, is_usable, over_updates
+from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
 from grpo_components.training.trainer_options import (
     BatchOptions,
     DiagnosticsOptions,
@@ -57,7 +58,7 @@ from grpo_components.training.trainer_options import (
     OptimizerOptions,
     RankOptions,
 )
-from grpo_components.trajectory import PackedTrajectories, Trajectory
+from grpo_components.trajectory import PackedTrajectories
 
 
 def _parts(samples: list[TrainSample]) -> list[Part]:
@@ -160,7 +161,7 @@ class Trainer:
         self._step, self._skipped_because = step, ""
         if self._learning_rate is not None:
             set_learning_rate(self._optimizer, self._learning_rate(step))
-        samples = self._samples(batch, advantages, step)
+        samples, use = self._samples(batch, advantages, step)
         with self._offload.on_device() as moves:
             updates, start_known = self._updates(samples, step)
         if trained := any(is_usable(update) for update in updates):
@@ -198,19 +199,22 @@ class Trainer:
             skipped_because=why,
             metrics=metrics,
             probe_logprobs=probe_logprobs(self._logprobs, self._device),
+            group_tokens=use.count(samples, self._device, self._sharding.tensor),
         )
 
     def _samples(
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
-    ) -> list[TrainSample]:
+    ) -> tuple[list[TrainSample], TokenUse]:
+        oldest = self._batch.contract.oldest_trainable(self.policy_version)
+        use = TokenUse(oldest, self._batch.mask_overlong, self._policy_loss.corrects)
         logged = self._diagnostics.logged_responses
-        samples = make_samples(batch, advantages, self._trained_tokens, logged)
+        samples = make_samples(batch, advantages, use.trained_tokens, logged)
         trajectories = [sample.trajectory for sample in samples]
         if self._is_reference and trajectories[0].reference_logprobs is None:
             parts = (self._logprobs, self._plan_parts, self._device)
             add_reference_logprobs(trajectories, self._model, *parts)
         spread_advantages(samples, self._objective.token_advantages, step)
-        return samples
+        return samples, use
 
     def _updates(
         self, samples: list[TrainSample], step: int
@@ -235,13 +239,6 @@ class Trainer:
                 index = (step * epochs + epoch) * len(parts) + number
                 updates.append(self._update(part, index, with_mismatch=first))
         return updates, start_known
-
-    def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """Return [R] bool, which response tokens are trained: sampled by the policy, not masked."""
-        cut_off = self._batch.mask_overlong and trajectory.finish_reason == "length"
-        oldest = self._batch.contract.oldest_trainable(self.policy_version)
-        fresh = trajectory.token_versions >= oldest
-        return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
 
     def _plan(self, samples: list[TrainSample]) -> list[list[int]]:
         return self._plan_parts(_parts(samples))
@@ -302,6 +299,7 @@ class Trainer:
         metrics["grad_norm"] = float(grad_norm)
         if is_usable(metrics):  # the same on every rank
             self._optimizer.step()
+            keep_updated(samples)
         elif not self._skipped_because:
             first_of = self._policy_loss.name if self._is_first_update else ""
             self._skipped_because = watch.reason(self._model, metrics, first_of)
@@ -345,6 +343,7 @@ class Trainer:
         )
         losses, token_metrics, correction = self._policy_loss(inputs, start)
         watch.record(members, inputs, correction, losses)
+        keep_weighted(members, correction)
         ratio = (trainer_logprobs.detach() - generator_logprobs).exp()
         measured.add({"ratio/mean": ratio, "ratio/max": ratio, "entropy": entropy, **token_metrics})
         if first:  # update of the step, or first update in which these samples are trained

@@ -33,8 +33,11 @@ def _write_receipts():
 RULE = CurriculumRule(low=0.2, high=0.8, floor=0.1, decay=0.9)
 
 
-def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
-    """Two groups a step; a skipped step, a filtered, a failed and a stale group."""
+def write_run(path, eta=2, num_steps=6, draws=False, reuse=False, books=False):
+    """Two groups a step; a skipped step, a filtered, a failed and a stale group.
+
+    Without books, the receipts are as versions wrote them that did not count every token.
+    """
     for name in ("receipts.jsonl", "receipts.end"):
         path.with_name(name).unlink(missing_ok=True)
     logs = path.parent / "logs"
@@ -107,7 +110,11 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
             if reuse:
                 versions = {start: 10, min(known[e.group_id].oldest_version for e in batch): 4}
             mass = 1.0 if step != 3 else math.nan
-            receipts.step(step, after, versions, mass, f"hash {step}")
+            use = "trained" if after > start else "skipped"
+            few = sum(versions.values()) < 14
+            masked = [{use: 4, "stale": 3}, {"stale": 7}] if few else [{use: 7}, {use: 7}]
+            tokens = {entry.group_id: counts for entry, counts in zip(batch, masked, strict=True)}
+            receipts.step(step, after, versions, mass, f"hash {step}", group_tokens=tokens)
             with (logs / "metrics.jsonl").open("a") as metrics:
                 found = {"policy_version": after, "rollout/trained_tokens": sum(versions.values())}
                 metrics.write(json.dumps({"step": step, "attempt": 0, **found}) + "\n")
@@ -121,6 +128,12 @@ def write_run(path, eta=2, num_steps=6, draws=False, reuse=False):
     asyncio.run(run())
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(record.pop("chain") for record in records)
+    if not books:
+        for record in records:
+            for part in (record, *record.get("events", ()), *record.get("living", ())):
+                part.pop("tokens", None)
+            record.pop("carried", None)
+        write_receipts(path.parent, records)
     return records
 
 

@@ -20,6 +20,7 @@ from roles import Generator
 import grpo_components.cluster.cluster as cluster_module
 import grpo_components.cluster.role_process as role_process
 import grpo_components.exchange.replay_buffer as buffer_module
+import grpo_components.records.receipts as receipts_module
 from grpo_components.cluster.handles import ReplayBufferHandle
 from grpo_components.cluster.trainers_handle import TrainersHandle
 
@@ -95,6 +96,21 @@ class Checkpoints:
         """Nothing is written in the background."""
 
 
+class Pages:
+    """Adds the records of receipts to the books, in place of the file.
+
+    Args:
+        books: books of the run, in place of the file's path.
+    """
+
+    def __init__(self, books: Any) -> None:
+        self.append, self.closed = books.follow, False
+
+    def close(self) -> None:
+        """See `ChainedFile.close`."""
+        self.closed = True
+
+
 class _Value:
     """A shared number of a process that shares nothing."""
 
@@ -122,6 +138,7 @@ def without_ray() -> Iterator[None]:
                 "objects_in_scope": lambda: 0,
                 "_HEARTBEAT_EVERY_S": math.inf,
             },
+            receipts_module: {"ChainedFile": Pages},
             storages: {"mp": SimpleNamespace(RLock=threading.RLock, Value=_Value)},
             role_process: {"ray": SimpleNamespace(kill=lambda host: host.end())},
             buffer_module: {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any, NamedTuple
 
 from grpo_components.exchange.weight_probe import LoadedWeights
@@ -145,11 +146,12 @@ class Trainer:
         self.weights = self._files[NEWEST] = (*self.weights, tuple(batch))
         return StepResult(
             policy_version=len(self.weights),
-            token_versions={},
+            token_versions=Counter(len(w) for group in batch for w in (group.first, group.last)),
             token_logprobs={},
             trained_tokens=2 * len(batch),
             skipped_because="",
             metrics={"off_policy/correction_mass": 1.0},
+            group_tokens={group.group_id: {"trained": 2} for group in batch},
         )
 
     def gather_weights(self) -> int:

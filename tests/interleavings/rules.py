@@ -9,6 +9,8 @@ from typing import Any
 from roles import NEWEST
 from world import World
 
+from grpo_components.exchange.books import Amount
+
 
 @dataclass
 class Finals:
@@ -36,6 +38,10 @@ def check_end(world: World, finals: Finals) -> str:
     if residual:
         counts = f"{ledger.issued} issued, {ledger.trained_groups} trained, {dropped} dropped"
         return f"books: {counts}, {living} living: residual {residual}"
+    world.receipts.close()
+    books = world.books
+    if books.problem or books.residual != Amount():
+        return f"books: {books.problem}; {books.line()}"
     if living or ledger.waiting_prompts:
         return f"{living} groups and {len(ledger.waiting_prompts)} prompts are left behind"
     accounted = Counter([group.prompt_index for group in trained] + prompts.ended)

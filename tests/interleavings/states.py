@@ -66,6 +66,7 @@ class _World:
             "run": [(world.crashes_left, world.early_left, world.published, world.main.done())],
             "ledger": [self._ledger(), len(world.budget._restarts)],
             "generator": map(self._generator, world.roles.generators),
+            "books": [(world.books.problem, world.books.residual)],  # 0, whatever came before
             "role": map(self._role, world.cluster.roles),
             "process": map(self._process, live),
             "call": (self._sent(call) for process in live for call in process.calls),

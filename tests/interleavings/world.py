@@ -29,11 +29,13 @@ from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.trainers_handle import TrainersHandle
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.exchange.books import Books
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.records.journal import Journal
+from grpo_components.records.receipts import Receipts
 from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
 from grpo_components.twin.simulation import _recipe_class
@@ -164,8 +166,11 @@ class World:
         )
         self.checkpoints = Checkpoints(self)
         self.checkpoints.hold()
-        receipts: Any = SimpleNamespace(
-            step=lambda *given: None, close=lambda: None, begin_attempt=lambda attempt: None
+        self.books = books = Books(range(bound.steps + 1), lambda: ())
+        sizes = {"groups_per_step": bound.groups_per_step, "group_size": 1}
+        pages: Any = books  # in place of the file: see `Pages`
+        receipts = self.receipts = Receipts(
+            pages, self.ledger, 0, max_staleness=bound.max_staleness, **sizes
         )
         self.journal = Journal(
             Start(self.checkpoints.held),  # type: ignore[arg-type]

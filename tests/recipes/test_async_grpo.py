@@ -25,6 +25,7 @@ from whole_runs import (
     wait_for_line,
 )
 
+from grpo_components.exchange.books import close_books, reader_of
 from grpo_components.twin.fit import fit
 from grpo_components.twin.simulation import simulate
 
@@ -365,6 +366,19 @@ def test_a_copied_recipe_with_an_edited_loss_every_part_of_the_objective_and_par
     assert_failures_cost_their_samples_only(output_dir, steps)
     code, table = audit(output_dir)
     assert code == 0, table
+    assert_the_books_close(output_dir, output, table)
+
+
+def assert_the_books_close(output_dir, output, table):
+    """Every cause that such a run can have is there, in the summary and in the audit."""
+    rows = {what: pair for what, *pair in close_books(reader_of(output_dir)).table()}
+    assert rows["residual"] == [0, 0]
+    causes = {"trained", "filtered", "dropped: failed", "in failed samples of trained groups"}
+    assert rows.keys() > causes, rows
+    groups, tokens = rows["generated"]
+    assert f"{groups}/{tokens:,} generated = " in table and "; residual 0/0\n" in table
+    assert re.search(rf"{groups} +{tokens:,}  generated\n", output), output
+    assert " trained again\n" in table
 
 
 def assert_the_objective_is_as_set(steps):

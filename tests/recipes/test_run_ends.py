@@ -65,6 +65,7 @@ def test_an_interrupted_run_ends_and_leaves_nothing(tune):
     assert not (output_dir / "run.lock").exists() and not output_dir.with_name("run0-1").exists()
     assert "Traceback" not in output
     assert f"report: {output_dir / 'report.html'}" in output
+    assert re.search(r"^books +groups +tokens\n(.*\n)+ +0 +0  residual$", output, re.MULTILINE)
     assert f"last checkpoint: {output_dir / 'checkpoints' / 'step_'}" in output
     (command,) = re.findall(rf"tune run {RECIPE} --config tiny_async_grpo .*", output)
     assert command.endswith(f"{knobs} resume_from_checkpoint=true")

@@ -72,3 +72,4 @@ def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
     code, table = audit(output_dir)
     assert code == 0, table
     assert "= 48 trained + 0 dropped or filtered + 0 living" in table
+    assert "; residual 0/0\n" in table and "undone by a rollback or resume" in table

@@ -204,7 +204,7 @@ def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
     assert (part.versions[part.response_mask] != 1).all()
     facts = session.facts()
     assert facts["sampled_tokens"] == 4 + int(part.response_mask.sum())
-    assert facts["calls"] == 3
+    assert facts["calls"] == 3 and facts["unanswered_tokens"] == 4
 
 
 def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
@@ -248,6 +248,7 @@ def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_
     assert engine.requests[1][0][1:3] == [*chat.encode("a"), *chat.encode("b")]
     assert session.facts()["forks"] == []
     assert session.facts()["sampled_tokens"] == 6 + 2 + 2
+    assert session.facts()["unanswered_tokens"] == 3  # the end of two answers, and what followed
 
 
 def test_a_second_continuation_of_an_answer_is_a_fork_that_is_recorded(make_chat):

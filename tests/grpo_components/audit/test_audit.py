@@ -54,7 +54,8 @@ def test_every_rule_is_checked_and_listed(tmp_path, capsys, records, write_run, 
     checked = set()
     drawn = write_run(tmp_path / "receipts.jsonl", draws=True)
     reused = write_run(tmp_path / "receipts.jsonl", reuse=True)
-    for run in (records, sync, drawn, reused):
+    booked = write_run(tmp_path / "receipts.jsonl", books=True)
+    for run in (records, sync, drawn, reused, booked):
         write_receipts(tmp_path, run)
         main([str(tmp_path)])
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -293,8 +294,8 @@ def test_one_changed_value_fails_and_its_rule_is_named(records, rule, where, val
 
 
 def test_every_rule_has_a_corruption():
-    # In test_chain.py, test_cross_checks.py, test_draws.py and test_reuse.py.
-    elsewhere = {"chain", "config", "metrics", "loads", "curriculum", "reused"}
+    # In test_books.py, test_chain.py, test_cross_checks.py, test_draws.py and test_reuse.py.
+    elsewhere = {"books", "chain", "config", "metrics", "loads", "curriculum", "reused"}
     assert {*CORRUPTIONS, *(rule for rule, _, _ in EDITS)} == RULES.keys() - elsewhere
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
+import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +24,11 @@ from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import Reused, StalenessContract
 from grpo_components.records.journal import Journal
 from grpo_components.records.receipts import Receipts
+from grpo_components.replay.event_log import EventLog
 from grpo_components.state_files import read_state, write_state
+from grpo_components.training.sample import make_samples
 from grpo_components.training.step_result import StepResult
+from grpo_components.training.token_use import TokenUse, keep_updated
 from grpo_components.trajectory import Trajectory, pack, summarize, unpack
 
 
@@ -167,6 +171,10 @@ class Run:
             self.ledger.reuse = GroupReuse(contract, *s.reuse)
         if s.curriculum:
             self.ledger.events.listen(self.prompts.follow)
+        (folder / "logs").mkdir(exist_ok=True)
+        self.event_log = EventLog(folder)
+        self.ledger.events.attempt = attempt
+        self.ledger.events.listen(self.event_log.write)
         self.buffer = ReplayBuffer(
             contract=contract,
             timeout_s=TIMEOUT_S,
@@ -351,12 +359,21 @@ class Run:
                 await self.work(3)
                 await ledger.publish(after)
             metrics = {"off_policy/correction_mass": 1.0}
-            result = StepResult(after, Counter(fresh), {}, len(fresh), "", metrics)
+            tokens = self.token_use(batch, start - eta, updated=after > start)
+            result = StepResult(after, Counter(fresh), {}, len(fresh), "", metrics, (), tokens)
             step = await self.journal.commit(taken.batch_hash, result)
             self.note_waits(ids)
             self.trained += [(e.prompt_index, e.epoch) for e in entries]
             await self.work(5)  # an evaluation: the rollouts go on
             await self.journal.save_if_due(step, MagicMock())
+
+    def token_use(self, batch, oldest, updated):
+        """What the trainers count of a batch."""
+        use, packed = TokenUse(oldest, mask_overlong=False, corrects=False), pack(batch)
+        samples = make_samples(packed, np.zeros(len(batch)), use.trained_tokens, 0)
+        if updated:
+            keep_updated(samples)
+        return use.count(samples, torch.device("cpu"), 1)
 
     def hold(self):
         """As `Checkpoints` does."""
@@ -404,6 +421,7 @@ def test_every_schedule_ends_within_the_bound_loses_nothing_and_passes_the_audit
         asyncio.run(run.main())
         report, summary = audit(Path(folder) / "receipts.jsonl")
     assert not report.broken, summary
+    assert report.checked["books"] > NUM_STEPS and "; residual 0/0\n" in summary
     assert_complete(run)
     ledger = run.ledger
     # No starvation: a buffered group is trained or dropped within max_staleness + 1 versions.
@@ -453,6 +471,8 @@ def test_after_kills_and_resumes_no_prompt_is_lost_or_trained_twice(schedule, ki
                 event("killed before the first checkpoint" if run.saved is None else "killed")
         report, summary = audit(Path(folder) / "receipts.jsonl")
     assert not report.broken, (summary, report.broken)
+    assert report.checked["books"] > NUM_STEPS and "; residual 0/0\n" in summary
+    assert not any("is not known" in note for note in report.notes)  # the event log has the rest
     assert_trained_once(run)
     if not smaller:  # else the last steps may need fewer groups than are alive
         assert_complete(run)

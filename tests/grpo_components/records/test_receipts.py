@@ -50,7 +50,8 @@ def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
     ledger, receipts = make(tmp_path)
     asyncio.run(train(ledger, 1))
     load(ledger, "generator_1", 1)
-    receipts.step(1, 1, {0: 18}, 0.75, "hash")
+    tokens = {0: {"trained": 7}, 1: {"trained": 11}}
+    receipts.step(1, 1, {0: 18}, 0.75, "hash", group_tokens=tokens)
     start, step = read(tmp_path)
     assert start == {
         "record": "start",
@@ -62,6 +63,7 @@ def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
         "max_staleness": 1,
         "groups_per_step": 2,
         "group_size": 2,
+        "carried": {},
     }
     events, groups = step.pop("events"), step.pop("groups")
     acknowledged = {"generator": "generator_1", "version": 1, "checksum": "abc", "published": "def"}
@@ -76,6 +78,7 @@ def test_a_step_record_says_what_was_trained_with_which_weights(tmp_path):
         "correction_mass": 0.75,
         "trained_share": 1.0,  # 2 groups of 2 responses, of 4.5 sampled tokens
         "batch_hash": "hash",
+        "tokens": {"0": {"trained": 7}, "1": {"trained": 11}},
         "generators": {
             "generator_0": {"version": 0, "checksum": None},
             "generator_1": {"version": 1, "checksum": "abc"},
@@ -127,7 +130,9 @@ def test_the_lengths_of_dropped_groups_can_be_compared_with_those_of_the_trained
     }
     assert groups["filtered"] == {"count": 1, "response_tokens_mean": 1.5}
     assert groups["trained"] == {"count": 2, "response_tokens_mean": 4.5}
-    assert {"dropped": 0, "reason": "stale", "reissue": True} in record["events"]
+    dropped = [event for event in record["events"] if "dropped" in event]
+    assert dropped[0] == {"dropped": 0, "reason": "stale", "reissue": True, "tokens": 190}
+    assert [event["tokens"] for event in dropped] == [190, 3, 14, None]
 
 
 def test_each_record_holds_only_what_happened_since_the_last(tmp_path):
@@ -170,8 +175,8 @@ def test_the_end_record_of_a_failed_run_says_what_is_left_and_claims_nothing(tmp
     assert len(read(tmp_path)) == 3
     assert (end["record"], end["finished"], end["step"]) == ("end", False, 1)
     assert end["living"] == [
-        {"group_id": 3, "prompt_index": 13, "epoch": 2, "state": "buffered"},
-        {"group_id": 4, "prompt_index": 14, "epoch": 2, "state": "in_flight"},
+        {"group_id": 3, "prompt_index": 13, "epoch": 2, "state": "buffered", "tokens": 3},
+        {"group_id": 4, "prompt_index": 14, "epoch": 2, "state": "in_flight", "tokens": None},
     ]
     assert end["waiting"] == [{"prompt_index": 12, "epoch": 2}]
 

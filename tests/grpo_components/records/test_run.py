@@ -30,6 +30,7 @@ class Setting:
         roles.buffer.begin_again, roles.server.begin_again = AsyncMock(), AsyncMock()
         calls.ledger.policy_version, calls.ledger.dropped_groups = 0, {"filtered": 4}
         calls.failures.take_count.return_value = 0
+        calls.watch.bias.metrics.return_value = {}
         self.records = RunRecords(
             calls.start,
             calls.ledger,

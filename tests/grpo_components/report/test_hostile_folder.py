@@ -46,10 +46,12 @@ def lines_of_a_run():
         {"event": "rollback", "role": "trainer_0", "attempt": 1},
     ]
     step = {"record": "step", "attempt": 0, "step": 1, "token_versions": {"0": 5}}
+    step |= {"trained_from": 0, "policy_version": 1, "tokens": {"1": {"trained": 5, "stale": 1}}}
     events = [
         {"issued": 0, "prompt_index": 1, "epoch": 0},
         {"issued": 1, "prompt_index": 1, "epoch": 0},
-        {"dropped": 0, "reason": "stale", "reissue": True},
+        {"generated": 1, "response_tokens": 3.0},
+        {"dropped": 0, "reason": "stale", "reissue": True, "tokens": None},
         {"trained": 1},
     ]
     metrics = {"rollout/reward_mean": 0.5, "staleness/max": 1, "eval/success_rate": 0.5, "mine": 1}
@@ -57,9 +59,13 @@ def lines_of_a_run():
     metrics |= {"time/step": 1.0, "throughput/trained_tokens_per_second": 5.0, "ratio/max": 1.5}
     return {
         "receipts.jsonl": [
-            {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9},
+            {"record": "start", "attempt": 0, "steps_done": 0, "num_steps": 9}
+            | {"group_size": 2, "carried": {}},
             {**step, "events": events},
-            {"record": "end", "attempt": 0, "step": 1, "finished": True, "events": []},
+            {"record": "end", "attempt": 0, "step": 1, "finished": True, "events": []}
+            | {"living": [{"group_id": 2, "tokens": 3}], "policy_version": 1},
+            {"record": "start", "attempt": 1, "steps_done": 1, "num_steps": 9}
+            | {"group_size": 2, "carried": {"2": 3}},
         ],
         "logs/metrics.jsonl": [{"step": s, "attempt": 0, **metrics} for s in (1, 2)],
         "logs/rollouts.jsonl": [group],
@@ -132,7 +138,9 @@ def notes(html):
 
 
 def test_an_undamaged_folder_is_read_completely(run):
-    assert notes(check(run)) == []
+    html = check(run)
+    assert notes(html) == []
+    assert '<th scope="col">books</th>' in html and "<td>masked: older than max_stal" in html
 
 
 @pytest.mark.parametrize("name", FILES)

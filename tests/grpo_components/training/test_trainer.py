@@ -344,6 +344,10 @@ def test_a_correction_weighs_tokens_by_the_policy_that_the_step_starts_from(
         base, 2, RAGGED, ADVANTAGES, off_policy=off_policy, tokens_per_micro_batch=SMALL
     )
     assert_is_update(results, weights, metrics)
+    counted, sampled = results[1][0]["group_tokens"], sum(t.response_mask.sum() for t in RAGGED)
+    masked = sum(causes.get("off_policy", 0) for causes in counted.values())
+    assert masked == round(metrics["off_policy/masked_fraction"] * sampled)
+    assert masked + sum(causes.get("trained", 0) for causes in counted.values()) == sampled
 
 
 @pytest.mark.parametrize("off_policy", [TokenTIS(cap=1.2), MaskedIS(low=0.8, high=1.25)])
@@ -390,6 +394,8 @@ def test_a_skipped_step_tells_the_first_token_or_parameter_that_is_no_number(ran
     calls = [step(RAGGED, spoiled), step(RAGGED, ADVANTAGES, 1)]
     for first, second in ranks.run(base, 2, calls, tokens_per_micro_batch=SMALL):
         assert first["skipped_because"] == f"the loss is nan at {place}"
+        assert all(causes.keys() == {"skipped"} for causes in first["group_tokens"].values())
+        assert all(causes.keys() == {"trained"} for causes in second["group_tokens"].values())
         assert second["skipped_because"] == ""
     for (steep,) in ranks.run(base, 2, calls[1:], loss=Steep()):
         why = steep["skipped_because"]

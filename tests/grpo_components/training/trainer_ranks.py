@@ -393,12 +393,23 @@ def expected_update(
         "grad_norm": grad_norm.item(),
         "token_versions": {0: len(losses)},
         "token_logprobs": {},
+        "group_tokens": group_tokens(trajectories, kept.split(counts)),
         "lr": LEARNING_RATE,
         "policy_version": 1,
         "skipped_steps": 0,
         "trained_tokens": float(len(losses)),
     }
     return to_hf(model.state_dict()), metrics
+
+
+def group_tokens(trajectories, kept):
+    """Trained tokens of each group, and those to which the correction gives weight 0."""
+    counts = {}
+    for trajectory, of_response in zip(trajectories, kept, strict=True):
+        causes = counts.setdefault(trajectory.group_id, {"trained": 0, "off_policy": 0})
+        causes["trained"] += int(of_response.sum())
+        causes["off_policy"] += int((~of_response).sum())
+    return counts
 
 
 def step(trajectories, advantages, number=0):
@@ -430,6 +441,16 @@ def assert_metrics_close(actual, expected):
     actual, expected = untimed(actual), untimed(expected)
     assert actual.pop("skipped_because", "") == expected.pop("skipped_because", "") == ""
     assert actual.keys() == expected.keys()
+    uses = [  # failed samples and stale tokens have no influence, and are not expected
+        {
+            (group, cause): number
+            for group, causes in metrics.pop("group_tokens", {}).items()
+            for cause, number in causes.items()
+            if number and cause in ("trained", "off_policy")
+        }
+        for metrics in (actual, expected)
+    ]
+    assert uses[0] == uses[1]
     for key, value in expected.items():
         assert actual[key] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), key
 

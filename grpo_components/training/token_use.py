@@ -1,0 +1,131 @@
+"""Decides which tokens of a step are trained, and counts what becomes of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo_components.training.sample import TrainSample
+from grpo_components.trajectory import Trajectory
+
+
+class TokenUse:
+    """Counts, for each group of a step, its sampled tokens by what the step makes of them.
+
+    The causes: `failed` (of a failed sample), `overlong` (of a response that a length limit ended),
+    `stale` (older than the contract allows), `unanswered` (sampled for an agent, in none of its
+    trajectories), `off_policy` (every update gave it the weight 0), `skipped` (no update of it had
+    a finite loss and gradient), and `trained`. Each token counts once, whatever the epochs; for the
+    first cause of these that it has. Every cause is counted by itself, none as what is left over.
+
+    Args:
+        oldest: oldest policy version whose tokens the step may train.
+        mask_overlong: whether responses that a length limit ended are not trained.
+        corrects: whether the step has off-policy weights, which may be 0.
+    """
+
+    def __init__(self, oldest: int, mask_overlong: bool, corrects: bool) -> None:
+        self._oldest, self._mask_overlong, self._corrects = oldest, mask_overlong, corrects
+
+    def trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
+        """Return [R] bool, which response tokens are trained: sampled by the policy, not masked."""
+        cut_off = self._mask_overlong and trajectory.finish_reason == "length"
+        fresh = trajectory.token_versions >= self._oldest
+        return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
+
+    def count(
+        self, samples: Sequence[TrainSample], device: torch.device, num_copies: int
+    ) -> dict[int, dict[str, int]]:
+        """Return group id -> cause -> number of tokens; collective with a correction.
+
+        Args:
+            samples: samples of the step, whose updates are made.
+            device: device of the ranks' process group.
+            num_copies: number of ranks that compute the same micro-batches (tensor parallelism).
+        """
+        weighted = _over_ranks(samples, device, num_copies) if self._corrects else None
+        groups: dict[int, Counter[str]] = {}
+        for number, sample in enumerate(samples):
+            counts = groups.setdefault(sample.trajectory.group_id, Counter())
+            counts.update(self._left_out(sample.trajectory))
+            counts["unanswered"] += _of_older_session(sample, samples)
+            if not sample.updated:
+                counts["skipped"] += sample.num_tokens
+            elif weighted is None:
+                counts["trained"] += sample.num_tokens
+            else:
+                counts["trained"] += int(weighted[0, number])
+                counts["off_policy"] += int(weighted[1, number])
+        return {group: dict(+counts) for group, counts in groups.items()}
+
+    def _left_out(self, trajectory: Trajectory) -> Mapping[str, int]:
+        sampled, unanswered = trajectory.response_mask, unanswered_tokens(trajectory)
+        if trajectory.failed:  # of a failed session, no trajectory has the tokens
+            session = trajectory.session or {}
+            return {"failed": session.get("sampled_tokens", int(sampled.sum()))}
+        if self._mask_overlong and trajectory.finish_reason == "length":
+            return {"overlong": int(sampled.sum()), "unanswered": unanswered}
+        old = trajectory.token_versions < self._oldest
+        return {"stale": int((sampled & old).sum()), "unanswered": unanswered}
+
+
+def unanswered_tokens(trajectory: Trajectory) -> int:
+    """Return how many tokens were sampled for a trajectory's session and are in no trajectory.
+
+    Args:
+        trajectory: trajectory of an agent; of any other, the number is 0. Only a session's first
+            one has its facts. Sessions in checkpoints of older versions do not have the number.
+    """
+    return (trajectory.session or {}).get("unanswered_tokens", 0)
+
+
+def _of_older_session(sample: TrainSample, samples: Sequence[TrainSample]) -> int:
+    """Return the same for a session of an older checkpoint: what its trajectories leave over."""
+    facts = sample.trajectory.session or {}
+    if sample.trajectory.failed or "sampled_tokens" not in facts or "unanswered_tokens" in facts:
+        return 0
+    parts = (each for each in samples if each.response == sample.response)
+    return facts["sampled_tokens"] - sum(int(p.trajectory.response_mask.sum()) for p in parts)
+
+
+def keep_weighted(members: Sequence[TrainSample], weights: Tensor | None) -> None:
+    """Note which tokens of a micro-batch have an off-policy weight above 0; waits for no device.
+
+    Args:
+        members: samples of the micro-batch.
+        weights: [N] weights of their trained tokens; None without a correction.
+    """
+    if weights is None:
+        return
+    parts = (weights.detach() != 0).split([sample.num_tokens for sample in members])
+    for sample, part in zip(members, parts, strict=True):
+        sample.weighted = part if sample.weighted is None else sample.weighted | part
+
+
+def keep_updated(samples: Sequence[TrainSample]) -> None:
+    """Note that the optimizer made an update from these samples."""
+    for sample in samples:
+        sample.updated = True
+
+
+def _over_ranks(
+    samples: Sequence[TrainSample], device: torch.device, num_copies: int
+) -> NDArray[np.int64]:
+    """Return [2, S] number of each sample's tokens with a weight above 0, and with weight 0."""
+    numbers = partial(torch.zeros, dtype=torch.int64, device=device)
+    none = numbers(2)
+    rows: list[Any] = [
+        none if marks is None else torch.stack([marks.sum(), (~marks).sum()])
+        for marks in (sample.weighted for sample in samples)
+    ]
+    counts = torch.stack(rows, dim=1) if rows else numbers(2, 0)
+    dist.all_reduce(counts)
+    return (counts // num_copies).cpu().numpy()

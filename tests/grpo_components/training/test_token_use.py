@@ -1,0 +1,112 @@
+"""Every sampled token of a step is counted once, under what the step made of it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_components.training.sample import make_samples
+from grpo_components.training.token_use import TokenUse, keep_updated, keep_weighted
+from grpo_components.trajectory import Trajectory, pack, summarize
+
+CPU = torch.device("cpu")
+
+
+def trajectory(group, versions, mask=None, **fields):
+    size = len(versions)
+    return Trajectory(
+        prompt_ids=np.arange(2),
+        response_ids=np.arange(size),
+        response_mask=np.ones(size, bool) if mask is None else np.array(mask, bool),
+        generator_logprobs=np.zeros(size, np.float32),
+        token_versions=np.array(versions, np.int32),
+        prompt_index=0,
+        epoch=0,
+        group_id=group,
+        attempt=0,
+        **{"finish_reason": "stop", **fields},
+    )
+
+
+def count(trajectories, updated=lambda sample: True, mask_overlong=True):
+    use = TokenUse(oldest=3, mask_overlong=mask_overlong, corrects=False)
+    number = len({id(each) for each in trajectories})
+    samples = make_samples(pack(trajectories), np.zeros(number), use.trained_tokens, 0)
+    keep_updated([sample for sample in samples if updated(sample)])
+    return use.count(samples, CPU, 1)
+
+
+BATCH = [
+    trajectory(7, [3, 4, 4]),
+    trajectory(7, [1, 2, 3, 4]),  # the first two are stale
+    trajectory(7, [1, 3, 3], finish_reason="length"),
+    trajectory(7, [3, -1, -1, 3], mask=[1, 0, 0, 1]),  # the environment spoke in between
+    trajectory(8, [0, 3], finish_reason="error", error="no reward"),
+    trajectory(8, [], finish_reason="error", error="no answer"),
+]
+
+
+def test_each_cause_has_its_tokens_and_a_token_the_first_of_its_causes():
+    assert count(BATCH) == {
+        7: {"trained": 3 + 2 + 2, "stale": 2, "overlong": 3},
+        8: {"failed": 2},
+    }
+    assert count(BATCH, mask_overlong=False)[7] == {"trained": 9, "stale": 3}
+
+
+@pytest.mark.parametrize("mask_overlong", [False, True])
+def test_the_counts_add_up_to_what_the_generator_sampled(mask_overlong):
+    found = count(BATCH, mask_overlong=mask_overlong)
+    for group in (7, 8):
+        summary = summarize(pack([each for each in BATCH if each.group_id == group]))
+        assert sum(found[group].values()) == sum(summary.response_tokens)
+
+
+def test_tokens_without_a_usable_update_are_skipped():
+    found = count(BATCH, updated=lambda sample: sample.number > 0)
+    assert found[7] == {"skipped": 3, "trained": 4, "stale": 2, "overlong": 3}
+
+
+@pytest.mark.parametrize("counted", [{"unanswered_tokens": 45}, {}], ids=["new", "older"])
+def test_the_tokens_that_no_client_kept_are_in_no_trajectory(counted):
+    facts = {"sampled_tokens": 50, **counted}
+    parts = [
+        trajectory(1, [3, 3], session={"sample": 0, **facts}),
+        trajectory(1, [2, 3, 3], session={"sample": 0}),  # the session forked
+    ]
+    use = TokenUse(3, False, False)
+    samples = make_samples(pack(parts), np.zeros(1), use.trained_tokens, 0)
+    keep_updated(samples)
+    found = use.count(samples, CPU, 1)
+    assert found == {1: {"trained": 4, "stale": 1, "unanswered": 45}}
+    assert summarize(pack(parts)).response_tokens == [50]
+
+
+def test_a_failed_session_has_all_its_tokens_in_failed_samples():
+    facts = {"sampled_tokens": 50, "unanswered_tokens": 45}
+    failed = trajectory(1, [], finish_reason="error", session={"sample": 0, **facts})
+    assert count([failed]) == {1: {"failed": 50}}
+
+
+def test_a_weight_above_0_in_one_update_is_enough():
+    use = TokenUse(0, False, True)
+    samples = make_samples(pack(BATCH[:1]), np.zeros(1), use.trained_tokens, 0)
+    for weights in ([0.0, 0.0, 1.2], [0.5, 0.0, 0.0]):
+        keep_weighted(samples, torch.tensor(weights))
+    keep_weighted(samples, None)
+    assert samples[0].weighted is not None
+    assert samples[0].weighted.tolist() == [True, False, True]
+
+
+def test_a_mask_that_differs_from_its_causes_leaves_a_residual():
+    """Nothing is counted as what is left over: a token that is masked for no reason is missed."""
+    use = TokenUse(0, False, False)
+    batch = [replace(BATCH[0])]
+
+    def masks_too_much(each):
+        return use.trained_tokens(each) & (np.arange(3) > 0)
+
+    samples = make_samples(pack(batch), np.zeros(1), masks_too_much, 0)
+    keep_updated(samples)
+    assert use.count(samples, CPU, 1) == {7: {"trained": 2}}
