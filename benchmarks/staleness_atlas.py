@@ -73,7 +73,11 @@ def write(output: Path, known: dict[Cell, Line]) -> None:
 
 
 def go_on(
-    make: Callable[[Cell, Path], Line], folder: Path, output: Path, limit: int, say: Callable[..., object]
+    make: Callable[[Cell, Path], Line],
+    folder: Path,
+    output: Path,
+    limit: int,
+    say: Callable[..., object],
 ) -> None:
     """Make the runs that have no result yet, in order, and write the page after each.
 

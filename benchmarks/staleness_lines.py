@@ -166,13 +166,15 @@ def read(path: Path) -> dict[Cell, Line]:
     found: dict[Cell, Line] = {}
     for number, row in enumerate(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])), 2):
         try:
-            line = Line(**{each.name: _value(row[each.name], str(each.type)) for each in fields(Line)})
+            line = Line(
+                **{each.name: _value(row[each.name], str(each.type)) for each in fields(Line)}
+            )
             known = line.cell in _ALL and line.job == line.cell.job
         except (KeyError, TypeError, ValueError):
             known = False
         if not known:
             raise ValueError(
-                f"{path.name} line {number} is no result of this atlas: its job or its columns have "
+                f"{path.name} line {number} is no result of this atlas: its job or columns "
                 "changed; move the file away to begin anew"
             )
         found.setdefault(line.cell, line)

@@ -1,28 +1,275 @@
-"""The page of the staleness atlas: prediction, map, and the answer that follows from the figures."""
+"""The page of the staleness atlas: prediction, answer and map, all from the lines of results."""
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 
-from staleness_lines import Line
+from measuring import markdown_table
+from staleness_lines import JOB, OBJECTIVES, ORDER, RATES, SEEDS, STALENESS, Line
+from staleness_map import KEPT, LEARNS, Atlas, Spot
+from staleness_prediction import verdicts
 
-PREDICTIONS = (
-    "At a learning rate of 2e-4 each objective keeps, at each bound up to 8, at least three quarters "
-    "of what it gains without staleness.",
-    "At 8e-4 none keeps three quarters of its gain at a bound of 8.",
-    "At a bound of 8 GRPO, whose clip takes the gradient from tokens that have moved, ends above "
-    "truncated IS and REINFORCE, which keep it, at 4e-4 and at 8e-4.",
-    "At 8e-4 and a bound of 8 decoupled PPO ends between GRPO and REINFORCE.",
-    "A bound of 1 costs nothing that shows: at 2e-4 and 4e-4 the mean over the objectives is within "
-    "0.05 of that without staleness.",
-)
-"""Written before the first run of the map."""
+
+def _cell(spot: Spot | None) -> str:
+    if spot is None:
+        return "not run"
+    half, count = spot.half_width, len(spot.lines)
+    staleness = [line.staleness for line in spot.lines if line.staleness is not None]
+    mark = "●" if not spot.broken else "○" if spot.broken == count else "◐"
+    if spot.broken == 0 and not spot.learns:
+        mark = "◐"
+    parts = [f"{mark} {spot.mean:.2f}" + (f" ± {half:.2f}" if half is not None else "")]
+    parts.append(f"s {statistics.fmean(staleness):.1f}" if staleness else "no step")
+    parts.append(f"n {count}")
+    if any(line.ended for line in spot.lines):
+        parts.append("**ended early**")
+    if any(line.audit for line in spot.lines):
+        parts.append("**audit failed**")
+    return "<br>".join(parts)
+
+
+def _map(atlas: Atlas, rate: str) -> str:
+    rows = [
+        [name, *(_cell(atlas.spot(name, bound, rate)) for bound in STALENESS)]
+        for name in OBJECTIVES
+    ]
+    return markdown_table(
+        [f"learning rate {rate}", *(f"bound {bound}" for bound in STALENESS)], rows
+    )
+
+
+def _answer(atlas: Atlas, objective: str, rate: str) -> str:
+    """What one objective tolerates at one learning rate, in words."""
+    synchronous = atlas.spot(objective, 0, rate)
+    if synchronous is None:
+        return f"at {rate} not run yet"
+    broke = f"{synchronous.broken} of {len(synchronous.lines)} runs"
+    text = f"at {rate} {synchronous.mean:.2f} without staleness"
+    if synchronous.broken:
+        text += f" ({broke} broke)"
+    if not synchronous.learns:
+        return f"{text}: **breaks by itself**" + _beyond(atlas, objective, rate, 0)
+    tolerated = 0
+    for bound in STALENESS[1:]:
+        spot = atlas.spot(objective, bound, rate)
+        if spot is not None and not spot.keeps(synchronous):
+            return f"{text}, **tolerates {tolerated}**" + _beyond(atlas, objective, rate, tolerated)
+        if spot is not None:
+            tolerated = bound
+    if not tolerated:
+        return f"{text}, no other bound run yet"
+    last = atlas.spot(objective, tolerated, rate)
+    assert last is not None
+    return f"{text}, **tolerates {tolerated}** ({last.mean:.2f})"
+
+
+def _beyond(atlas: Atlas, objective: str, rate: str, bound: int) -> str:
+    """What happens beyond a bound."""
+    found = []
+    for further in (each for each in STALENESS if each > bound):
+        spot = atlas.spot(objective, further, rate)
+        if spot is not None:
+            broke = f", {spot.broken} of {len(spot.lines)} broke" if spot.broken else ""
+            found.append(f"{spot.mean:.2f} at {further}{broke}")
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _answers(atlas: Atlas) -> str:
+    each = [
+        f"- **{objective}**: {'; '.join(_answer(atlas, objective, rate) for rate in RATES)}."
+        for objective in OBJECTIVES
+    ]
+    for rate in RATES:
+        spots = [(atlas.spot(name, STALENESS[-1], rate), name) for name in OBJECTIVES]
+        ranked = sorted(((spot.mean, name) for spot, name in spots if spot), reverse=True)
+        if ranked:
+            order = ", ".join(f"{name} {mean:.2f}" for mean, name in ranked)
+            each.append(f"- At a bound of {STALENESS[-1]} and {rate}, from best to worst: {order}.")
+    return "\n".join(each)
+
+
+def _measured_staleness(lines: Sequence[Line]) -> str:
+    rows = []
+    for bound in STALENESS:
+        own = [line for line in lines if line.max_staleness == bound]
+        means = [line.staleness for line in own if line.staleness is not None]
+        oldest = [line.oldest for line in own if line.oldest is not None]
+        dropped = sum(line.dropped or 0 for line in own)
+        spread = (
+            f"{statistics.fmean(means):.2f} ({min(means):.2f}..{max(means):.2f})" if means else ""
+        )
+        rows.append([bound, len(own), spread, max(oldest, default=""), dropped if own else ""])
+    return markdown_table(
+        ["bound", "runs", "mean staleness (range)", "oldest token", "groups dropped"], rows
+    )
+
+
+def _why(atlas: Atlas) -> str:
+    """Effective sample size and clipped tokens at the largest bound."""
+
+    def shown(spot: Spot | None) -> str:
+        if spot is None:
+            return "not run"
+        sizes = [line.sample_size for line in spot.lines if line.sample_size is not None]
+        clipped = [line.clipped for line in spot.lines if line.clipped is not None]
+        if not sizes or not clipped:
+            return "no step"
+        return f"{statistics.fmean(sizes):.2f}, {statistics.fmean(clipped):.1%}"
+
+    rows = [
+        [name, *(shown(atlas.spot(name, STALENESS[-1], rate)) for rate in RATES)]
+        for name in OBJECTIVES
+    ]
+    return markdown_table(
+        [f"bound {STALENESS[-1]}", *(f"learning rate {rate}" for rate in RATES)], rows
+    )
+
+
+def _troubles(lines: Sequence[Line]) -> str:
+    found = [
+        f"- {line.cell.folder}, step {line.steps}: {what}"
+        for line in lines
+        for what in (
+            line.ended and f"ended early: `{line.ended}`",
+            line.audit and f"the audit failed: `{line.audit}`",
+            line.skipped
+            and f"{line.skipped} steps skipped, because loss or gradient was not finite",
+        )
+        if what
+    ]
+    return "\n".join(found) or "None."
+
+
+def _costs(lines: Sequence[Line]) -> str:
+    if not lines:
+        return "No run is done yet."
+    spent = sorted(line.cpu_s for line in lines)
+    return (
+        f"A run takes {statistics.median(spent):.0f} CPU seconds (median; {spent[0]:.0f} to "
+        f"{spent[-1]:.0f}), summed over its processes every half second; all runs so far together "
+        f"{sum(spent) / 3600:.1f} CPU hours."
+    )
+
+
+def _overrides() -> str:
+    rows = [
+        [name, " ".join(given) and f"`{' '.join(given)}`"] for name, given in OBJECTIVES.items()
+    ]
+    rows[0][1] = "none: the tiny config's loss, `clip_low` and `clip_high` 0.2"
+    return "\n".join(
+        [
+            "| objective | overrides |",
+            "|---|---|",
+            *(f"| {name} | {given} |" for name, given in rows),
+        ]
+    )
+
+
+_PAGE = """# Staleness atlas
+
+Generated by `make atlas` (`python benchmarks/staleness_atlas.py`); do not edit.
+
+Which objective tolerates which staleness, and at which learning rate does it break? Real runs of
+the tiny job on a CPU: {objectives} objectives, {bounds} bounds of the staleness (`max_staleness`),
+{rates} learning rates, {seeds} seeds. **{done} of {all} runs are done; {whole} of {places} places
+of the map have all their seeds.** What is not run yet says so; `make atlas` goes on.
+**Audits that failed: {failed} of {done}.** Not run on a GPU.
+
+## Prediction
+
+Written before the first run of the map, after eleven trial runs that chose steps and learning
+rates. The verdicts are computed from the runs so far.
+
+| prediction | verdict |
+|---|---|
+{predictions}
+
+## Answer
+
+Held-out success at the end, in means over the seeds so far. An objective *tolerates* a bound if it
+keeps there, and at each lower bound that was run, {kept:.0%} of what it gains over the base model
+without staleness at the same learning rate. A run *breaks* if it ends early, or no better than the
+base model.
+
+{answers}
+
+## Map
+
+Each place has: ● no run broke, ◐ some did (or the mean gain is below {learns}), ○ all did; the mean
+held-out success with its 95 % interval (Student's t over the seeds; with one run none, with two it
+is wide); *s*, the mean staleness that was measured, in policy versions; *n*, the number of runs. A
+run that ended early counts as 0.
+
+{maps}
+
+At a bound of 0 GRPO, truncated IS and REINFORCE are the same algorithm: all ratios are 1.
+
+## Staleness that was reached
+
+A bound is no measurement. So many groups are in flight that the generator is as far ahead as the
+bound lets it: staleness grows by one with each step, up to the bound. The mean is over all steps.
+
+{staleness}
+
+What the losses saw: effective sample size of the ratio trainer to generator (1 is on-policy), and
+tokens without a gradient, because the clip binds.
+
+{why}
+
+## Runs with trouble
+
+{troubles}
+
+## How it is measured
+
+```
+tune run async_grpo_full_finetune_distributed --config tiny_async_grpo \\
+  {job} \\
+  max_staleness=<bound> rollouts_in_flight=<8 * (bound + 1)> \\
+  optimizer.lr=<rate> seed=<seed> <overrides>
+```
+
+A bound of 0 adds `pull_every_m_rollouts=1`.
+
+{overrides}
+
+Held-out success is that of the tiny job's 204 problems, one response each at temperature 1, after
+the last step: its standard error within one run is about 0.03. CISPO is left out: with one update
+per step its gradient is that of truncated IS with a cap of 5, between those of truncated IS (2) and
+REINFORCE (none). Every run is audited before its other files are removed.
+{costs}
+
+All results are in [staleness.csv](staleness.csv), a line per run, also with the mean reward of the
+last five steps. A run that has a line is not made again: to make it anew, delete its line, also in
+`runs.csv` in the folder of the runs (`--folder`), which keeps receipts, metrics and config of each
+run. The command may be killed at any moment; the run that it cut short is then made again.
+"""
 
 
 def page(lines: Sequence[Line]) -> str:
-    """Return the text of the page.
+    """Return the text of the page `docs/staleness.md`.
 
     Args:
         lines: results of the runs.
     """
-    return "\n".join(PREDICTIONS) + f"\n{len(lines)} runs\n"
+    atlas = Atlas(lines)
+    runs = Counter((line.objective, line.max_staleness, line.rate) for line in lines)
+    return _PAGE.format(
+        **{"objectives": len(OBJECTIVES), "bounds": len(STALENESS), "rates": len(RATES)},
+        **{"seeds": len(SEEDS), "done": len(lines), "all": len(ORDER)},
+        whole=sum(count == len(SEEDS) for count in runs.values()),
+        places=len(ORDER) // len(SEEDS),
+        failed=sum(bool(line.audit) for line in lines),
+        predictions="\n".join(f"| {text} | {verdict} |" for text, verdict in verdicts(atlas)),
+        answers=_answers(atlas),
+        maps="\n\n".join(_map(atlas, rate) for rate in RATES),
+        staleness=_measured_staleness(lines),
+        why=_why(atlas),
+        troubles=_troubles(lines),
+        job=" ".join(JOB),
+        overrides=_overrides(),
+        costs=_costs(lines),
+        **{"kept": KEPT, "learns": LEARNS},
+    )
