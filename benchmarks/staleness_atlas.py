@@ -22,6 +22,7 @@ from pathlib import Path
 
 from staleness_lines import ORDER, Cell, Line, append, read, text_of
 from staleness_page import page
+from staleness_runs import Interrupted, NoResultError, preload, run
 
 from grpo_components.whole_files import write_whole
 
@@ -91,7 +92,11 @@ def go_on(
     known = results(folder, output)
     write(output, known)
     for cell in [cell for cell in ORDER if cell not in known][:limit]:
-        line = known[cell] = make(cell, folder / cell.folder)
+        try:
+            line = known[cell] = make(cell, folder / cell.folder)
+        except NoResultError as error:
+            say(f"{cell.folder}: no result, because {error}; the next call tries again\n")
+            continue
         append(folder / "runs.csv", line)
         write(output, known)
         held_out = line.ended or f"held-out success {line.before} -> {line.after}"
@@ -111,8 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0, 1 if a run was ended from outside, 2 if results cannot be read, 130 after
         Ctrl-C.
     """
-    from staleness_runs import Interrupted, preload, run  # takes seconds
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=len(ORDER), help="at most so many; 0: the page")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)

@@ -119,6 +119,8 @@ class Line:
     """Training steps that made no update, because loss or gradient was not finite."""
     dropped: int | None
     """Groups dropped as stale."""
+    restarts: int | None
+    """Roles that were started again; steps that were made again count once."""
     cpu_s: float
     """CPU seconds of the run, with all its processes."""
     ended: str

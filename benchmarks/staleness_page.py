@@ -134,6 +134,7 @@ def _troubles(lines: Sequence[Line]) -> str:
         for what in (
             line.ended and f"ended early: `{line.ended}`",
             line.audit and f"the audit failed: `{line.audit}`",
+            line.restarts and f"{line.restarts} roles were started again",
             line.skipped
             and f"{line.skipped} steps skipped, because loss or gradient was not finite",
         )

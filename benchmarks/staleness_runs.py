@@ -36,11 +36,16 @@ _NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_T
 """Keeps pyarrow's allocator and numpy from starting threads when they are imported."""
 _PDEATHSIG, _SUBREAPER = 1, 36
 _SAMPLED_EVERY_S, _ORPHANS_S, _END_S, _TEXT = 0.5, 20.0, 60.0, 160
+_FULL = "the machine's memory was full"
 _FORKED = multiprocessing.get_context("fork")
 
 
 class Interrupted(Exception):
     """The run ended by a signal or a wrong config: that is no result of its cell."""
+
+
+class NoResultError(Exception):
+    """The run failed because the machine's memory was full: that is no result of its cell."""
 
 
 def preload() -> None:
@@ -68,6 +73,7 @@ def run(cell: Cell, folder: Path, extra: Sequence[str] = ()) -> Line:
 
     Raises:
         Interrupted: the run was ended from outside, or its config is wrong.
+        NoResultError: it failed for want of memory.
     """
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.parent / f"{folder.name}.log"
@@ -75,6 +81,8 @@ def run(cell: Cell, folder: Path, extra: Sequence[str] = ()) -> Line:
     said = log.read_text(errors="replace").splitlines()
     if code is not None and (code < 0 or code in (2, 130, 143)):
         raise Interrupted("\n".join([*said[-20:], f"{folder.name}: exit code {code}"]))
+    if code and any(_FULL in text for text in said):
+        raise NoResultError(_FULL)
     ended = "" if code == 0 else _cause(said) if code else f"not done in {TIME_LIMIT_S:.0f} s"
     line = line_of(cell, _records(folder), ended, audit_of(folder, bool(ended)), cpu_s)
     _trim(folder)
@@ -182,7 +190,8 @@ def line_of(
         audited: what the audit says of a broken rule; empty if every rule holds.
         cpu_s: CPU seconds of the run.
     """
-    steps = [record for record in records if record["step"]]
+    # Steps that were rolled back are there once for each attempt: the last one counts.
+    steps = list({record["step"]: record for record in records if record["step"]}.values())
     success = _values("eval/success_rate", records)
     last = steps[-1] if steps else {}
     oldest = _values("staleness/max", steps)
@@ -198,6 +207,7 @@ def line_of(
         sample_size=_mean("mismatch/effective_sample_size", steps, 4),
         skipped=last.get("skipped_steps"),
         dropped=last.get("buffer/dropped_stale"),
+        restarts=last.get("restarts"),
         **{"cpu_s": round(cpu_s, 1), "ended": ended, "audit": audited},
     )
 

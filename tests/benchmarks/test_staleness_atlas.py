@@ -178,6 +178,27 @@ def test_a_run_that_ends_early_is_a_result_with_its_cause(tmp_path, monkeypatch)
     assert left == ["metrics.jsonl"]
 
 
+def test_a_run_without_memory_is_made_again_by_the_next_call(tmp_path, monkeypatch):
+    def full(overrides, log):
+        log.write_text("error: trainer_0 died: killed because the machine's memory was full\n")
+        return 1, 9.0
+
+    monkeypatch.setattr(staleness_runs, "_tune", full)
+    said, output = [], tmp_path / "staleness.md"
+    go_on(run, tmp_path, output, 2, said.append)
+    assert len(said) == 2 and "no result, because the machine's memory was full" in said[0]
+    assert read(output.with_suffix(".csv")) == {}
+    go_on(lambda cell, folder: line(cell), tmp_path, output, 2, said.append)
+    assert list(read(output.with_suffix(".csv"))) == list(ORDER[:2])
+
+
+def test_steps_that_were_rolled_back_count_once():
+    steps = [(1, 0, 0.0), (2, 0, 0.0), (1, 1, 0.5), (2, 1, 0.7), (3, 1, 0.6)]
+    records = [{"step": s, "attempt": a, "rollout/reward_mean": r} for s, a, r in steps]
+    found = line_of(ORDER[0], records, "", "", 1.0)
+    assert (found.steps, found.reward) == (3, 0.6)
+
+
 @pytest.mark.parametrize("code", [-9, 2, 130, 143])
 def test_a_run_that_was_ended_from_outside_is_no_result(tmp_path, monkeypatch, code):
     def ended(overrides, log):
@@ -192,7 +213,7 @@ def test_a_run_that_was_ended_from_outside_is_no_result(tmp_path, monkeypatch, c
 def test_the_page_hides_no_failed_run_and_no_failed_audit():
     text = page(
         [
-            line(Cell("GRPO", 4, "8e-4", 1), None, ended="error: it is nan", steps=7),
+            line(Cell("GRPO", 4, "8e-4", 1), None, ended="error: it is nan", steps=7, restarts=3),
             line(Cell("GSPO", 4, "8e-4", 1), audit="broken: sequence: step 3", skipped=2),
             *lines("GRPO", 0, "8e-4", 0.5),
         ]
@@ -200,7 +221,7 @@ def test_the_page_hides_no_failed_run_and_no_failed_audit():
     assert "Audits that failed: 1 of 3" in text
     assert "GRPO_staleness_4_lr_8e-4_seed_1, step 7: ended early: `error: it is nan`" in text
     assert "step 32: the audit failed: `broken: sequence: step 3`" in text
-    assert "step 32: 2 steps skipped" in text
+    assert "step 32: 2 steps skipped" in text and "step 7: 3 roles were started again" in text
     assert "○ 0.00<br>s 3.0<br>n 1<br>**ended early**" in text
     assert "● 0.60<br>s 3.0<br>n 1<br>**audit failed**" in text
     assert "at 8e-4 0.50 without staleness, **tolerates 0** (0.00 at 4, 1 of 1 broke)" in text
