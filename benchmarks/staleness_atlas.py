@@ -124,10 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(os.path.abspath(given.folder))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with _alone(folder):
-            if given.runs:
+        if given.runs:
+            with _alone(folder):
                 preload()
-            go_on(run, folder, given.output, given.runs, _say)
+                go_on(run, folder, given.output, given.runs, _say)
+        else:
+            write(given.output, results(folder, given.output))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
