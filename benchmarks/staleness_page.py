@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from measuring import markdown_table
-from staleness_lines import JOB, OBJECTIVES, ORDER, RATES, SEEDS, STALENESS, Line
+from staleness_lines import OBJECTIVES, ORDER, RATES, SEEDS, STALENESS, Cell, Line
 from staleness_map import KEPT, LEARNS, Atlas, Spot
 from staleness_prediction import verdicts
 
@@ -143,6 +144,20 @@ def _troubles(lines: Sequence[Line]) -> str:
     return "\n".join(found) or "None."
 
 
+def _same(lines: Sequence[Line]) -> str:
+    """Whether runs of the same algorithm ended the same."""
+    ends: dict[tuple[str, int], list[tuple[float | None, float | None]]] = {}
+    for line in lines:
+        if not line.max_staleness and line.objective in ("GRPO", "truncated IS", "REINFORCE"):
+            ends.setdefault((line.rate, line.seed), []).append((line.after, line.reward))
+    compared = [each for each in ends.values() if len(each) > 1]
+    same = sum(len(set(each)) == 1 for each in compared)
+    return (
+        f"Their held-out success and last rewards are equal in {same} of {len(compared)} pairs of "
+        "learning rate and seed that more than one of them has run."
+    )
+
+
 def _costs(lines: Sequence[Line]) -> str:
     if not lines:
         return "No run is done yet."
@@ -166,6 +181,15 @@ def _overrides() -> str:
             *(f"| {name} | {given} |" for name, given in rows),
         ]
     )
+
+
+def _example() -> str:
+    return textwrap.fill(
+        " ".join(Cell("truncated IS", 8, "8e-4", 1).overrides),
+        width=96,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).replace("\n", " \\\n  ")
 
 
 _PAGE = """# Staleness atlas
@@ -205,7 +229,7 @@ run that ended early counts as 0.
 
 {maps}
 
-At a bound of 0 GRPO, truncated IS and REINFORCE are the same algorithm: all ratios are 1.
+At a bound of 0 GRPO, truncated IS and REINFORCE are the same algorithm: all ratios are 1. {same}
 
 ## Staleness that was reached
 
@@ -225,14 +249,13 @@ tokens without a gradient, because the clip binds.
 
 ## How it is measured
 
+This is one of the runs; the others have another bound, with 8 more groups in flight for each
+version (a bound of 0 adds `pull_every_m_rollouts=1`), learning rate, seed, or objective.
+
 ```
 tune run async_grpo_full_finetune_distributed --config tiny_async_grpo \\
-  {job} \\
-  max_staleness=<bound> rollouts_in_flight=<8 * (bound + 1)> \\
-  optimizer.lr=<rate> seed=<seed> <overrides>
+  {example}
 ```
-
-A bound of 0 adds `pull_every_m_rollouts=1`.
 
 {overrides}
 
@@ -265,11 +288,12 @@ def page(lines: Sequence[Line]) -> str:
         failed=sum(bool(line.audit) for line in lines),
         predictions="\n".join(f"| {text} | {verdict} |" for text, verdict in verdicts(atlas)),
         answers=_answers(atlas),
+        same=_same(lines),
         maps="\n\n".join(_map(atlas, rate) for rate in RATES),
         staleness=_measured_staleness(lines),
         why=_why(atlas),
         troubles=_troubles(lines),
-        job=" ".join(JOB),
+        example=_example(),
         overrides=_overrides(),
         costs=_costs(lines),
         **{"kept": KEPT, "learns": LEARNS},

@@ -175,7 +175,9 @@ def audit_of(folder: Path, unfinished: bool) -> str:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     file = folder / "logs" / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    text = file.read_text() if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left a part of a line
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def line_of(
