@@ -16,12 +16,12 @@ from staleness_prediction import verdicts
 def _cell(spot: Spot | None) -> str:
     if spot is None:
         return "not run"
-    half, count = spot.half_width, len(spot.lines)
+    count = len(spot.lines)
     staleness = [line.staleness for line in spot.lines if line.staleness is not None]
     mark = "●" if not spot.broken else "○" if spot.broken == count else "◐"
     if spot.broken == 0 and not spot.learns:
         mark = "◐"
-    parts = [f"{mark} {spot.mean:.2f}" + (f" ± {half:.2f}" if half is not None else "")]
+    parts = [f"{mark} {_figure(spot)}"]
     parts.append(f"s {statistics.fmean(staleness):.1f}" if staleness else "no step")
     parts.append(f"n {count}")
     if any(line.ended for line in spot.lines):
@@ -41,54 +41,42 @@ def _map(atlas: Atlas, rate: str) -> str:
     )
 
 
-def _answer(atlas: Atlas, objective: str, rate: str) -> str:
-    """What one objective tolerates at one learning rate, in words."""
+def _tolerance(atlas: Atlas, objective: str, rate: str) -> str:
+    """What an objective does at a learning rate, in words."""
     synchronous = atlas.spot(objective, 0, rate)
-    if synchronous is None:
-        return f"at {rate} not run yet"
-    broke = f"{synchronous.broken} of {len(synchronous.lines)} runs"
-    text = f"at {rate} {synchronous.mean:.2f} without staleness"
-    if synchronous.broken:
-        text += f" ({broke} broke)"
+    others = [(bound, atlas.spot(objective, bound, rate)) for bound in STALENESS[1:]]
+    run = [(bound, spot) for bound, spot in others if spot]
+    if synchronous is None or not run:
+        return "not known yet"
     if not synchronous.learns:
-        return f"{text}: **breaks by itself**" + _beyond(atlas, objective, rate, 0)
+        return "breaks without staleness"
     tolerated = 0
-    for bound in STALENESS[1:]:
-        spot = atlas.spot(objective, bound, rate)
-        if spot is not None and not spot.keeps(synchronous):
-            return f"{text}, **tolerates {tolerated}**" + _beyond(atlas, objective, rate, tolerated)
-        if spot is not None:
-            tolerated = bound
-    if not tolerated:
-        return f"{text}, no other bound run yet"
-    last = atlas.spot(objective, tolerated, rate)
-    assert last is not None
-    return f"{text}, **tolerates {tolerated}** ({last.mean:.2f})"
-
-
-def _beyond(atlas: Atlas, objective: str, rate: str, bound: int) -> str:
-    """What happens beyond a bound."""
-    found = []
-    for further in (each for each in STALENESS if each > bound):
-        spot = atlas.spot(objective, further, rate)
-        if spot is not None:
-            broke = f", {spot.broken} of {len(spot.lines)} broke" if spot.broken else ""
-            found.append(f"{spot.mean:.2f} at {further}{broke}")
-    return f" ({'; '.join(found)})" if found else ""
+    for bound, spot in run:
+        if not spot.keeps(synchronous):
+            break
+        tolerated = bound
+    return f"tolerates {tolerated}" if tolerated else f"does not tolerate {run[0][0]}"
 
 
 def _answers(atlas: Atlas) -> str:
-    each = [
-        f"- **{objective}**: {'; '.join(_answer(atlas, objective, rate) for rate in RATES)}."
-        for objective in OBJECTIVES
-    ]
+    """Words for each learning rate, from objectives that tolerate most to those that break."""
+    said = []
     for rate in RATES:
-        spots = [(atlas.spot(name, STALENESS[-1], rate), name) for name in OBJECTIVES]
-        ranked = sorted(((spot.mean, name) for spot, name in spots if spot), reverse=True)
-        if ranked:
-            order = ", ".join(f"{name} {mean:.2f}" for mean, name in ranked)
-            each.append(f"- At a bound of {STALENESS[-1]} and {rate}, from best to worst: {order}.")
-    return "\n".join(each)
+        by_word: dict[str, list[str]] = {}
+        for name in OBJECTIVES:
+            by_word.setdefault(_tolerance(atlas, name, rate), []).append(name)
+        words = "; ".join(f"{', '.join(by_word[word])}: {word}" for word in sorted(by_word))
+        ends = [(atlas.spot(name, STALENESS[-1], rate), name) for name in OBJECTIVES]
+        ranked = sorted(((spot.mean, name, spot) for spot, name in ends if spot), reverse=True)
+        order = ", ".join(f"{name} {_figure(spot)}" for _, name, spot in ranked)
+        at_most = f" At a bound of {STALENESS[-1]}, from best to worst: {order}." if order else ""
+        said.append(f"- **At {rate}** {words}.{at_most}")
+    return "\n".join(said)
+
+
+def _figure(spot: Spot) -> str:
+    half = spot.half_width
+    return f"{spot.mean:.2f}" + (f" ± {half:.2f}" if half is not None else "")
 
 
 def _measured_staleness(lines: Sequence[Line]) -> str:
@@ -213,23 +201,25 @@ rates. The verdicts are computed from the runs so far.
 
 ## Answer
 
-Held-out success at the end, in means over the seeds so far. An objective *tolerates* a bound if it
-keeps there, and at each lower bound that was run, {kept:.0%} of what it gains over the base model
-without staleness at the same learning rate. A run *breaks* if it ends early, or no better than the
-base model.
+Figures are the held-out success at the end, in means over the seeds so far, with their intervals as
+in the map; one run is a hint, no answer. An objective *tolerates* a bound if there, and at each
+lower bound that was run, it keeps {kept:.0%} of what it gains over the base model without staleness
+at the same learning rate. It *breaks without staleness* where that gain is below {learns}.
 
 {answers}
 
 ## Map
 
-Each place has: ● no run broke, ◐ some did (or the mean gain is below {learns}), ○ all did; the mean
-held-out success with its 95 % interval (Student's t over the seeds; with one run none, with two it
-is wide); *s*, the mean staleness that was measured, in policy versions; *n*, the number of runs. A
-run that ended early counts as 0.
+A run *breaks* if it ends early, or no better than the base model. Each place has: ● no run broke, ◐
+some did (or the mean gain is below {learns}), ○ all did; the mean held-out success with its 95 %
+interval (Student's t over the seeds; with one run none, with two it is wide); *s*, the mean
+staleness that was measured, in policy versions; *n*, the number of runs. A run that ended early
+counts as 0.
 
 {maps}
 
-At a bound of 0 GRPO, truncated IS and REINFORCE are the same algorithm: all ratios are 1. {same}
+At a bound of 0 GRPO, truncated IS and REINFORCE are the same algorithm: all ratios are 1.
+{same}
 
 ## Staleness that was reached
 
