@@ -13,15 +13,34 @@ from staleness_map import KEPT, LEARNS, Atlas, Spot
 from staleness_prediction import verdicts
 
 
+def _mark(spot: Spot | None) -> str:
+    if spot is None:
+        return "·"
+    if spot.broken == len(spot.lines):
+        return "○"
+    return "◐" if spot.broken or not spot.learns else "●"
+
+
+def _overview(atlas: Atlas) -> str:
+    rows = [
+        [
+            name,
+            *(
+                " ".join(_mark(atlas.spot(name, bound, rate)) for rate in RATES)
+                for bound in STALENESS
+            ),
+        ]
+        for name in OBJECTIVES
+    ]
+    return markdown_table(["", *(f"bound {bound}" for bound in STALENESS)], rows)
+
+
 def _cell(spot: Spot | None) -> str:
     if spot is None:
         return "not run"
     count = len(spot.lines)
     staleness = [line.staleness for line in spot.lines if line.staleness is not None]
-    mark = "●" if not spot.broken else "○" if spot.broken == count else "◐"
-    if spot.broken == 0 and not spot.learns:
-        mark = "◐"
-    parts = [f"{mark} {_figure(spot)}"]
+    parts = [f"{_mark(spot)} {_figure(spot)}"]
     parts.append(f"s {statistics.fmean(staleness):.1f}" if staleness else "no step")
     parts.append(f"n {count}")
     if any(line.ended for line in spot.lines):
@@ -210,11 +229,15 @@ at the same learning rate. It *breaks without staleness* where that gain is belo
 
 ## Map
 
-A run *breaks* if it ends early, or no better than the base model. Each place has: ● no run broke, ◐
-some did (or the mean gain is below {learns}), ○ all did; the mean held-out success with its 95 %
-interval (Student's t over the seeds; with one run none, with two it is wide); *s*, the mean
-staleness that was measured, in policy versions; *n*, the number of runs. A run that ended early
-counts as 0.
+A run *breaks* if it ends early, or no better than the base model. ● no run broke, ◐ some did (or the
+mean gain is below {learns}), ○ all did, · not run yet; in each place for the learning rates
+{all_rates}:
+
+{overview}
+
+Each place below has the mean held-out success with its 95 % interval (Student's t over the seeds;
+with one run none, with two it is wide); *s*, the mean staleness that was measured, in policy
+versions; *n*, the number of runs. A run that ended early counts as 0.
 
 {maps}
 
@@ -279,6 +302,8 @@ def page(lines: Sequence[Line]) -> str:
         predictions="\n".join(f"| {text} | {verdict} |" for text, verdict in verdicts(atlas)),
         answers=_answers(atlas),
         same=_same(lines),
+        all_rates=", ".join(RATES),
+        overview=_overview(atlas),
         maps="\n\n".join(_map(atlas, rate) for rate in RATES),
         staleness=_measured_staleness(lines),
         why=_why(atlas),

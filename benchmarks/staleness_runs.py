@@ -79,7 +79,7 @@ def run(cell: Cell, folder: Path, extra: Sequence[str] = ()) -> Line:
     log = folder.parent / f"{folder.name}.log"
     code, cpu_s = _tune([*cell.overrides, *extra, f"output_dir={folder}"], log)
     said = log.read_text(errors="replace").splitlines()
-    if code is not None and (code < 0 or code in (2, 130, 143)):
+    if code is not None and (code < 0 or code in (2, 129, 130, 143)):
         raise Interrupted("\n".join([*said[-20:], f"{folder.name}: exit code {code}"]))
     if code and any(_FULL in text for text in said):
         raise NoResultError(_FULL)

@@ -201,7 +201,7 @@ def test_steps_that_were_rolled_back_count_once():
     assert (found.steps, found.reward) == (3, 0.6)
 
 
-@pytest.mark.parametrize("code", [-9, 2, 130, 143])
+@pytest.mark.parametrize("code", [-9, 2, 129, 130, 143])
 def test_a_run_that_was_ended_from_outside_is_no_result(tmp_path, monkeypatch, code):
     def ended(overrides, log):
         log.write_text("config error: seed: is 'x'\n")
@@ -236,6 +236,7 @@ def test_the_map_has_means_with_intervals_and_the_number_of_runs():
     text = page(lines("GRPO", 2, "2e-4", 0.5, 0.6, 0.7) + lines("GSPO", 2, "2e-4", 0.2, 0.6))
     assert "| ● 0.60 ± 0.25<br>s 3.0<br>n 3 |" in text
     assert "| ◐ 0.40 ± 2.54<br>s 3.0<br>n 2 |" in text
+    assert "| GRPO | · · · | · · · | ● · · | · · · | · · · |" in text
     assert "**5 of 225 runs are done; 1 of 75 places" in text
 
 
