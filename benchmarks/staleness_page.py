@@ -229,8 +229,8 @@ at the same learning rate. It *breaks without staleness* where that gain is belo
 
 ## Map
 
-A run *breaks* if it ends early, or no better than the base model. ● no run broke, ◐ some did (or the
-mean gain is below {learns}), ○ all did, · not run yet; in each place for the learning rates
+A run *breaks* if it ends early, or no better than the base model. ● no run broke, ◐ some did (or
+the mean gain is below {learns}), ○ all did, · not run yet; in each place for the learning rates
 {all_rates}:
 
 {overview}
