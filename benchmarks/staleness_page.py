@@ -275,7 +275,9 @@ tune run async_grpo_full_finetune_distributed --config tiny_async_grpo \\
 Held-out success is that of the tiny job's 204 problems, one response each at temperature 1, after
 the last step: its standard error within one run is about 0.03. CISPO is left out: with one update
 per step its gradient is that of truncated IS with a cap of 5, between those of truncated IS (2) and
-REINFORCE (none). Every run is audited before its other files are removed.
+REINFORCE (none). Decoupled PPO makes two updates per step, as its preset does; with one it would be
+truncated IS with a cap of 5. So it moves further than the others at the same learning rate. Every
+run is audited before its other files are removed.
 {costs}
 
 All results are in [staleness.csv](staleness.csv), a line per run, also with the mean reward of the
