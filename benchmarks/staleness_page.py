@@ -89,8 +89,18 @@ def _answers(atlas: Atlas) -> str:
         ranked = sorted(((spot.mean, name, spot) for spot, name in ends if spot), reverse=True)
         order = ", ".join(f"{name} {_figure(spot)}" for _, name, spot in ranked)
         at_most = f" At a bound of {STALENESS[-1]}, from best to worst: {order}." if order else ""
-        said.append(f"- **At {rate}** {words}.{at_most}")
+        said.append(f"- **At {rate}** ({_runs(atlas, rate)}) {words}.{at_most}")
     return "\n".join(said)
+
+
+def _runs(atlas: Atlas, rate: str) -> str:
+    runs = Counter(
+        (each.objective, each.max_staleness) for each in atlas.lines if each.rate == rate
+    )
+    if not runs:
+        return "no run"
+    fewest, most = min(runs.values()), max(runs.values())
+    return f"seeds per place: {fewest}" + (f" to {most}" if most > fewest else "")
 
 
 def _figure(spot: Spot) -> str:

@@ -253,9 +253,12 @@ def test_the_answer_and_the_verdicts_follow_from_the_figures():
         *(lines("REINFORCE", 0, "8e-4", 0.44) + lines("REINFORCE", 8, "8e-4", 0.3)),
     ]
     text = page(found)
-    assert "- **At 2e-4** GSPO, truncated IS, decoupled PPO, REINFORCE: not known yet; " in text
+    assert (
+        "- **At 2e-4** (seeds per place: 1) GSPO, truncated IS, decoupled PPO, REINFORCE: not known yet; "
+        in text
+    )
     assert "GRPO: tolerates 8. At a bound of 8, from best to worst: GRPO 0.66." in text
-    assert "- **At 8e-4** REINFORCE: breaks without staleness; GSPO, " in text
+    assert "**At 8e-4** (seeds per place: 1) REINFORCE: breaks without staleness; GSPO, " in text
     assert "GRPO: tolerates 2. At a bound of 8, from best to worst: REINFORCE 0.30, GRPO 0." in text
     assert "| right in 1 of 1 |" in text and "| right in 2 of 2 |" in text
     assert "| **wrong** in 1 of 1: 0.20 against 0.30 of REINFORCE at 8e-4 |" in text
