@@ -254,8 +254,7 @@ def test_the_answer_and_the_verdicts_follow_from_the_figures():
     ]
     text = page(found)
     assert (
-        "- **At 2e-4** (seeds per place: 1) GSPO, truncated IS, decoupled PPO, REINFORCE: not known yet; "
-        in text
+        "(seeds per place: 1) GSPO, truncated IS, decoupled PPO, REINFORCE: not known yet; " in text
     )
     assert "GRPO: tolerates 8. At a bound of 8, from best to worst: GRPO 0.66." in text
     assert "**At 8e-4** (seeds per place: 1) REINFORCE: breaks without staleness; GSPO, " in text
