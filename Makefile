@@ -20,7 +20,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum interleavings crash-anywhere \
+.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum atlas interleavings crash-anywhere \
 	test test-two-nodes lint typecheck format clean
 
 help:  ## List the targets
@@ -36,8 +36,11 @@ equivalence: tiny-policy  ## Measure what must come out the same; writes docs/eq
 museum: tiny-policy  ## Plant published silent bugs, see which alarm names each; writes docs/museum.md (about 20 minutes)
 	@$(BIN)/python -m museum
 
+atlas: tiny-policy  ## Map which objective tolerates which staleness; goes on where it stopped; docs/staleness.md (3 hours)
+	@$(BIN)/python benchmarks/staleness_atlas.py
+
 crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
-	$(BIN)/pytest -m fault tests/recipes tests/grpo_components tests/interleavings
+	$(BIN)/pytest -m fault tests/recipes tests/grpo_components tests/interleavings tests/benchmarks
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
 
 interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
