@@ -41,6 +41,7 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
+from grpo_components.replay.recorded_run import replayed_run
 from grpo_components.rewards.pool import reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings
@@ -303,7 +304,7 @@ def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
         given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
         samples = [{**each, "agent_reward": given, "transcript": []} for each in samples]
     specs = reward_specs(cast(Any, cfg.rewards))
-    if cfg.replay_events:  # it repeats what these gave, and needs no judge
+    if replayed_run(cfg):  # it repeats what these gave, and needs no judge
         varying = {
             name
             for name, spec in specs.items()

@@ -49,6 +49,8 @@ class Ledger:
         """Event order that records every change; `open_run` sets the run's."""
         self.reuse = GroupReuse(contract)
         """Trained groups that later steps train again; `open_run` sets the run's."""
+        self.first_batch: Sequence[int] = ()
+        """Groups that the next step trains, where a what-if begins; empty: the buffer chooses."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
@@ -168,13 +170,13 @@ class Ledger:
 
         Returns:
             `num_groups` less the groups that are reused, the policy version that the step starts
-            from, and in a replay the ids of the groups to take and of those to drop as stale (None
-            in a live run).
+            from, and in a replay or a what-if's first step the ids of the groups to take and of
+            those to drop as stale (else None).
         """
         event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
         )
-        recorded = None
+        recorded = (list(self.first_batch), []) if self.first_batch else None
         if event is not None:
             sampled = event["event"] == "sample"
             recorded = (event["groups"], []) if sampled else ([], event["groups"])
@@ -258,6 +260,7 @@ class Ledger:
             return []
         groups, reuse = [entry.group_id for entry in entries], self.reuse.begin_step(summaries)
         await self.events.take("sample", step=self.steps_done + 1, groups=groups, **reuse)
+        self.first_batch = ()
         for entry in entries:
             entry.state = "in_training"
         self._wake(opened=False)
@@ -317,6 +320,7 @@ class Ledger:
             "dropped_groups": dict(self.dropped_groups),
             "living": [vars(entry) | {"text": None, "parts": ()} for entry in self.living()],
             "reissued": self.waiting_prompts,
+            **({"first_batch": list(self.first_batch)} if self.first_batch else {}),
             **self.reuse.state_dict(),
         }
 
@@ -335,10 +339,11 @@ class Ledger:
         self.published_version = 0
         self.dropped_groups = Counter(state["dropped_groups"])
         self.reuse.load_state_dict(state, self.policy_version)
-        self._reissued = deque(state["reissued"])
+        self._reissued, self.first_batch = deque(state["reissued"]), state.get("first_batch", ())
         entries = [LedgerEntry(**entry) for entry in state["living"]]
         buffered = [entry for entry in entries if entry.state == "buffered"]
-        buffered.sort(key=lambda entry: (entry.start_version, entry.group_id))
+        first = self.first_batch
+        buffered.sort(key=lambda e: (e.group_id not in first, e.start_version, e.group_id))
         kept: set[int] = set()
         for entry in buffered:
             turn = self._contract.step_of(self.policy_version, len(kept), self.reuse.counts)

@@ -109,6 +109,7 @@ _START = {
     "max_staleness": _Whole,
     "groups_per_step": _Whole,
     "group_size": _Whole,
+    "continues": (bool | None, None),  # only where a what-if goes on from a saved batch
     "replay_generation": (_object(share=_Number, max_uses=_Whole) | None, None),
 }
 _PROMPT = {"prompt_index": _Whole, "epoch": _Whole}

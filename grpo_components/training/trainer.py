@@ -238,10 +238,9 @@ class Trainer:
 
     def _trained_tokens(self, trajectory: Trajectory) -> NDArray[np.bool_]:
         """Return [R] bool, which response tokens are trained: sampled by the policy, not masked."""
-        cut_off = self._batch.mask_overlong and trajectory.finish_reason == "length"
         oldest = self._batch.contract.oldest_trainable(self.policy_version)
         fresh = trajectory.token_versions >= oldest
-        return trajectory.response_mask & fresh & (not (trajectory.failed or cut_off))
+        return trajectory.response_mask & fresh & (not self._batch.leaves_out(trajectory))
 
     def _plan(self, samples: list[TrainSample]) -> list[list[int]]:
         return self._plan_parts(_parts(samples))

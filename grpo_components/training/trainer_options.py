@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from grpo_components.objective.penalties import Penalties
 from grpo_components.objective.schedules import Schedule
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.training.supervised import SupervisedExamples
+from grpo_components.trajectory import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,13 @@ class BatchOptions:
     """Staleness contract; tokens older than it allows are not trained."""
     mask_overlong: bool
     """Do not train responses that were cut off at the length limit."""
+    left_out: Collection[int] = ()
+    """Numbers of groups that are not trained."""
+
+    def leaves_out(self, trajectory: Trajectory) -> bool:
+        """Return whether no token of a response is trained."""
+        cut_off = self.mask_overlong and trajectory.finish_reason == "length"
+        return trajectory.failed or cut_off or trajectory.group_id in self.left_out
 
 
 @dataclass(frozen=True, kw_only=True)

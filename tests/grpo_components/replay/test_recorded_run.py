@@ -141,6 +141,8 @@ class Run:
             {
                 "output_dir": str(folder),
                 "replay_events": replayed and str(replayed),
+                "resume_from_checkpoint": False,
+                "what_if": None,
                 "timeouts": TIMEOUTS,
             }
         )
