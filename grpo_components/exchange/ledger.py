@@ -176,7 +176,9 @@ class Ledger:
         event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
         )
-        recorded = (list(self.first_batch), []) if self.first_batch else None
+        buffered, first = self.in_state("buffered"), self.first_batch
+        whole = first and {entry.group_id for entry in buffered}.issuperset(first)
+        recorded = (list(first), []) if whole else None
         if event is not None:
             sampled = event["event"] == "sample"
             recorded = (event["groups"], []) if sampled else ([], event["groups"])

@@ -113,10 +113,11 @@ class Journal:
             OSError: if it cannot be written, and `checkpoint_failure` is "error".
         """
         if self.what_if and self.what_if.keeps_batch:
+            oldest = self._ledger.policy_version - self.what_if.later.max_staleness
             self._ledger.first_batch = sample["groups"]
             for entry in self._ledger.living():
-                if entry.group_id in sample["groups"]:
-                    entry.state = "buffered"
+                if entry.group_id in sample["groups"]:  # its tokens are as fresh as the step needs
+                    entry.state, entry.start_version = "buffered", max(entry.start_version, oldest)
             self._checkpoints.hold()
         await self._checkpoints.save(self._ledger.steps_done, roles.trainers, roles.buffer)
         await self._checkpoints.finish()
