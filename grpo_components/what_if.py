@@ -26,7 +26,8 @@ class WhatIf:
         Args:
             repeated: how many events were repeated.
         """
+        kept = "trains the recorded batch" if self.keeps_batch else "makes a batch of its own"
         return (
-            f"what-if: {repeated} up to the batch of step {self.step}; "
-            f"live from step {self.step} on, with other {', '.join(self.changed)}"
+            f"what-if: steps 1 to {self.step - 1} repeated, {repeated}; step {self.step} {kept}, "
+            f"and the run is live from there on, with other {', '.join(self.changed)}"
         )

@@ -231,6 +231,7 @@ class _Rewards:
     rewards: NDArray[np.float64]
     response_lengths: NDArray[np.int64]
     cut_off: NDArray[np.bool_]
+    group_ids: NDArray[np.int64]
     reference_kl: NDArray[np.float64] | None = None
 
 
@@ -239,7 +240,8 @@ def _shaped(
 ) -> NDArray[np.float64]:
     """Return the rewards [B, G] after shaping, as the advantages will get them."""
     shaping, name = _own(reward_shaping), name_of(reward_shaping)
-    batch = _Rewards(rewards, np.full(rewards.shape, 1), np.zeros(rewards.shape, bool))
+    lengths, ids = np.full(rewards.shape, 1), np.full(len(rewards), -1)
+    batch = _Rewards(rewards, lengths, np.zeros(rewards.shape, bool), ids)
     if shaping.needs_reference:
         batch.reference_kl = np.zeros(rewards.shape)
     shaped = rewards

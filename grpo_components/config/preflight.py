@@ -49,7 +49,9 @@ def parts_of(cfg: DictConfig) -> Iterator[DictConfig]:
         cfg: the result of torchtune's `config.parse`.
     """
     yield cfg
-    if cfg.get("replay_until") is not None and check_what_if(settings_of(cfg)).what_if:
+    if cfg.get("replay_until") is None or cfg.get("resume_from_checkpoint"):
+        return
+    if check_what_if(settings_of(cfg)).what_if:
         yield OmegaConf.merge(cfg, {"resume_from_checkpoint": True})  # pyright: ignore
 
 

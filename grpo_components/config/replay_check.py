@@ -57,7 +57,7 @@ def check_replay(settings: Settings) -> None:
     if settings.replay_until is None:  # else `check_what_if` says which keys may differ
         for key, saved, now in differences(before, given):
             fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
-    names = (schedule_file(Path("logs"), n) for n in range(settings.num_generators))
+    names = (schedule_file(Path("logs"), n) for n in range(before["num_generators"]))
     _check_there(run, *map(str, names))
     try:
         receipts, events = read_json_lines(run / "receipts.jsonl"), read_events(run)
