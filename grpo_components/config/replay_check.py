@@ -94,7 +94,10 @@ def recorded_config(run: Path, settings: Settings) -> dict[str, Any]:
     saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
     before = _with_defaults(_of_this_version(saved, given), given)
-    return {key: given[key] if key in FREE else _elsewhere(before[key], moved) for key in given}
+    here = {key: _elsewhere(before[key], moved) for key in given}
+    run_path = {saved["output_dir"]: given["output_dir"]}  # in a copy of the run's config
+    same = (key for key in given if key in FREE or _elsewhere(given[key], run_path) == here[key])
+    return here | {key: given[key] for key in same}
 
 
 def _of_this_version(saved: Any, given: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,12 @@ class Comparison:
         recorded = self._metrics.get(step, {})
         for name in _MEASURED:
             if recorded.get(name) is not None and metrics.get(name) != recorded[name]:
-                self._add(step, f"{name} {metrics.get(name)} (there {recorded[name]})")
+                found = metrics.get(name, math.nan)
+                self._add(step, f"{name} {found:.9g} (there {recorded[name]:.9g})")
 
     def summary(self) -> str:
         """Return where the what-if first differed, and how many of its batches were the same."""
-        same = f"{self._equal} of the batches after that are the same"
+        same = f"same batches from there on: {self._equal}"
         return f"{self._run} up to step {self._begins_after}, then live; {self._first()}; {same}"
 
     def _first(self) -> str:

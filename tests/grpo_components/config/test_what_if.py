@@ -61,6 +61,11 @@ def test_without_a_changed_key_the_whole_run_is_repeated(values):
     free = {"log_level": "ERROR", "save_every_n_steps": 1}
     assert planned(values | free).what_if is None
     assert planned(values | {"replay_until": None}).what_if is None
+    # As with `--config RUN/config.yaml`, whose other paths still lie in the recorded run.
+    old, new = values["replay_events"], values["output_dir"]
+    assert json.dumps(values).count(new) > 1
+    copied = json.loads(json.dumps(values).replace(new, old)) | {"output_dir": new}
+    assert planned(copied).what_if is None
 
 
 @pytest.mark.parametrize(
