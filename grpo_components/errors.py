@@ -46,6 +46,10 @@ class ReplayError(RuntimeError):
     """A replay cannot follow the recorded run."""
 
 
+class ReplayStop(Exception):
+    """A what-if has repeated what it should; the rest of the run is live."""
+
+
 class StarvedError(RuntimeError):
     """Too many groups in a row were discarded; the message has counts of successes and advice."""
 

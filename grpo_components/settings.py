@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_components.setting_types import (
@@ -48,6 +48,7 @@ from grpo_components.setting_types import (
     loss_section,
 )
 from grpo_components.time_limits import derived_limits
+from grpo_components.what_if import WhatIf
 
 
 class RewardShapingSettings(BaseModel):
@@ -316,6 +317,8 @@ class Settings(BaseModel):
     restart_window_s: Annotated[float, Field(gt=0, le=1e9)] = 3600.0
     min_generators: Processes | None = None  # null: num_generators
     replay_events: PathText | None = None
+    replay_until: CountOrZero | None = None  # step from which other keys apply; null: replay all
+    replay_without: list[CountOrZero] = Field(default_factory=list)  # groups that are not trained
     reward_model: RewardModelSettings = RewardModelSettings()
     gpus_per_reward_model: GpuShare = 1.0
     num_teachers: Processes = 1  # where there is a teacher
@@ -337,6 +340,12 @@ class Settings(BaseModel):
     fsdp_cpu_offload: bool = False
     timeouts: Timeouts = Timeouts()
     user: Annotated[DictConfig, free_section()] = Field(default_factory=OmegaConf.create)
+    _what_if: WhatIf | None = PrivateAttr(None)  # set by preflight, and in no file
+
+    @property
+    def what_if(self) -> WhatIf | None:
+        """Where a what-if stops repeating the recorded run; None if all of it is repeated."""
+        return self._what_if
 
     @property
     def is_hugging_face(self) -> bool:

@@ -34,10 +34,10 @@ from grpo_components.cluster import supervision
 from grpo_components.cluster.building import build_cluster
 from grpo_components.cluster.handles import GeneratorHandle
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.config import preflight
 from grpo_components.config.building import build_data
 from grpo_components.config.objective import build_objective
 from grpo_components.config.open_run import open_run
-from grpo_components.config.preflight import read_config
 from grpo_components.config.prompts import build_prompts
 from grpo_components.config.start_roles import start_roles
 from grpo_components.errors import RoleLostError
@@ -128,7 +128,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         Raises:
             ValueError: the config cannot run; raised before Ray starts.
         """
-        cfg = read_config(given)
+        cfg = preflight.read_config(given)
         tokenizer, dataset, held_out = build_data(cfg)
         # EDIT ME: the loss. Put a coefficient of your own under `user:` in the config, and pass
         # partial(grpo_loss, my_coeff=cfg.user.my_coeff). The trainers get the loss by value.
@@ -193,12 +193,13 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe; the command line overrides keys of the config."""
-    recipe = AsyncGRPOFullFinetuneRecipeDistributed()
-    try:
-        recipe.setup(cfg)
-        asyncio.run(recipe.train())
-    finally:
-        recipe.cleanup()
+    for part in preflight.parts_of(cfg):  # two in a what-if, which repeats a run and leaves it
+        recipe = AsyncGRPOFullFinetuneRecipeDistributed()
+        try:
+            recipe.setup(part)
+            asyncio.run(recipe.train())
+        finally:
+            recipe.cleanup()
 
 
 if __name__ == "__main__":

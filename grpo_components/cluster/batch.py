@@ -47,6 +47,11 @@ class Batch:
     """Number of groups, the last ones, that earlier steps have trained, too."""
 
     @property
+    def group_ids(self) -> NDArray[np.int64]:
+        """[B] number of each group."""
+        return np.array([group.group_id for group in self.groups])
+
+    @property
     def rewards(self) -> NDArray[np.float64]:
         """[B, G] rewards; NaN where a sample failed."""
         return np.array([group.rewards for group in self.groups])

@@ -23,7 +23,7 @@ from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import Place, RoleHost, resource_use
 from grpo_components.cluster.supervision import apart, root_cause
-from grpo_components.errors import RoleFailedError
+from grpo_components.errors import ReplayStop, RoleFailedError
 from grpo_components.replay.event_order import EventOrder
 
 _HEARTBEAT_EVERY_S = 5.0
@@ -281,15 +281,15 @@ class Cluster:
 
             while True:
                 try:
-                    await apart(attempt())
+                    return await apart(attempt())
                 except ExceptionGroup as failures:
                     failure = root_cause(failures)
+                    if isinstance(failure, ReplayStop):  # a what-if has repeated its first part
+                        return
                     if not isinstance(failure, RoleFailedError) or not self._mends(failure):
                         raise
                     await self._restart_together(failure, self._attempt + 1)
                     await begin_again()
-                else:
-                    return
 
     def _mends(self, failure: RoleFailedError) -> bool:
         """Return whether a common restart, from the last checkpoint, may mend a failure."""

@@ -41,6 +41,7 @@ from grpo_components.objective.losses import LossInputs
 from grpo_components.objective.objective import Objective
 from grpo_components.objective.off_policy import NoCorrection, correction_weights
 from grpo_components.objective.penalties import Penalties
+from grpo_components.replay.recorded_run import replayed_run
 from grpo_components.rewards.pool import reward_specs
 from grpo_components.rewards.reward_trial import RewardTrial
 from grpo_components.settings import Settings
@@ -230,6 +231,7 @@ class _Rewards:
     rewards: NDArray[np.float64]
     response_lengths: NDArray[np.int64]
     cut_off: NDArray[np.bool_]
+    group_ids: NDArray[np.int64]
     reference_kl: NDArray[np.float64] | None = None
 
 
@@ -238,7 +240,8 @@ def _shaped(
 ) -> NDArray[np.float64]:
     """Return the rewards [B, G] after shaping, as the advantages will get them."""
     shaping, name = _own(reward_shaping), name_of(reward_shaping)
-    batch = _Rewards(rewards, np.full(rewards.shape, 1), np.zeros(rewards.shape, bool))
+    lengths, ids = np.full(rewards.shape, 1), np.full(len(rewards), -1)
+    batch = _Rewards(rewards, lengths, np.zeros(rewards.shape, bool), ids)
     if shaping.needs_reference:
         batch.reference_kl = np.zeros(rewards.shape)
     shaped = rewards
@@ -303,7 +306,7 @@ def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:
         given = {str(node.get("name", "reward")): 0.0 for node in cfg.rewards.values()}
         samples = [{**each, "agent_reward": given, "transcript": []} for each in samples]
     specs = reward_specs(cast(Any, cfg.rewards))
-    if cfg.replay_events:  # it repeats what these gave, and needs no judge
+    if replayed_run(cfg):  # it repeats what these gave, and needs no judge
         varying = {
             name
             for name, spec in specs.items()

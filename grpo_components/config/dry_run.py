@@ -90,6 +90,8 @@ def _trains(cfg: Settings) -> bool:
 
 
 def _kind(cfg: Settings) -> str:
+    if cfg.replay_events and cfg.replay_until is not None:
+        return f"a what-if, which leaves {run_folder(cfg.replay_events)} after {cfg.replay_until}"
     if cfg.replay_events:
         return f"a replay of {run_folder(cfg.replay_events)}"
     if cfg.eval_only:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from grpo_components.cluster.placement import Need
 from grpo_components.config.role_arguments import RoleArguments
-from grpo_components.replay.recorded_run import run_folder
+from grpo_components.replay.recorded_run import replayed_run
 from grpo_components.settings import Settings, teachers_of
 
 
@@ -63,8 +63,8 @@ def _read_by_generators(cfg: Settings) -> dict[str, str]:
         found["eval_only"] = cfg.eval_only
     if cfg.train_from:
         found["train_from"] = cfg.train_from
-    if cfg.replay_events:
-        found["replay_events"] = str(run_folder(cfg.replay_events) / "logs")
+    if replayed := replayed_run(cfg):
+        found["replay_events"] = str(replayed / "logs")
     return found
 
 

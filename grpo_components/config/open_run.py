@@ -30,8 +30,14 @@ from grpo_components.records.resume import Stateful, begin_run
 from grpo_components.records.run import RunRecords
 from grpo_components.records.run_log import RunLog
 from grpo_components.records.watch import RunWatch
+from grpo_components.replay.comparison import Comparison
 from grpo_components.replay.event_log import EventLog, open_event_order
-from grpo_components.replay.recorded_run import read_original
+from grpo_components.replay.recorded_run import (
+    read_original,
+    read_replayed,
+    replayed_run,
+    run_folder,
+)
 from grpo_components.settings import Settings
 from grpo_components.training.skipped_steps import SkippedSteps
 
@@ -65,8 +71,7 @@ def open_run(
     ledger.reuse = build_reuse(cfg)
     start = begin_run(cfg, ledger, prompts)
     save_code(start.output_dir, start.attempt, recipe)
-    original = read_original(cfg.replay_events) if cfg.replay_events else None
-    event_log = EventLog(Path(cfg.output_dir))
+    original, event_log = read_replayed(cfg), EventLog(Path(cfg.output_dir))
     ledger.events = open_event_order(cfg, start.attempt, event_log, original)
     curriculum = _follow(ledger, prompts)
     log = open_log(cfg, start.attempt, start.note, dataset, held_out, recipe)
@@ -76,18 +81,16 @@ def open_run(
     on_result = log.evaluation, checkpoints.add_evaluation
     on_group = failures.count_evaluation, ledger.pin_weights, log.evaluation_answers
     evaluation = build_evaluation(cfg, held_out, temperature, *on_group, on_result)
+    comparison = _compare(cfg, ledger, log)
     receipts = build_receipts(cfg, ledger, start.attempt, start.identity, curriculum)
     journal = Journal(
         *(start, ledger, prompts, receipts, checkpoints),
-        original=original,
+        original=original or comparison,
         save_every_n_steps=cfg.save_every_n_steps,
+        what_if=cfg.what_if,
     )
     return RunRecords(
-        start,
-        ledger,
-        event_log,
-        journal,
-        log,
+        *(start, ledger, event_log, journal, log),
         evaluation=evaluation,
         failures=failures,
         agreement=GeneratorAgreement(cfg.max_generator_kl, exact=cfg.device == "cpu"),
@@ -95,7 +98,20 @@ def open_run(
         rollouts_logged=cfg.rollouts_logged_per_step,
         watch=_watch(cfg, ledger, log),
         curriculum=curriculum,
+        comparison=comparison,
     )
+
+
+def _compare(cfg: Settings, ledger: Ledger, log: RunLog) -> Comparison | None:
+    """Compare the live part of a what-if with the run that it left; None in all other runs."""
+    if cfg.replay_events is None or replayed_run(cfg):
+        if cfg.replay_until is not None and cfg.what_if is None:
+            log.note("what-if: no key differs from the recorded run's, so all of it is repeated")
+        return None
+    original = read_original(cfg.replay_events)
+    comparison = Comparison(run_folder(cfg.replay_events), original, ledger.steps_done, log.note)
+    ledger.events.listen(comparison.check_load)
+    return comparison
 
 
 def _check_prompts(cfg: Settings, prompts: Stateful) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +19,7 @@ from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
 from grpo_components.config.signature_checks import check_components
 from grpo_components.config.training_checks import default_bound
+from grpo_components.config.what_if import check_what_if
 from grpo_components.config_text import MAX_DEPTH, check_values
 from grpo_components.errors import fail
 from grpo_components.offline.partial_runs import check_partial_run
@@ -38,6 +40,19 @@ def read_config(cfg: DictConfig) -> Settings:
     settings = check(cfg)
     quiet_libraries(settings.log_level)
     return settings
+
+
+def parts_of(cfg: DictConfig) -> Iterator[DictConfig]:
+    """Yield the config of each part of a run: one, or two in a what-if that changes something.
+
+    Args:
+        cfg: the result of torchtune's `config.parse`.
+    """
+    yield cfg
+    if cfg.get("replay_until") is None or cfg.get("resume_from_checkpoint"):
+        return
+    if check_what_if(settings_of(cfg)).what_if:
+        yield OmegaConf.merge(cfg, {"resume_from_checkpoint": True})  # pyright: ignore
 
 
 def check(cfg: DictConfig) -> Settings:
@@ -66,7 +81,7 @@ def check(cfg: DictConfig) -> Settings:
         check_packages(settings.timeouts.startup_s)
     check_components(settings)
     check_same_prompts(settings)
-    return settings
+    return check_what_if(settings)
 
 
 def settings_of(cfg: DictConfig) -> Settings:

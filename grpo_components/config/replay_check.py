@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ FREE = (
     *("async_checkpoint", "gpus_per_teacher"),
     *("checkpoint_failure", "reward_workers", "rollouts_logged_per_step", "timeouts"),
     *("log_token_logprobs", "max_generator_kl", "dry_run", "push", "weights"),
+    *("replay_until", "replay_without", "resume_from_checkpoint"),
 )
 """Keys that a replay may change, because training does not depend on them. `base_model_path` may
 also change, to another copy of the same model."""
@@ -45,16 +46,18 @@ def check_replay(settings: Settings) -> None:
         return
     if settings.device != "cpu":
         fail("device", f"{settings.device} given with replay_events", "cpu")
-    if settings.resume_from_checkpoint is not False:
+    if settings.resume_from_checkpoint is not False and settings.replay_until is None:
         problem = "given with replay_events, which replays a run from its start"
         fail("resume_from_checkpoint", problem, "false")
     run, output_dir = run_folder(settings.replay_events), Path(settings.output_dir).resolve()
     if run.is_relative_to(output_dir):
         fail("output_dir", f"{output_dir} holds the run to replay", "another folder")
     _check_there(run, "config.yaml", "receipts.jsonl", "logs/events.jsonl")
-    saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    _check_keys(saved, settings.model_dump())
-    names = (schedule_file(Path("logs"), n) for n in range(settings.num_generators))
+    before, given = recorded_config(run, settings), settings.model_dump()
+    if settings.replay_until is None:  # else `check_what_if` says which keys may differ
+        for key, saved, now in differences(before, given):
+            fail(key, f"{shown(now)} given, and the run to replay had another", shown(saved))
+    names = (schedule_file(Path("logs"), n) for n in range(before["num_generators"]))
     _check_there(run, *map(str, names))
     try:
         receipts, events = read_json_lines(run / "receipts.jsonl"), read_events(run)
@@ -80,12 +83,21 @@ def _check_there(run: Path, *names: str) -> None:
             fail("replay_events", f"{run} has no {name}", _ALLOWED)
 
 
-def _check_keys(saved: dict[str, Any], given: dict[str, Any]) -> None:
+def recorded_config(run: Path, settings: Settings) -> dict[str, Any]:
+    """Return the config of a recorded run in today's form, as plain values.
+
+    Args:
+        run: folder of the run.
+        settings: settings of its replay, which stand for those that a replay may change.
+    """
+    given = settings.model_dump()
+    saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     moved = {saved[key]: given[key] for key in ("base_model_path", "output_dir")}
     before = _with_defaults(_of_this_version(saved, given), given)
-    for key in given:
-        if key not in FREE:
-            _compare(key, _elsewhere(before[key], moved), given[key])
+    here = {key: _elsewhere(before[key], moved) for key in given}
+    run_path = {saved["output_dir"]: given["output_dir"]}  # in a copy of the run's config
+    same = (key for key in given if key in FREE or _elsewhere(given[key], run_path) == here[key])
+    return here | {key: given[key] for key in same}
 
 
 def _of_this_version(saved: Any, given: dict[str, Any]) -> Any:
@@ -127,9 +139,17 @@ def _elsewhere(value: Any, moved: Mapping[str, str]) -> Any:
     return value
 
 
-def _compare(key: str, saved: Any, given: Any) -> None:
-    if isinstance(saved, dict) and isinstance(given, dict):
-        for name in saved | given:
-            _compare(f"{key}.{name}", saved.get(name), given.get(name))
-    elif saved != given:
-        fail(key, f"{shown(given)} given, and the run to replay had another", shown(saved))
+def differences(before: Any, given: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, recorded value, given value) of the values in which two configs differ.
+
+    Args:
+        before: config of the recorded run, as plain values.
+        given: config of the replay, as plain values.
+        key: key of the section that is compared; empty for whole configs.
+    """
+    if isinstance(before, dict) and isinstance(given, dict):
+        for name in before | given:
+            inner = f"{key}.{name}" if key else name
+            yield from differences(before.get(name), given.get(name), inner)
+    elif before != given:
+        yield key, before, given

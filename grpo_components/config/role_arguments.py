@@ -18,12 +18,13 @@ from grpo_components.config.building import (
     split_learning_rate,
 )
 from grpo_components.config.gpu_checks import generator_gpus
+from grpo_components.config.what_if import left_out
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.hugging_face_policy import hugging_face
 from grpo_components.models.lora import lora_options
 from grpo_components.models.meshes import Sharding
 from grpo_components.offline.partial_runs import stand_in_arguments
-from grpo_components.replay.recorded_run import run_folder, stall_limit_s
+from grpo_components.replay.recorded_run import replayed_run, stall_limit_s
 from grpo_components.rewards.pool import reward_specs
 from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import (
@@ -144,6 +145,7 @@ def _trainer(
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             contract=contract,
             mask_overlong=cfg.mask_overlong,
+            left_out=left_out(cfg),
         ),
         "optimizer": _optimizer_options(cfg),
         "objective": objective,
@@ -300,9 +302,9 @@ def _engine_options(cfg: Settings, longest_prompt: int) -> EngineOptions:
 
 
 def _replay_options(cfg: Settings) -> ReplayOptions:
-    replayed = cfg.replay_events
+    replayed = replayed_run(cfg)
     return ReplayOptions(
         schedule_folder=str(Path(cfg.output_dir) / "logs"),
-        replayed_folder=str(run_folder(replayed) / "logs") if replayed else None,
+        replayed_folder=str(replayed / "logs") if replayed else None,
         timeout_s=stall_limit_s(cfg.timeouts.rollout_s),
     )

@@ -49,6 +49,8 @@ class Ledger:
         """Event order that records every change; `open_run` sets the run's."""
         self.reuse = GroupReuse(contract)
         """Trained groups that later steps train again; `open_run` sets the run's."""
+        self.first_batch: Sequence[int] = ()
+        """Groups that the next step trains, where a what-if begins; empty: the buffer chooses."""
         self._contract, self._prompts = contract, prompts
         self._living: dict[int, LedgerEntry] = {}
         self._reissued: deque[tuple[Prompt, int]] = deque()
@@ -93,10 +95,6 @@ class Ledger:
     def living(self) -> list[LedgerEntry]:
         """Return the groups that are neither trained nor dropped, sorted by group id."""
         return sorted([*self._living.values(), *self._interrupted], key=lambda e: e.group_id)
-
-    def entry(self, group_id: int) -> LedgerEntry:
-        """Return the entry of an admitted group that is neither trained nor dropped."""
-        return self._living[group_id]
 
     def in_state(self, state: State) -> list[LedgerEntry]:
         """Return the living groups in one state, in the order of admission."""
@@ -172,16 +170,16 @@ class Ledger:
 
         Returns:
             `num_groups` less the groups that are reused, the policy version that the step starts
-            from, and in a replay the ids of the groups to take and of those to drop as stale (None
-            in a live run).
+            from, and where a replay or what-if decides, the ids to take and to drop (else None).
         """
         event = self.events.next_recorded(
             lambda e: e["event"] == "sample" or (e["event"] == "drop" and e["reason"] == "stale")
         )
-        recorded = None
+        first, buffered = set(self.first_batch), {e.group_id for e in self.in_state("buffered")}
+        recorded = (list(self.first_batch), []) if first and first <= buffered else None
         if event is not None:
-            sampled = event["event"] == "sample"
-            recorded = (event["groups"], []) if sampled else ([], event["groups"])
+            groups = event["groups"]
+            recorded = (groups, []) if event["event"] == "sample" else ([], groups)
         return num_groups - self.reuse.counts.next, self.policy_version, recorded
 
     async def until_none_is_doomed(self, timeout_s: float) -> None:
@@ -262,6 +260,7 @@ class Ledger:
             return []
         groups, reuse = [entry.group_id for entry in entries], self.reuse.begin_step(summaries)
         await self.events.take("sample", step=self.steps_done + 1, groups=groups, **reuse)
+        self.first_batch = ()
         for entry in entries:
             entry.state = "in_training"
         self._wake(opened=False)
@@ -321,6 +320,7 @@ class Ledger:
             "dropped_groups": dict(self.dropped_groups),
             "living": [vars(entry) | {"text": None, "parts": ()} for entry in self.living()],
             "reissued": self.waiting_prompts,
+            "first_batch": list(self.first_batch),
             **self.reuse.state_dict(),
         }
 
@@ -339,10 +339,11 @@ class Ledger:
         self.published_version = 0
         self.dropped_groups = Counter(state["dropped_groups"])
         self.reuse.load_state_dict(state, self.policy_version)
-        self._reissued = deque(state["reissued"])
+        self._reissued, self.first_batch = deque(state["reissued"]), state.get("first_batch", ())
         entries = [LedgerEntry(**entry) for entry in state["living"]]
         buffered = [entry for entry in entries if entry.state == "buffered"]
         buffered.sort(key=lambda entry: (entry.start_version, entry.group_id))
+        buffered.sort(key=lambda entry: entry.group_id not in self.first_batch)
         kept: set[int] = set()
         for entry in buffered:
             turn = self._contract.step_of(self.policy_version, len(kept), self.reuse.counts)

@@ -10,8 +10,11 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.records.checkpoints import Checkpoints
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import RunStart, Stateful, roll_back
+from grpo_components.replay.comparison import Comparison
+from grpo_components.replay.event_order import Event
 from grpo_components.replay.recorded_run import Original
 from grpo_components.training.step_result import StepResult
+from grpo_components.what_if import WhatIf
 
 
 class Journal:
@@ -28,6 +31,7 @@ class Journal:
         original: in a replay, the run to repeat: every batch must equal its batch. None in a live
             run.
         save_every_n_steps: training steps from one checkpoint to the next.
+        what_if: where this part of a what-if ends; None in all other runs.
     """
 
     def __init__(
@@ -38,12 +42,13 @@ class Journal:
         receipts: Receipts,
         checkpoints: Checkpoints,
         *,
-        original: Original | None,
+        original: Original | Comparison | None,
         save_every_n_steps: int,
+        what_if: WhatIf | None = None,
     ) -> None:
         self._start, self._ledger, self._prompts = start, ledger, prompts
         self._receipts, self._checkpoints, self._original = receipts, checkpoints, original
-        self._save_every_n_steps = save_every_n_steps
+        self._save_every_n_steps, self.what_if = save_every_n_steps, what_if
 
     async def commit(
         self, batch_hash: str, result: StepResult, sessions: Mapping[str, int] | None = None
@@ -93,14 +98,38 @@ class Journal:
         Raises:
             OSError: if it cannot be written, and `checkpoint_failure` is "error".
         """
+        if self.what_if and step == self.what_if.step - 1:
+            return  # `stop` saves it
         if step % self._save_every_n_steps == 0 or self._ledger.finished:
             await self._checkpoints.save(step, roles.trainers, roles.buffer)
+
+    async def stop(self, roles: Roles, sample: Event) -> None:
+        """Save the state from which a what-if goes on, before the first step that may differ.
+
+        Args:
+            roles: roles of the run.
+            sample: the recorded event in which that step takes its batch from the buffer.
+
+        Raises:
+            OSError: if it cannot be written, and `checkpoint_failure` is "error".
+        """
+        if self.what_if and self.what_if.keeps_batch:
+            oldest = self._ledger.policy_version - self.what_if.later.max_staleness
+            self._ledger.first_batch = sample["groups"]
+            for entry in self._ledger.living():
+                if entry.group_id in sample["groups"]:  # its tokens are as fresh as the step needs
+                    entry.state, entry.start_version = "buffered", max(entry.start_version, oldest)
+            self._checkpoints.hold()
+        await self._checkpoints.save(self._ledger.steps_done, roles.trainers, roles.buffer)
+        await self._checkpoints.finish()
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
         """Load this attempt's checkpoint, if any, into trainers and buffer.
 
         Unless the run is new, also publish the trainers' weights and load them into all generators.
         """
+        if self.what_if:
+            self._checkpoints.hold()  # it may end before the first step
         if self._start.checkpoint:
             await self._checkpoints.restore(self._start.checkpoint, roles.trainers, roles.buffer)
         if self._start.attempt or self._start.checkpoint:

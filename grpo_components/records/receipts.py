@@ -82,6 +82,7 @@ class Receipts:
             steps_done=self._step,
             policy_version=self._policy_version,
             num_steps=ledger.num_steps,
+            **({"continues": True} if ledger.first_batch else {}),
             **self._settings,
             carried={
                 str(entry.group_id): tokens
@@ -185,8 +186,8 @@ class Receipts:
 
     def _add(self, event: Event) -> None:
         if event["event"] == "drop":  # the ledger still has the entries
-            entries = {group: self._ledger.entry(group) for group in event["groups"]}
-            event = event | {"tokens": {g: self._tokens(entry) for g, entry in entries.items()}}
+            living = {entry.group_id: entry for entry in self._ledger.living()}
+            event = event | {"tokens": {g: self._tokens(living[g]) for g in event["groups"]}}
         self._recent.add(event)
 
     def _tokens(self, entry: LedgerEntry) -> int | None:

@@ -15,7 +15,7 @@ from grpo_components.replay.recorded_run import (
     Original,
     available_cpus,
     read_events,
-    run_folder,
+    replayed_run,
     stall_limit_s,
 )
 from grpo_components.settings import Settings
@@ -71,19 +71,19 @@ def open_event_order(
         original: what the run to replay has trained; the checksum of each version that a generator
             loads is compared with it. None skips the comparison.
     """
-    recorded = None
-    if cfg.replay_events is not None:
-        recorded = read_events(run_folder(cfg.replay_events))
+    replayed = replayed_run(cfg)
+    recorded = None if replayed is None else read_events(replayed)
     listeners: list[Listener] = [log.write]
     if original:
         listeners.insert(0, original.check_load)
-    events = EventOrder(attempt, recorded, stall_limit_s(cfg.timeouts.rollout_s), listeners)
+    stop, limit_s = cfg.what_if and cfg.what_if.step, stall_limit_s(cfg.timeouts.rollout_s)
+    events = EventOrder(attempt, recorded, limit_s, listeners, stop)
     events.note(
         "start",
         format=FORMAT,
         cpus=available_cpus(cfg.replay_events),
         libraries=_versions(),
-        replayed=cfg.replay_events,
+        replayed=replayed and cfg.replay_events,
     )
     return events
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_components.errors import ReplayError
+from grpo_components.errors import ReplayError, ReplayStop
 
 Event = dict[str, Any]
 """Name (`event`), `attempt` and fields of one event; a line of the log adds `number` and `time`."""
@@ -47,6 +47,7 @@ class EventOrder:
         recorded: events of the run to replay; None for a live run.
         timeout_s: longest time that a replay waits without any event happening, in seconds.
         listeners: functions that are called with each event; an exception in one ends the run.
+        stop: in a what-if, the step whose recorded `sample` ends the replay; None replays all.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class EventOrder:
         recorded: Sequence[Event] | None = None,
         timeout_s: float = 0.0,
         listeners: Iterable[Listener] = (),
+        stop: int | None = None,
     ) -> None:
         self.attempt = attempt
         self.replaying = recorded is not None
@@ -65,6 +67,10 @@ class EventOrder:
         self._timeout_s, self._listeners = timeout_s, list(listeners)
         self._moved = asyncio.Event()
         self._waiting: Counter[str] = Counter()
+        self._stop = None if stop is None else ("sample", stop)
+        self._stopping = False
+        self.at_stop: Callable[[Event], Awaitable[None]] | None = None
+        """Saves the state once the turn of the last `sample` has come, before it happens."""
 
     def listen(self, listener: Listener) -> None:
         """Add a listener for all further events; it is called after the earlier listeners."""
@@ -82,10 +88,13 @@ class EventOrder:
 
         Raises:
             ReplayError: nothing happened for `timeout_s`; names the next event and all waiters.
+            ReplayStop: it is the event at which a what-if stops repeating.
         """
         key = _key(event, identity)
         while self.replaying and self._left[key]:
             if _key(self._next["event"], self._next) == key:
+                if key == self._stop:
+                    await self._stop_here()
                 return True
             waiter, moved = _describe(event, identity), self._moved
             self._waiting[waiter] += 1
@@ -94,7 +103,8 @@ class EventOrder:
                 async with asyncio.timeout(self._timeout_s):
                     await moved.wait()
             except TimeoutError:
-                raise ReplayError(self._stalled()) from None
+                if not self._stopping:  # else it is cancelled once the state is saved
+                    raise ReplayError(self._stalled()) from None
             finally:
                 self._waiting[waiter] -= 1
         return not self.replaying
@@ -163,15 +173,22 @@ class EventOrder:
         return contextlib.nullcontext() if self.replaying else asyncio.Lock()
 
     def summary(self) -> str:
-        """Return how many events a finished replay has repeated; empty for a live run.
+        """Return how many events a replay has repeated to its end; empty for a live run.
 
         Raises:
             ReplayError: recorded events are left.
         """
-        if self._done < len(self._recorded):
+        if self._done < len(self._recorded) and not self._stopping:
             left = _describe(self._next["event"], self._next)
             raise ReplayError(f"the replay ended before event {self._next['number']}: {left}")
         return f"{self._done} events in the recorded order" if self.replaying else ""
+
+    async def _stop_here(self) -> None:
+        """Save the state; no event can happen meanwhile, as none but this one has its turn."""
+        assert self.at_stop is not None, "the run sets it"
+        self._stopping = True
+        await self.at_stop(self._next)
+        raise ReplayStop(f"{self._done} events in the recorded order")
 
     @property
     def _next(self) -> Event:

@@ -60,6 +60,19 @@ def run_folder(replay_events: str) -> Path:
     return path.parent.parent if path.name == "events.jsonl" else path
 
 
+def replayed_run(cfg: Any) -> Path | None:
+    """Return the folder of the run that is replayed; None in a live run.
+
+    What follows the repeated part of a what-if is live: it resumes that part.
+
+    Args:
+        cfg: settings that preflight has checked.
+    """
+    if cfg.replay_events is None or cfg.resume_from_checkpoint is not False:
+        return None
+    return run_folder(cfg.replay_events)
+
+
 def read_events(run: Path) -> list[Event]:
     """Read all events of a run, in order."""
     return read_json_lines(run / "logs" / "events.jsonl")
@@ -76,6 +89,12 @@ def read_original(replay_events: str) -> Original:
             for pull in record.get("acknowledged", ())
         },
     )
+
+
+def read_replayed(cfg: Any) -> Original | None:
+    """Read what the run that is replayed has trained; None in a live run."""
+    replayed = replayed_run(cfg)
+    return read_original(str(replayed)) if replayed else None
 
 
 def available_cpus(replay_events: str | None) -> int:

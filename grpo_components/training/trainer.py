@@ -206,7 +206,8 @@ class Trainer:
         self, batch: PackedTrajectories, advantages: NDArray[np.float32], step: int
     ) -> tuple[list[TrainSample], TokenUse]:
         oldest = self._batch.contract.oldest_trainable(self.policy_version)
-        use = TokenUse(oldest, self._batch.mask_overlong, self._policy_loss.corrects)
+        batch_options, corrects = self._batch, self._policy_loss.corrects
+        use = TokenUse(oldest, batch_options.mask_overlong, corrects, batch_options.left_out)
         logged = self._diagnostics.logged_responses
         samples = make_samples(batch, advantages, use.trained_tokens, logged)
         trajectories = [sample.trajectory for sample in samples]

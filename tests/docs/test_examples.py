@@ -28,7 +28,7 @@ PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/*.md")]
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
 EXTERNAL_PATHS = re.compile(
-    r"(train_from|replay_events|eval_only|teacher\.path)=/|reward_model\.path=|resume_"
+    r"(train_from|replay_events|eval_only|teacher\.path)=/|reward_model\.path=|resume_|replay_(until|without)="
 )
 """Overrides that name the output of another command, or a file of the reader."""
 

@@ -82,9 +82,11 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path, judge):
     code, table = audit(original)
     assert code == 0, table
     asked = len(judge.requests)
-    output, replay = succeed(tune, *knobs, "weights=gloo", f"replay_events={original}")
+    again = (f"replay_events={original}", "replay_until=4")  # a what-if that changes nothing
+    output, replay = succeed(tune, *knobs, "weights=gloo", *again)
     assert len(judge.requests) == asked > 0, "a replay asks no judge"
     assert "events in the recorded order" in output
+    assert "what-if: no key differs" in output
     assert re.findall(r"^(\w+) is back", output, re.MULTILINE) == back[1:], output
     groups = records(original / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]

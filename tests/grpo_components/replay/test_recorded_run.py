@@ -7,7 +7,9 @@ import re
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -19,9 +21,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
+from grpo_components.audit.__main__ import audit
 from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
-from grpo_components.errors import ReplayError
+from grpo_components.errors import ReplayError, ReplayStop
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
@@ -33,6 +36,7 @@ from grpo_components.replay.recorded_run import FORMAT, available_cpus, read_eve
 from grpo_components.replay.schedule import STOP, open_schedule
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import Trajectory, pack, summarize
+from grpo_components.what_if import WhatIf
 
 # ---- whole runs with fakes of the roles ---------------------------------------------------------
 
@@ -69,6 +73,11 @@ def plans(draw):
     )
 
 
+def answer(future, result):
+    if not future.cancelled():
+        future.set_result(result)
+
+
 def mixed(*values):
     """A number that every bit of the values decides."""
     return xxhash.xxh3_64_intdigest(json.dumps(values).encode())
@@ -96,11 +105,11 @@ class Engine:
             while command := self.schedule.take(step, idle=not self.running):
                 name, payload, future = command
                 if name == STOP:
-                    self.loop.call_soon_threadsafe(future.set_result, None)
+                    self.loop.call_soon_threadsafe(answer, future, None)
                     return
                 if payload is not None:
                     self.version, self.weights = payload
-                    self.loop.call_soon_threadsafe(future.set_result, None)
+                    self.loop.call_soon_threadsafe(answer, future, None)
                 else:
                     self.running[name] = future, []
             time.sleep(self.pace.random() * 3e-4)
@@ -111,7 +120,7 @@ class Engine:
                 straggles = mixed(name, "long") % 7 == 0
                 if len(tokens) >= (40 if straggles else 4 + mixed(name) % 8):
                     del self.running[name]
-                    self.loop.call_soon_threadsafe(future.set_result, tokens)
+                    self.loop.call_soon_threadsafe(answer, future, tokens)
 
     async def close(self):
         await self.submit(STOP, None)
@@ -125,15 +134,36 @@ class Generator:
         self.version = self.rollouts_since_pull = 0
 
 
+class Checkpoints:
+    """Keeps the state of a run in memory."""
+
+    def __init__(self, run):
+        self.run, self.saved = run, None
+
+    def hold(self):
+        run = self.run
+        stored = [run.groups[entry.group_id] for entry in run.ledger.stored()]
+        state = json.loads(json.dumps(run.ledger.state_dict()))
+        self.held = state, stored, run.weights
+
+    async def save(self, step, trainers, buffer):
+        await self.run.work(8)
+        self.saved = self.held
+
+    async def finish(self):
+        pass
+
+
 class Run:
     """The recipe's loops around the real ledger, buffer, receipts, events and schedules."""
 
-    def __init__(self, plan, folder, seed, replayed=None):
+    def __init__(self, plan, folder, seed, replayed=None, what_if=None, before=None):
         self.plan, self.folder, self.replayed = plan, folder, replayed
-        self.random = random.Random(seed)
-        (folder / "logs").mkdir(parents=True)
+        self.random, self.before = random.Random(seed), before
+        (folder / "logs").mkdir(parents=True, exist_ok=before is not None)
         contract = StalenessContract(plan.max_staleness, plan.groups_per_step)
-        prompts = (({"prompt_index": i}, 0) for i in range(10**6))
+        first = before[0]["issued"] if before else 0
+        prompts = (({"prompt_index": i}, 0) for i in range(first, 10**6))
         self.ledger = Ledger(contract, NUM_STEPS, prompts)
         if plan.reuses and plan.max_staleness:
             self.ledger.reuse = GroupReuse(contract, 0.5, 3)
@@ -141,24 +171,37 @@ class Run:
             {
                 "output_dir": str(folder),
                 "replay_events": replayed and str(replayed),
+                "resume_from_checkpoint": before is not None,
+                "what_if": None,
                 "timeouts": TIMEOUTS,
             }
         )
         original = replayed and read_original(str(replayed))
+        attempt, self.groups = int(before is not None), {}
+        if before:
+            self.replayed = original = None
+            self.ledger.load_state_dict(before[0])
+        cfg.what_if = what_if and {"step": what_if.step}
         self.log = EventLog(folder)
-        self.events = self.ledger.events = open_event_order(cfg, 0, self.log, original)
+        self.events = self.ledger.events = open_event_order(cfg, attempt, self.log, original)
         self.buffer = ReplayBuffer(contract=contract, timeout_s=20)
         receipts = Receipts(
             folder / "receipts.jsonl",
             self.ledger,
-            0,
+            attempt,
             max_staleness=plan.max_staleness,
             groups_per_step=plan.groups_per_step,
             group_size=GROUP_SIZE,
         )
-        parts = (MagicMock(), self.ledger, MagicMock(), receipts, MagicMock())
-        self.journal = Journal(*parts, original=original, save_every_n_steps=NUM_STEPS + 1)
-        self.weights, self.served, self.server = 0, (0, 0), asyncio.Lock()
+        self.checkpoints = Checkpoints(self)
+        parts = (MagicMock(), self.ledger, MagicMock(), receipts, self.checkpoints)
+        options = {"save_every_n_steps": NUM_STEPS + 1, "what_if": what_if}
+        self.journal = Journal(*parts, original=original, **options)
+        self.events.at_stop = partial(self.journal.stop, MagicMock())
+        self.weights = before[2] if before else 0
+        self.served, self.server = (0, 0), asyncio.Lock()
+        if not before:
+            self.checkpoints.hold()
         self.trained, self.spanning, self.reused = [], 0, 0
 
     async def main(self):
@@ -168,6 +211,8 @@ class Run:
             for number in range(self.plan.num_generators)
         ]
         self.generators = [Generator(i, e, self.events.lock()) for i, e in enumerate(engines)]
+        if self.before:
+            await self.restore()
         try:
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self.training_loop())
@@ -179,6 +224,19 @@ class Run:
         self.journal.close()
         self.summary = self.events.summary()
         self.log.close()
+
+    async def restore(self):
+        self.groups |= {summary.group_id: (group, summary) for group, summary in self.before[1]}
+
+        def parts(entries):
+            return [part for entry in entries for part in self.groups[entry.group_id]]
+
+        await self.buffer.refill(*parts(self.ledger.in_state("buffered")))
+        self.buffer.keep(*parts(self.ledger.reuse.kept))
+        await self.push(self.ledger.policy_version)
+        for generator in self.generators:
+            generator.version = -1
+            await self.pull(generator, "restore")
 
     async def work(self, turns=4):
         for _ in range(self.random.randint(0, turns)):
@@ -212,6 +270,7 @@ class Run:
             await self.ledger.drop([entry.group_id], "filtered")
         else:
             await self.work()
+            self.groups[entry.group_id] = pack(group), summary
             await self.buffer.add(pack(group), summary)
             await self.work()
             await self.ledger.enter_buffer(entry.group_id)
@@ -281,7 +340,7 @@ class Run:
 
     async def training_loop(self):
         ledger = self.ledger
-        await self.evaluate(0)
+        await self.evaluate(ledger.steps_done)
         while not ledger.finished:
             taken = None
             while not (taken and taken.groups):
@@ -298,22 +357,32 @@ class Run:
             step, skipped = ledger.steps_done + 1, mixed(taken.batch_hash) % 8 == 0
             version = ledger.policy_version + (not skipped)
             if not skipped:
-                self.weights = mixed(self.weights, taken.batch_hash, step)
+                self.weights = mixed(self.weights, taken.batch_hash, step, self.objective)
             evaluating = step % 3 == 0
             if version - ledger.published_version >= (1 if evaluating else self.plan.push_every):
                 await self.push(version)
-            versions = {g.oldest_version: 1 for g in taken.groups + taken.reused}
+            versions, tokens = Counter[int](), {}
+            for group in taken.groups + taken.reused:
+                number = sum(group.response_tokens)
+                versions[group.oldest_version] += number
+                tokens[group.group_id] = {"skipped" if skipped else "trained": number}
             metrics = {"off_policy/correction_mass": 1.0}
-            result = StepResult(version, versions, {}, len(versions), "", metrics)
+            parts = version, versions, {}, versions.total(), "", metrics
+            result = StepResult(*parts, group_tokens=tokens)
             await self.journal.commit(taken.batch_hash, result)
             self.trained.append([entry.group_id for entry in entries])
             if evaluating:
                 await self.evaluate(step)
 
 
-async def make_and_run(*args, **kwargs):
+async def make_and_run(*args, objective="recorded", **kwargs):
     run = Run(*args, **kwargs)
-    await run.main()
+    run.objective = objective
+    try:
+        await run.main()
+    except* ReplayStop:
+        run.journal.close()
+        run.log.close()
     return run
 
 
@@ -365,6 +434,31 @@ def test_a_replays_own_log_is_a_run_to_replay(tmp_path):
     assert len(weights) == 1
 
 
+@settings(max_examples=20, deadline=None)
+@given(plans(), st.integers(0, NUM_STEPS - 1), st.booleans(), st.integers(0, 2**32))
+def test_a_what_if_leaves_any_run_at_its_step_and_passes_the_audit(plan, until, keeps_batch, seed):
+    what_if = WhatIf(until + 1, keeps_batch and not plan.reuses, ("loss",), plan)
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / part for part in ("original", "what_if")]
+        asyncio.run(make_and_run(plan, folders[0], seed))
+        first = asyncio.run(make_and_run(plan, folders[1], seed + 1, folders[0], what_if))
+        assert first.ledger.steps_done == until, "no step ran that may differ"
+        before, last = first.checkpoints.saved, folders[1]
+        options = {"before": before, "objective": "another"}
+        second = asyncio.run(make_and_run(plan, last, seed + 2, folders[0], **options))
+        original, there = (read_original(str(folder)) for folder in folders)
+        report, summary = audit(folders[1] / "receipts.jsonl")
+    assert report.broken.keys() <= {"config"}, (report.broken, summary)  # it has no config
+    equal = until + what_if.keeps_batch
+    hashes = [[run.batch_hashes[step] for step in range(1, equal + 1)] for run in (original, there)]
+    assert hashes[0] == hashes[1], "what the step trains is recorded"
+    same = original.checksums.keys() & there.checksums.keys()
+    version = before[0]["policy_version"]
+    assert all(original.checksums[v] == there.checksums[v] for v in same if v <= version)
+    assert second.ledger.finished and len(there.batch_hashes) == NUM_STEPS
+    assert not any(original.checksums[v] == there.checksums[v] for v in same if v > version)
+
+
 @pytest.mark.parametrize(
     ("file", "change", "error"),
     [
@@ -388,6 +482,7 @@ def test_a_divergence_is_told_with_its_step_or_event(tmp_path, file, change, err
 
     async def replay():
         run = Run(plan, tmp_path / "replay", 2, tmp_path / "original")
+        run.objective = "recorded"
         run.buffer._timeout_s = 1.0
         await run.main()
 
