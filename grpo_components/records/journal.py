@@ -93,6 +93,8 @@ class Journal:
             OSError: if it cannot be written, and `checkpoint_failure` is "error".
         """
         if step % self._save_every_n_steps == 0 or self._ledger.finished:
+            # The buffered groups may have tokens of the last version that was pushed.
+            await roles.server.wait_kept()
             await self._checkpoints.save(step, roles.trainers, roles.buffer)
 
     async def restore(self, roles: Roles, weights: WeightSync) -> None:
