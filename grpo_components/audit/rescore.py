@@ -26,6 +26,8 @@ from grpo_components.versions.scoring import Scorer, Segment, segments
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 """Largest difference allowed between two engines, in nats, by the run's `dtype`."""
+_MAX_PROBLEMS = 3
+"""Most problems that are told one by one."""
 Record = dict[str, Any]
 
 
@@ -81,12 +83,14 @@ class Rescored:
 
     @property
     def broken(self) -> str:
-        """The first thing that does not hold; empty if all does."""
-        if self.problems:
-            return self.problems[0]
+        """What does not hold; empty if all does."""
+        found = self.problems[:_MAX_PROBLEMS]
+        if more := len(self.problems) - len(found):
+            found.append(f"and {more} more")
         if self.off:
-            return f"{self.off:,} of {self.tokens:,} tokens differ by more; the largest: {self.where}"
-        return ""
+            differ = f"{self.off:,} of {self.tokens:,} tokens differ by more"
+            found.append(f"{differ}; the largest: {self.where}")
+        return "; ".join(found)
 
     def table(self) -> str:
         """Return the lines to print."""
@@ -121,6 +125,8 @@ def rescore(output_dir: Path) -> Rescored:
         run = open_run(output_dir, begins)
     except (OSError, ValueError) as error:
         raise NothingKeptError(str(error)) from error
+    if not configs:
+        raise NothingKeptError(f"no receipts in {output_dir}")
     if not run:
         raise NothingKeptError(f"no versions in {run.folder} (keep_policy_versions: false)")
     for config in configs.values():
@@ -145,16 +151,17 @@ def _score(
     for number, response in enumerate(responses):
         trajectory = response.trajectory
         recompute = configs[trajectory.attempt].get("recompute_kv_after_pull") == "true"
-        parts = segments(trajectory, number, recompute)
+        name = f"step {response.step}, group {trajectory.group_id}, response {response.sample}"
+        try:
+            parts = segments(trajectory, number, recompute)
+            identities = [run.identity(trajectory.attempt, part.version) for part in parts]
+        except ValueError as error:
+            result.problems.append(f"{name}: {error}")
+            continue
         result.swapped += any(not part.begins for part in parts) or (
             recompute and len({part.version for part in parts}) > 1
         )
-        for part in parts:
-            try:
-                identity = run.identity(trajectory.attempt, part.version)
-            except ValueError as error:
-                result.problems.append(str(error))
-                break
+        for identity, part in zip(identities, parts, strict=True):
             todo.setdefault(identity, []).append((part, trajectory))
     scorer, result.versions = Scorer(), len(todo)
     with tempfile.TemporaryDirectory() as scratch:
@@ -244,7 +251,11 @@ def _config(output_dir: Path, attempt: int) -> Settings:
         if (number := path.stem.removeprefix("config_attempt_")).isdigit()
     }
     last = min((number for number in files if number >= attempt), default=None)
-    return read_settings(output_dir / "config.yaml" if last is None else files[last])
+    path = output_dir / "config.yaml" if last is None else files[last]
+    try:
+        return read_settings(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_sampling(config: Settings) -> None:

@@ -369,6 +369,9 @@ def _read_header(path: Path) -> Header:
     if not match or match[1] != _digest(line):
         raise ValueError(f"{path} (version {number} of attempt {attempt}) is damaged: no header")
     found = json.loads(line)
+    if (found["attempt"], found["version"]) != (int(attempt), int(number)):
+        named = VersionId(found["attempt"], found["version"])
+        raise ValueError(f"{path} has {named}")
     entries = [
         TensorEntry(name, dtype, tuple(shape), 0, nbytes, number, delta and TensorDelta(*delta))
         for name, dtype, shape, nbytes, number, delta in found["tensors"]

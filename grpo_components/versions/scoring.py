@@ -52,6 +52,9 @@ def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[
         trajectory: the response.
         response: its number.
         recompute_kv: whether a swap makes the engine compute all KV again.
+
+    Raises:
+        ValueError: in one turn, a version follows a newer one.
     """
     found: list[Segment] = []
     numbered = zip(range(len(trajectory.response_ids)), trajectory.response_mask, strict=True)
@@ -62,6 +65,9 @@ def segments(trajectory: Trajectory, response: int, recompute_kv: bool) -> list[
         parts = [list(p) for _, p in groupby(positions, key=trajectory.token_versions.__getitem__)]
         for number, part in enumerate(parts):
             version = int(trajectory.token_versions[part[0]])
+            if number and version < found[-1].version:
+                problem = f"version {version} after version {found[-1].version} in one turn"
+                raise ValueError(f"token {part[0]} was sampled by {problem}")
             begins, is_last = recompute_kv or number == 0, number == len(parts) - 1
             continues = not (recompute_kv or is_last)
             found.append(Segment(response, part[0], part[-1] + 1, version, begins, continues))

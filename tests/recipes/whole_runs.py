@@ -35,9 +35,9 @@ def records(path):
     return [json.loads(line) for line in path.open()]
 
 
-def audit(output_dir):
+def audit(output_dir, *options):
     """Exit code and output of the audit of a run's receipts."""
-    command = [sys.executable, "-m", "grpo_components.audit", str(output_dir)]
+    command = [sys.executable, "-m", "grpo_components.audit", str(output_dir), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
