@@ -110,10 +110,9 @@ def _gpus(cfg: Settings, per_role: float) -> float:
 
 
 def _parameter_server(cfg: Settings) -> dict[str, Any]:
-    if not cfg.keep_policy_versions:
-        return {}
     folder = Path(cfg.output_dir).absolute() / policy_versions.FOLDER
-    return {"versions": (str(folder), str(Path(cfg.base_model_path).absolute()))}
+    folders = str(folder), str(Path(cfg.base_model_path).absolute())
+    return {"remembers": "push", "versions": folders if cfg.keep_policy_versions else None}
 
 
 def _replay_buffer(cfg: Settings, contract: StalenessContract) -> dict[str, Any]:

@@ -71,9 +71,7 @@ def start_roles(
     spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
     cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
-    server = spawn(
-        "parameter_server", PARAMETER_SERVER, remembers="push", **arguments.parameter_server
-    )
+    server = spawn("parameter_server", PARAMETER_SERVER, **arguments.parameter_server)
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
     rank = partial(spawn, restarts_alone=False, **arguments.trainer)
     trainers = [rank(f"trainer_{n}", trainer, rank=n) for n in range(cfg.num_trainers)]

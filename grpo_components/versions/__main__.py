@@ -1,4 +1,4 @@
-"""Rebuild a policy version: `python -m grpo_components.versions OUTPUT_DIR --version 7 --to DIR`."""
+"""Rebuild versions of a policy: `python -m grpo_components.versions OUTPUT_DIR`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def open_run(output_dir: Path, attempts: dict[int, int] | None = None) -> KeptRu
     """
     config: Any = OmegaConf.load(output_dir / "config.yaml")
     try:
-        lora = config.get("lora") and LoraSettings(**OmegaConf.to_container(config.lora))
+        values: Any = OmegaConf.to_container(config)
+        section = values.get("lora")
+        lora = LoraSettings(**section) if section else None
         base = Path(config.base_model_path)
     except Exception as error:  # whatever the file has there
         raise ValueError(f"{output_dir / 'config.yaml'}: {error!r}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-
 from grpo_components.exchange import policy_versions
 from grpo_components.exchange.policy_versions import KeptVersions, VersionId
 from grpo_components.exchange.weights import StateDict

@@ -43,9 +43,9 @@ def judge():
 def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path, judge):
     """With new weights within responses; later a generator and the buffer are killed.
 
-    The original pushes deltas and keeps its policy versions, from which the new generator gets its
-    weights, and by which all its tokens are scored again. The replay pushes whole, its weights come
-    over gloo, and it compares every checksum.
+    The original pushes deltas, which the new generator gets from the last whole push on; the replay
+    pushes whole, its weights come over gloo, and it compares every checksum. It keeps its policy
+    versions, by which all its tokens are scored again.
 
     Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
     have their groups in the buffer already. The rollouts that start after them are on the same
@@ -77,19 +77,21 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path, judge):
         *("rewards.judge.rubric='{{ prompt }} {{ response }}'", "rewards.judge.request_s=50"),
         "rewards.judge.prices.completion=1000000",
     )
-    kept = ("push=delta", "keep_policy_versions=true")
-    output, original = succeed(tune, *knobs, *kept, recipe=recipe, env=environment)
+    output, original = succeed(tune, *knobs, "push=delta", recipe=recipe, env=environment)
     back = re.findall(r"^(\w+) is back", output, re.MULTILINE)
     assert len(back) == 2 and back[0] == "replay_buffer", output
-    code, table = audit(original, "--rescore")
+    code, table = audit(original)
     assert code == 0, table
-    over_swaps = re.search(r"(\d+) responses over a swap", table)
-    assert over_swaps and int(over_swaps[1]) > 0, table
     asked = len(judge.requests)
-    output, replay = succeed(tune, *knobs, "weights=gloo", f"replay_events={original}")
+    kept = ("weights=gloo", "keep_policy_versions=true")
+    output, replay = succeed(tune, *knobs, *kept, f"replay_events={original}")
     assert len(judge.requests) == asked > 0, "a replay asks no judge"
     assert "events in the recorded order" in output
     assert re.findall(r"^(\w+) is back", output, re.MULTILINE) == back[1:], output
+    code, table = audit(replay, "--rescore")
+    assert code == 0, table
+    over_swaps = re.search(r"(\d+) responses over a swap", table)
+    assert over_swaps and int(over_swaps[1]) > 0, table
     groups = records(original / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))

@@ -2,21 +2,17 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from token_engine import policy, sample
 
 from grpo_components.audit.__main__ import _rescore as rescore
 from grpo_components.exchange.policy_versions import PolicyVersions
 from grpo_components.exchange.trained_batches import write_batch
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
 from grpo_components.trajectory import batch_hash, pack
-
-sys.path.append(str(Path(__file__).parents[1] / "versions"))
-from test_scoring import policy, sample  # noqa: E402 -- what samples as an engine does
 
 
 class KeptRun:
@@ -79,6 +75,15 @@ class KeptRun:
         lines = "".join(f"{json.dumps(record)}\n" for record in records)
         (self.folder / "receipts.jsonl").write_text(lines)
         (self.folder / "config.yaml").write_text(json.dumps(self.config))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads of tiny passes wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", name="policies")

@@ -80,7 +80,7 @@ def test_what_did_not_change_takes_no_room(folder, base):
 
 
 def test_pushes_that_are_deltas_are_kept_too_also_by_a_new_process(folder, base):
-    encoder, pushes = DeltaEncoder(), []
+    encoder, pushes, writer = DeltaEncoder(), [], PolicyVersions(folder, base)
     last = NO_BASE
     for version in range(1, 6):
         pushes.append(encoder.encode(version, pack_bucket(list(weights(version).items())), last))
@@ -166,7 +166,7 @@ def test_another_base_model_is_named_with_its_tensor(folder, base):
         lambda kept: kept.state_dict(VersionId(0, 1)),
         lambda kept: kept.base_state_dict(),
     ):
-        with pytest.raises(ValueError, match="base_model_path: .*base: weight tensor head is not"):
+        with pytest.raises(ValueError, match=r"base_model_path: .*base: weight tensor head is not"):
             read(KeptVersions(folder, base))
 
 
