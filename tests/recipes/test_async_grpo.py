@@ -20,6 +20,7 @@ from whole_runs import (
     metrics,
     receipts,
     records,
+    rescore,
     succeed,
     temporary_files,
     wait_for_line,
@@ -214,7 +215,7 @@ def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
     assert "saved" in output
     rebuilt = assert_versions_are_checkpoints(output_dir, steps=range(4, len(steps), 4))
     assert_checkpoint_loads(rebuilt)
-    code, table = audit(output_dir, "--rescore")
+    code, table = rescore(output_dir)
     assert code == 0, table
     trained = sum(sum(r["token_versions"].values()) for r in receipts(output_dir))
     assert f"rescored: {trained:,} trained tokens of {len(steps) - 1} steps" in table

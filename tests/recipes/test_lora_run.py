@@ -7,7 +7,7 @@ import pytest
 import torch
 from chaos import Fault, forked_recipe
 from safetensors.torch import load_file
-from whole_runs import assert_same_run, audit, metrics, records, succeed
+from whole_runs import assert_same_run, audit, metrics, records, rescore, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
@@ -46,7 +46,7 @@ def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, t
     kept = (f"replay_events={original}", "keep_policy_versions=true")
     output, replay = succeed(tune, *KNOBS, *TRANSFORMERS, *kept)
     assert "events in the recorded order" in output
-    code, table = audit(replay, "--rescore")
+    code, table = rescore(replay)
     assert code == 0, table
     merged = assert_same_run(original, replay, num_steps=4)
     adapter = load_file(replay / "checkpoints/latest/adapter/adapter_model.safetensors")

@@ -10,7 +10,7 @@ from chaos import Fault, forked_recipe
 from classifier import random_classifier
 from judge_server import judge_server
 from safetensors.torch import load_file
-from whole_runs import assert_same_run, audit, metrics, records, succeed
+from whole_runs import assert_same_run, audit, metrics, records, rescore, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
@@ -88,7 +88,7 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path, judge):
     assert len(judge.requests) == asked > 0, "a replay asks no judge"
     assert "events in the recorded order" in output
     assert re.findall(r"^(\w+) is back", output, re.MULTILINE) == back[1:], output
-    code, table = audit(replay, "--rescore")
+    code, table = rescore(replay)
     assert code == 0, table
     over_swaps = re.search(r"(\d+) responses over a swap", table)
     assert over_swaps and int(over_swaps[1]) > 0, table
