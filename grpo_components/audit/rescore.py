@@ -26,6 +26,8 @@ from grpo_components.versions.scoring import Scorer, Segment, segments
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 """Largest difference allowed between two engines, in nats, by the run's `dtype`."""
+_FLOOR = 2e-6
+"""Rounding of a logprob that is near 0, in nats."""
 _MAX_PROBLEMS = 3
 """Most problems that are told one by one."""
 Record = dict[str, Any]
@@ -57,6 +59,9 @@ class Rescored:
     total: float = 0.0
     largest: float = -1.0
     where: str = "none"
+    worst: float = 0.0
+    """Largest difference as a share of what is allowed for its token."""
+    worst_where: str = "none"
     off: int = 0
     """Tokens beyond the tolerance."""
     problems: list[str] = field(default_factory=list)
@@ -68,18 +73,26 @@ class Rescored:
         trained = response.trained[part]
         gaps = np.abs(values - recorded)
         gaps = np.where(np.isfinite(gaps), gaps, np.inf)[trained]
+        if not len(gaps):
+            return
         self.tokens += len(gaps)
         self.total += float(gaps.sum())
-        self.off += int((gaps > self.tolerance).sum())
-        if len(gaps) and gaps.max() > self.largest:
-            self.largest = float(gaps.max())
-            at = int(np.flatnonzero(trained)[gaps.argmax()])
-            t = response.trajectory
-            self.where = (
+        shares = gaps / allowed(recorded[trained], self.dtype)
+        shares = np.where(np.isfinite(shares), shares, np.inf)
+        self.off += int((shares > 1).sum())
+
+        def where(index: int) -> str:
+            at, t = int(np.flatnonzero(trained)[index]), response.trajectory
+            return (
                 f"step {response.step}, group {t.group_id}, response {response.sample}, token "
                 f"{segment.first + at}, version {segment.version} of attempt {t.attempt}: recorded "
                 f"{recorded[at]:.6f}, computed {values[at]:.6f}"
             )
+
+        if gaps.max() > self.largest:
+            self.largest, self.where = float(gaps.max()), where(int(gaps.argmax()))
+        if shares.max() > self.worst:
+            self.worst, self.worst_where = float(shares.max()), where(int(shares.argmax()))
 
     @property
     def broken(self) -> str:
@@ -89,7 +102,7 @@ class Rescored:
             found.append(f"and {more} more")
         if self.off:
             differ = f"{self.off:,} of {self.tokens:,} tokens differ by more"
-            found.append(f"{differ}; the largest: {self.where}")
+            found.append(f"{differ}; the worst: {self.worst_where}")
         return "; ".join(found)
 
     def table(self) -> str:
@@ -99,10 +112,27 @@ class Rescored:
             f"rescored: {self.tokens:,} trained tokens of {self.steps} steps under "
             f"{self.versions} policy versions; {self.swapped:,} responses over a swap of weights",
             f"difference of the logprobs: {self.largest:.2e} at most, {mean:.2e} on average; "
-            f"allowed is {self.tolerance:.0e} ({self.dtype})",
+            f"allowed is {self.tolerance:.0e} ({self.dtype}), and less for likely tokens: the "
+            f"worst has {self.worst:.2g} of it",
             f"the largest: {self.where}",
         ]
         return "".join(f"{line}\n" for line in lines)
+
+
+def allowed(logprobs: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+    """Return the difference allowed for each token, in nats.
+
+    The logprob of a token of probability p moves with 1 - p: by rounding of the logits, and by
+    other weights. So a bound that is the same for all would see no other weights in a likely token.
+
+    Args:
+        logprobs: recorded logprobs of the tokens.
+        dtype: the run's, fp32 or bf16.
+    """
+    most = TOLERANCE[dtype]
+    if dtype != "fp32":
+        return np.full_like(logprobs, most)
+    return np.minimum(most, most * -np.expm1(np.minimum(logprobs, 0.0)) + _FLOOR)
 
 
 class NothingKeptError(Exception):

@@ -9,6 +9,7 @@ import torch
 from token_engine import policy, sample
 
 from grpo_components.audit.__main__ import _rescore as rescore
+from grpo_components.audit.rescore import allowed
 from grpo_components.exchange.policy_versions import PolicyVersions
 from grpo_components.exchange.trained_batches import write_batch
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
@@ -104,7 +105,9 @@ def test_all_tokens_that_count_are_scored_over_a_rollback(kept_run, capsys):
     assert rescore(kept_run.folder) == 0
     output = capsys.readouterr().out
     assert output.startswith("rescored: 36 trained tokens of 3 steps under 4 policy versions; 2 ")
-    assert "allowed is 1e-04 (fp32)" in output and output.endswith("all agree\n")
+    assert "allowed is 1e-04 (fp32), and less for likely tokens" in output and output.endswith(
+        "all agree\n"
+    )
 
 
 def plant(run, batch, number, **changes):
@@ -135,7 +138,7 @@ def test_a_label_that_is_one_version_off_is_named(
     kept_run.write()
     assert rescore(kept_run.folder) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("broken: rescore: ") and f"the largest: {named}" in last
+    assert last.startswith("broken: rescore: ") and f"the worst: {named}" in last
 
 
 def test_the_attempt_of_a_token_decides_on_its_weights(kept_run, capsys):
@@ -160,6 +163,12 @@ def test_other_logprobs_tokens_and_temperatures_are_found(kept_run, capsys):
         assert rescore(kept_run.folder) == 1, changes.keys()
         assert "step 3, group 5" in capsys.readouterr().out
         kept_run.batches[1, 3][0] = response
+
+
+def test_less_is_allowed_for_likely_tokens_and_never_more_than_for_others():
+    found = allowed(np.log([1.0, 0.99, 0.5, 1e-6]), "fp32")
+    assert found == pytest.approx([2e-6, 3e-6, 5.2e-5, 1e-4], rel=1e-3)
+    assert (allowed(np.log([1.0, 1e-6]), "bf16") == 0.25).all()
 
 
 def test_what_is_missing_or_damaged_is_named(kept_run, capsys):
