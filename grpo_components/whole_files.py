@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 
-def write_whole(target: Path, text: str, durable: bool = False) -> None:
+def write_whole(target: Path, content: str | bytes, durable: bool = False) -> None:
     """Replace a file as a whole; on failure the old file stays unchanged.
 
     The temporary file is created exclusively in the target's folder, so a link or file that someone
@@ -17,8 +17,8 @@ def write_whole(target: Path, text: str, durable: bool = False) -> None:
 
     Args:
         target: path of the file; its folder must exist.
-        text: content of the file, written as UTF-8.
-        durable: whether to sync the text to disk before the target is replaced.
+        content: content of the file; text is written as UTF-8.
+        durable: whether to sync the content to disk before the target is replaced.
 
     Raises:
         OSError: the file cannot be written, for example because the target is a folder.
@@ -27,8 +27,8 @@ def write_whole(target: Path, text: str, durable: bool = False) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(unfinished, flags, 0o666)
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 file.flush()
                 os.fsync(descriptor)

@@ -54,7 +54,17 @@ WITHOUT_TORCH = (
 ROOMS = (
     *("ground", "objective", "replay", "exchange", "models", "training", "data", "rewards"),
     *("agents", "rollout", "environments", "interop", "sizing", "cluster", "offline", "report"),
-    *("evaluation", "records", "config", "audit", "plan", "equivalence", "twin", "examples"),
+    *(
+        "evaluation",
+        "records",
+        "config",
+        "versions",
+        "audit",
+        "plan",
+        "equivalence",
+        "twin",
+        "examples",
+    ),
 )
 """The ground is the modules that stand in no room."""
 MAX_ROOM = 0.12

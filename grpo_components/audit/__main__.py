@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command-line arguments; None takes them from `sys.argv`.
 
     Returns:
-        Exit code: 0 if every rule holds, 1 if one is broken, 2 if there are no receipts.
+        Exit code: 0 if every rule holds, 1 if one is broken, 2 if there are no receipts, or with
+        `--rescore` no policy versions.
     """
     parser = argparse.ArgumentParser(prog="python -m grpo_components.audit", description=__doc__)
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
@@ -88,6 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--unfinished",
         action="store_true",
         help="accept a missing end record: the run was killed or is still running",
+    )
+    parser.add_argument(
+        "--rescore",
+        action="store_true",
+        help="compute the logprob of every trained token again (needs keep_policy_versions)",
     )
     options = parser.parse_args(arguments)
     path = options.output_dir / "receipts.jsonl"
@@ -101,9 +107,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if findings.broken:
         rule = next(iter(findings.broken))
         sys.stdout.write(f"broken: {rule} ({RULES[rule]}): {findings.broken[rule]}\n")
-        return 1
-    sys.stdout.write("every rule holds\n")
-    return 0
+    else:
+        sys.stdout.write("every rule holds\n")
+    code = _rescore(options.output_dir) if options.rescore else 0
+    return code or int(bool(findings.broken))
+
+
+def _rescore(output_dir: Path) -> int:
+    # Torch and transformers take seconds to import.
+    from grpo_components.audit.rescore import NothingKeptError, rescore
+
+    try:
+        result = rescore(output_dir)
+    except NothingKeptError as error:
+        sys.stderr.write(f"cannot rescore: {one_line(str(error))}\n")
+        return 2
+    sys.stdout.write(result.table())
+    sys.stdout.write(f"broken: rescore: {result.broken}\n" if result.broken else "all agree\n")
+    return int(bool(result.broken))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.role import Role
+from grpo_components.cluster.server_handle import ParameterServerHandle
 from grpo_components.cluster.trainers_handle import CHECKPOINT_LANE, TrainersHandle
 from grpo_components.cluster.weight_transfer import WeightTransfer
 from grpo_components.errors import RoleFailedError, RoleLostError
@@ -327,40 +328,6 @@ class ReplayBufferHandle:
         if ledger.reuse.on:  # a later step may train again what is in training now
             kept = parts([*ledger.reuse.kept, *ledger.in_state("in_training")])
             await self.role.call("keep", *kept, timeout_s=timeout_s)
-
-
-class ParameterServerHandle:
-    """Calls the parameter server, which holds the newest published weights.
-
-    Args:
-        role: role of the server.
-        timeout_s: longest wait for a call, in seconds.
-    """
-
-    def __init__(self, role: Role, timeout_s: float) -> None:
-        self._role, self._timeout_s = role, timeout_s
-
-    async def push(
-        self,
-        version: int,
-        buckets: Sequence[Any],
-        manifests: Sequence[Any],
-        chain: Sequence[tuple[int, Sequence[Any]]] = (),
-    ) -> None:
-        """Publish a snapshot; see `VLLMParameterServer.push`."""
-        await self._role.call("push", version, buckets, manifests, chain, timeout_s=self._timeout_s)
-
-    async def newest(self, held: int = -1) -> tuple[int, list[Any], list[Any]]:
-        """Return the newest snapshot; see `VLLMParameterServer.newest`."""
-        return await self._role.call("newest", held, timeout_s=self._timeout_s)
-
-    async def acknowledge(self, generator: str, version: int) -> None:
-        """Report that a generator has loaded a version."""
-        await self._role.call("acknowledge", generator, version, timeout_s=self._timeout_s)
-
-    async def begin_again(self) -> None:
-        """Restart the server, without a snapshot, for the next attempt."""
-        await self._role.begin_again()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def start_roles(
     spawn, timeouts, weights_s = cluster.spawn, cfg.timeouts, cfg.timeouts.weights_s
     cluster.reserve(needs_of(cfg, arguments, num_references), timeouts.startup_s)
     trainer, generator = roles_of(cfg, TRAINER, GENERATOR)  # or their stand-ins
-    server = spawn("parameter_server", PARAMETER_SERVER, remembers="push")
+    server = spawn("parameter_server", PARAMETER_SERVER, **arguments.parameter_server)
     buffer = spawn("replay_buffer", REPLAY_BUFFER, **arguments.replay_buffer)
     rank = partial(spawn, restarts_alone=False, **arguments.trainer)
     trainers = [rank(f"trainer_{n}", trainer, rank=n) for n in range(cfg.num_trainers)]
@@ -89,7 +89,7 @@ def start_roles(
         generators=[GeneratorHandle(role, ledger, *limits, counts) for role in generators],
         buffer=ReplayBufferHandle(buffer, ledger, *batch_limits, wait_for_stale=waits),
         trainers=TrainersHandle(trainers, ledger, timeouts.train_step_s, weights_s, files),
-        server=ParameterServerHandle(server, weights_s),
+        server=ParameterServerHandle(server, weights_s, keeps_versions=cfg.keep_policy_versions),
         references=references,
         teachers=teachers,
         reward_model=RewardModelHandle(scorer, timeouts.rollout_s) if scorer else None,

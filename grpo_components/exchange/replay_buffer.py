@@ -14,6 +14,7 @@ from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers import Sampler, Writer
 
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.exchange.trained_batches import write_batch
 from grpo_components.state_files import read_state, write_state
 from grpo_components.trajectory import (
     GroupSummary,
@@ -139,6 +140,7 @@ class ReplayBuffer:
         stale_tokens: "drop" drops a group once its oldest token is too old for the contract.
             "mask" keeps it until its newest token is too old; the trainer then does not train the
             tokens that are too old.
+        batches_folder: folder to keep each batch in; None keeps none.
     """
 
     def __init__(
@@ -147,7 +149,9 @@ class ReplayBuffer:
         contract: StalenessContract,
         timeout_s: float,
         stale_tokens: Literal["mask", "drop"] = "drop",
+        batches_folder: str | None = None,
     ) -> None:
+        self._batches_folder = batches_folder
         self._make_room(contract.max_living_groups)
         self._contract, self._timeout_s = contract, timeout_s
         self._stale_tokens = stale_tokens
@@ -221,6 +225,19 @@ class ReplayBuffer:
         Raises:
             TimeoutError: too few groups arrived in time.
         """
+        taken = await self._take(num_groups, policy_version, recorded, reuse)
+        content = taken[1].batch_hash
+        if self._batches_folder is not None and content:
+            await asyncio.to_thread(write_batch, Path(self._batches_folder), content, taken[0])
+        return taken
+
+    async def _take(
+        self,
+        num_groups: int,
+        policy_version: int,
+        recorded: tuple[list[int], list[int]] | None,
+        reuse: tuple[Sequence[int], Sequence[int]] | None,
+    ) -> tuple[PackedTrajectories, BatchSummary]:
         if recorded is not None:
             return self._batch(*await self._take_as_recorded(*recorded), reuse)
 

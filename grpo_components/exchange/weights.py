@@ -195,10 +195,8 @@ def snapshot_checksum(manifests: Iterable[Manifest]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(tensors).encode())
 
 
-def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes of a checkpoint's tensors from the safetensors headers.
-
-    An output head tied to the embedding is left out: a stored copy of it is never loaded.
+def checkpoint_files(model_path: Path) -> list[Path]:
+    """Return the files that hold a checkpoint's tensors.
 
     Args:
         model_path: folder with `model.safetensors`, or with several files and their index.
@@ -210,10 +208,26 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     names = {"model.safetensors"}
     if index.is_file():  # only these files: others may be copies in other formats
         names = set(json.loads(index.read_text())["weight_map"].values())
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(model_path / name for name in names):
+    files = sorted(model_path / name for name in names)
+    for file in files:
         if not file.is_file():
             raise ValueError(f"base_model_path: no file {file}")
+    return files
+
+
+def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Read names and shapes of a checkpoint's tensors from the safetensors headers.
+
+    An output head tied to the embedding is left out: a stored copy of it is never loaded.
+
+    Args:
+        model_path: folder with `model.safetensors`, or with several files and their index.
+
+    Raises:
+        ValueError: a safetensors file is missing.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in checkpoint_files(model_path):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 -- safe_open is not a mapping
                 if not name.endswith("rotary_emb.inv_freq"):  # a constant, never loaded

@@ -101,6 +101,8 @@ class Journal:
         if self.what_if and step == self.what_if.step - 1:
             return  # `stop` saves it
         if step % self._save_every_n_steps == 0 or self._ledger.finished:
+            # The buffered groups may have tokens of the last version that was pushed.
+            await roles.server.wait_kept()
             await self._checkpoints.save(step, roles.trainers, roles.buffer)
 
     async def stop(self, roles: Roles, sample: Event) -> None:

@@ -20,6 +20,7 @@ from whole_runs import (
     metrics,
     receipts,
     records,
+    rescore,
     succeed,
     temporary_files,
     wait_for_line,
@@ -28,6 +29,7 @@ from whole_runs import (
 from grpo_components.exchange.books import close_books, reader_of
 from grpo_components.twin.fit import fit
 from grpo_components.twin.simulation import simulate
+from grpo_components.versions.__main__ import main as versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
@@ -183,7 +185,8 @@ def test_each_half_runs_alone_and_what_they_make_is_evaluated(tune):
 
 
 def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
-    process, output_dir = tune("log_token_logprobs=true", config="tiny_async_grpo_2x2")
+    keys = ("log_token_logprobs=true", "keep_policy_versions=true")
+    process, output_dir = tune(*keys, config="tiny_async_grpo_2x2")
     wait_for_line(process)
     assert_loopback_only(process)
     assert_temporary_files_are_the_runs(process, output_dir)
@@ -210,8 +213,26 @@ def test_two_generators_and_two_trainer_ranks_with_a_reference(tune):
     assert all(len(group["responses"]) == len(group["advantages"]) for group in groups)
     assert_logprobs_agree(response for group in groups[:1] for response in group["responses"])
     assert "trainer_logprobs" in (output_dir / "report.html").read_text(encoding="utf-8")
-    assert_checkpoint_loads(output_dir / "checkpoints" / "latest")
     assert "saved" in output
+    rebuilt = assert_versions_are_checkpoints(output_dir, steps=range(4, len(steps), 4))
+    assert_checkpoint_loads(rebuilt)
+    code, table = rescore(output_dir)
+    assert code == 0, table
+    trained = sum(sum(r["token_versions"].values()) for r in receipts(output_dir))
+    assert f"rescored: {trained:,} trained tokens of {len(steps) - 1} steps" in table
+
+
+def assert_versions_are_checkpoints(output_dir, steps):
+    """Versions rebuilt from the base model and the deltas have every byte; returns the last one."""
+    for step in steps:
+        rebuilt = output_dir.parent / f"version_{step}"
+        assert versions([str(output_dir), "--version", str(step), "--to", str(rebuilt)]) == 0
+        written, saved = rebuilt, output_dir / "checkpoints" / f"step_{step}"
+        names = {path.name for path in saved.iterdir()} - {"state"}
+        assert {path.name for path in written.iterdir()} == names
+        for name in names:
+            assert (written / name).read_bytes() == (saved / name).read_bytes(), name
+    return rebuilt
 
 
 def assert_logprobs_agree(responses):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from chaos import Fault, forked_recipe
 from safetensors.torch import load_file
-from whole_runs import assert_same_run, audit, metrics, records, succeed
+from whole_runs import assert_same_run, audit, metrics, records, rescore, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
@@ -26,7 +26,10 @@ TRANSFORMERS = (
 
 
 def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, tmp_path):
-    """On a policy of transformers; the ladder has the adapters of torchtune's decoders."""
+    """On a policy of transformers; the ladder has the adapters of torchtune's decoders.
+
+    In the replay, the new generator gets its adapter from the files of `keep_policy_versions`.
+    """
     recipe, environment = forked_recipe(tmp_path, [Fault("generator_0", "load_weights", 2)])
     output, original = succeed(tune, *KNOBS, *TRANSFORMERS, recipe=recipe, env=environment)
     assert re.search(r"^generator_0 is back", output, re.MULTILINE), output
@@ -40,8 +43,11 @@ def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, t
     base = Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors")
     sizes = [record["push/bytes"] for record in steps if record["push/bytes"]]
     assert 0 < max(sizes) < 0.05 * base.stat().st_size
-    output, replay = succeed(tune, *KNOBS, *TRANSFORMERS, f"replay_events={original}")
+    kept = (f"replay_events={original}", "keep_policy_versions=true")
+    output, replay = succeed(tune, *KNOBS, *TRANSFORMERS, *kept)
     assert "events in the recorded order" in output
+    code, table = rescore(replay)
+    assert code == 0, table
     merged = assert_same_run(original, replay, num_steps=4)
     adapter = load_file(replay / "checkpoints/latest/adapter/adapter_model.safetensors")
     before = load_file(base)

@@ -10,7 +10,7 @@ from chaos import Fault, forked_recipe
 from classifier import random_classifier
 from judge_server import judge_server
 from safetensors.torch import load_file
-from whole_runs import assert_same_run, audit, metrics, records, succeed
+from whole_runs import assert_same_run, audit, metrics, records, rescore, succeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
 
@@ -44,7 +44,8 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path, judge):
     """With new weights within responses; later a generator and the buffer are killed.
 
     The original pushes deltas, which the new generator gets from the last whole push on; the replay
-    pushes whole, its weights come over gloo, and it compares every checksum.
+    pushes whole, its weights come over gloo, and it compares every checksum. It keeps its policy
+    versions, by which all its tokens are scored again.
 
     Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
     have their groups in the buffer already. The rollouts that start after them are on the same
@@ -82,12 +83,17 @@ def test_a_finished_run_is_replayed_to_the_same_bits(tune, tmp_path, judge):
     code, table = audit(original)
     assert code == 0, table
     asked = len(judge.requests)
+    kept = ("weights=gloo", "keep_policy_versions=true")
     again = (f"replay_events={original}", "replay_until=4")  # a what-if that changes nothing
-    output, replay = succeed(tune, *knobs, "weights=gloo", *again)
+    output, replay = succeed(tune, *knobs, *kept, *again)
     assert len(judge.requests) == asked > 0, "a replay asks no judge"
     assert "events in the recorded order" in output
     assert "what-if: no key differs" in output
     assert re.findall(r"^(\w+) is back", output, re.MULTILINE) == back[1:], output
+    code, table = rescore(replay)
+    assert code == 0, table
+    over_swaps = re.search(r"(\d+) responses over a swap", table)
+    assert over_swaps and int(over_swaps[1]) > 0, table
     groups = records(original / "logs" / "rollouts.jsonl")
     responses = [response for group in groups for response in group["responses"]]
     assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))

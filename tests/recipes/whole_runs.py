@@ -1,5 +1,7 @@
 """What tests of whole runs share: ends a run, and reads what it wrote."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -9,6 +11,8 @@ from pathlib import Path
 import torch
 from chaos import RECIPE, TUNE
 from safetensors.torch import load_file
+
+from grpo_components.audit.__main__ import main as audit_main
 
 __all__ = ["RECIPE", "TUNE"]
 SHORT = ("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=16")
@@ -40,6 +44,16 @@ def audit(output_dir):
     command = [sys.executable, "-m", "grpo_components.audit", str(output_dir)]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
+
+
+def rescore(output_dir):
+    """Exit code and output of the audit that scores all tokens again, in this process."""
+    output, threads = io.StringIO(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = audit_main([str(output_dir), "--rescore"])
+    torch.set_num_threads(threads)
+    return code, output.getvalue()
 
 
 def metrics(output_dir):

@@ -23,6 +23,8 @@ TIS = "{_component_: grpo_components.objective.off_policy.TokenTIS}"
         (["max_staleness=0", "push_every_n_steps=2"], "push_every_n_steps"),
         (["loss.kl_coeff=0.1", "num_references=0"], "num_references"),
         (["min_generators=2"], "min_generators"),
+        (["keep_policy_versions=true", "eval_only=true"], "keep_policy_versions"),
+        (["keep_policy_versions=true", "rollout_only=true"], "keep_policy_versions"),
         ([f"loss.kl_coeff={DECAY}", "num_references=0"], "num_references"),
         (["reward_shaping.kl_coeff=0.1", "num_references=0"], "num_references"),
         (["reward_shaping.overlong_tokens=33"], "reward_shaping.overlong_tokens"),

@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import torch
@@ -365,7 +365,7 @@ class Run:
             self.note_waits(ids)
             self.trained += [(e.prompt_index, e.epoch) for e in entries]
             await self.work(5)  # an evaluation: the rollouts go on
-            await self.journal.save_if_due(step, MagicMock())
+            await self.journal.save_if_due(step, MagicMock(server=AsyncMock()))
 
     def token_use(self, batch, oldest, updated):
         """What the trainers count of a batch."""

@@ -158,7 +158,7 @@ def test_a_replays_weights_are_compared_with_the_originals():
 def test_checkpoints_are_written_every_n_steps_and_after_the_last(tmp_path):
     async def run():
         setting = Setting(tmp_path)
-        roles, saved = MagicMock(), []
+        roles, saved = MagicMock(server=MagicMock(wait_kept=AsyncMock())), []
         setting.checkpoints.save = AsyncMock(side_effect=lambda step, *_: saved.append(step))
         for number in range(4):
             entry = await setting.buffered()

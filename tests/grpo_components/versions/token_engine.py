@@ -1,0 +1,57 @@
+"""A stand-in for an engine that samples token by token, for the tests of what scores again."""
+
+import numpy as np
+import torch
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_components.trajectory import Trajectory
+
+VOCABULARY = 50
+
+
+def policy(version):
+    torch.manual_seed(version)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+@torch.inference_mode()
+def sample(policies, prompt, versions, mask=None, temperature=1.0, recompute=False):
+    """Sample token by token, as an engine does; a token that was not sampled ends a request."""
+    mask = [True] * len(versions) if mask is None else mask
+    random = torch.Generator().manual_seed(len(prompt) + len(versions))
+    ids, logprobs, kv, last = list(prompt), [], None, None
+    for version, is_sampled in zip(versions, mask, strict=True):
+        if not is_sampled:
+            ids.append(int(torch.randint(VOCABULARY, (), generator=random)))
+            logprobs.append(0.0)
+            kv = None
+            continue
+        if kv is None or (recompute and version != last):
+            kv = DynamicCache()
+        last = version
+        new = torch.tensor([ids[kv.get_seq_length() :]])
+        logits = policies[version](input_ids=new, past_key_values=kv, use_cache=True).logits[0, -1]
+        each = (logits / temperature).log_softmax(-1)
+        ids.append(int(torch.multinomial(each.exp(), 1, generator=random)))
+        logprobs.append(float(each[ids[-1]]))
+    return Trajectory(
+        prompt_ids=np.array(prompt),
+        response_ids=np.array(ids[len(prompt) :]),
+        response_mask=np.array(mask),
+        generator_logprobs=np.array(logprobs, np.float32),
+        token_versions=np.where(mask, versions, -1).astype(np.int32),
+        prompt_index=0,
+        epoch=0,
+        group_id=0,
+        attempt=0,
+        finish_reason="stop",
+        temperature=temperature,
+    )
