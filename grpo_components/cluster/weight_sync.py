@@ -151,9 +151,7 @@ class WeightSync:
         """Load the newest published weights; return whether no restart cancelled it."""
         version, buckets, references = await self._roles.server.newest(generator.held_version)
         began = time.perf_counter()
-        new = generator.version == 0 and generator.held_version < 0
-        joins_late = new and generator.role.process.incarnation > 0
-        kept = await self._kept(version) if joins_late else None
+        kept = await self._kept(generator, version)
         if kept is not None:
             loaded = await generator.load_weights(version, [kept])
         elif self._roles.transfer is None:
@@ -177,10 +175,15 @@ class WeightSync:
         self._probe.check(generator.name, version, probe)
         return True
 
-    async def _kept(self, version: int) -> Any:
-        """Return a version as the files of `keep_policy_versions` have it; None if they do not."""
-        server = self._roles.server
-        if not server.keeps_versions or self._roles.transfer is not None:
+    async def _kept(self, generator: GeneratorHandle, version: int) -> Any:
+        """Return a version from the files of `keep_policy_versions`, for a generator that is late.
+
+        None if it was not restarted, has weights, or the files do not have the version.
+        """
+        server, has_weights = self._roles.server, generator.version or generator.held_version >= 0
+        if not server.keeps_versions or has_weights or self._roles.transfer is not None:
+            return None
+        if generator.role.process.incarnation == 0:
             return None
         return await server.kept(self._ledger.attempt, version)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from whole_runs import audit, metrics, receipts, records, succeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ASYNCHRONOUS = (
     *("num_steps=4", "groups_per_step=2", "group_size=4", "eval_dataset.num_rows=2"),
@@ -42,6 +42,11 @@ def test_another_learning_rate_from_a_step_on_differs_first_in_that_step(tune):
     assert losses[0][:3] == losses[1][:3] and losses[0][3] != losses[1][3]
     code, table = audit(folder)
     assert code == 0, table
+
+
+@pytest.mark.fault
+def test_a_group_that_is_left_out_makes_the_first_difference_in_its_step(tune):
+    _, original = succeed(tune, *ASYNCHRONOUS)
     last = receipts(original)[-1]["trained"][0]["group_id"]
     without = (f"replay_events={original}", "replay_until=0", f"replay_without=[{last}]")
     output, folder = succeed(tune, *ASYNCHRONOUS, *without)
@@ -51,7 +56,7 @@ def test_another_learning_rate_from_a_step_on_differs_first_in_that_step(tune):
     assert "first difference in step 4: " in output
     assert receipts(folder)[-1]["trained_share"] < receipts(original)[-1]["trained_share"] == 1
     code, table = audit(folder)
-    assert code == 0, table
+    assert code == 0 and "masked: left out by a what-if" in table, table
 
 
 POISON = """
@@ -69,6 +74,7 @@ SYNCHRONOUS = (
 )
 
 
+@pytest.mark.fault
 def test_the_group_that_made_a_run_worse_stands_out(tune, tmp_path):
     """The example of docs/what_if.md: group 14 has the poisoned prompt."""
     (tmp_path / "my_poison.py").write_text(POISON)
