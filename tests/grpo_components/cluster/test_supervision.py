@@ -299,7 +299,8 @@ def main():
     try:
         sys.stdout.write("running\\n")
         sys.stdout.flush()
-        threading.Event().wait(60)
+        while not threading.Event().wait(0.1):  # a signal just before a wait is seen after it
+            pass
     finally:
         with undisturbed():
             signal.raise_signal(signal.SIGHUP)
