@@ -15,6 +15,7 @@ from grpo_components.audit.lines import UnreadableError, lines_of, parse, record
 from grpo_components.audit.one_run import check_one_run
 from grpo_components.exchange.books import Books
 from grpo_components.plain_text import one_line
+from grpo_components.quiet import quiet_libraries
 
 
 def audit(path: Path, unfinished: bool = False) -> tuple[Findings, str]:
@@ -114,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rescore(output_dir: Path) -> int:
+    quiet_libraries("WARNING")
     # Torch and transformers take seconds to import.
     from grpo_components.audit.rescore import NothingKeptError, rescore
 

@@ -26,8 +26,9 @@ _OF_STEPS = (
     *("clip_grad_norm", "ppo_epochs", "updates_per_batch", "tokens_per_micro_batch"),
     *("mask_overlong", "teacher.coeff", "max_skipped_steps", "reward_shaping.kl_coeff"),
     *("reward_shaping.overlong_tokens", "reward_shaping.overlong_penalty"),
+    *("num_steps", "eval_every_n_steps"),
 )
-"""Keys that decide only what a training step makes of its batch."""
+"""Keys that do not decide which batch a training step gets."""
 _SHOWN_GROUPS = 20
 
 
