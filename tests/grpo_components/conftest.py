@@ -1,4 +1,4 @@
-"""A run's files as the real ledger, receipts and event log write them, for the tests of audits."""
+"""What several rooms' tests need: a run's files, as the real ledger and receipts write them."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from grpo_components.data.curriculum import CurriculumRule
 from grpo_components.data.prompt_curriculum import PromptCurriculum
@@ -18,6 +19,15 @@ from grpo_components.replay.event_log import EventLog
 from grpo_components.replay.event_order import EventOrder
 
 GROUP_SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads of tiny passes wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", name="write_run")

@@ -15,6 +15,8 @@ from grpo_components.exchange.trained_batches import write_batch
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
 from grpo_components.trajectory import batch_hash, pack
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class KeptRun:
     """A run of two attempts: versions 1 and 2, then a rollback to 1, and another version 2.
@@ -76,15 +78,6 @@ class KeptRun:
         lines = "".join(f"{json.dumps(record)}\n" for record in records)
         (self.folder / "receipts.jsonl").write_text(lines)
         (self.folder / "config.yaml").write_text(json.dumps(self.config))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads of tiny passes wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", name="policies")

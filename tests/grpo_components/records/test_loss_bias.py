@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from grpo_components.records.loss_bias import LossBias, kolmogorov_smirnov
-from grpo_components.records.watch import RunWatch
 from grpo_components.trajectory import GroupSummary
 
 
@@ -85,16 +84,6 @@ def run(watch, is_lost, number=400, reason="stale", seed=0, drift=0.0):
         lost = is_lost(i, tokens, float(np.nanmean(rewards)))
         event = {"event": "drop", "groups": [i], "reason": reason, "reissue": True}
         watch.follow({"attempt": 0, **(event if lost else {"event": "sample", "groups": [i]})})
-
-
-@pytest.fixture
-def notes():
-    return []
-
-
-@pytest.fixture
-def watch(notes):
-    return RunWatch(notes.append, averages_tokens=True)
 
 
 @pytest.mark.parametrize("seed", range(20))

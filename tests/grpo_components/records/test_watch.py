@@ -8,16 +8,6 @@ from grpo_components.records.watch import RunWatch
 from grpo_components.trajectory import GroupSummary
 
 
-@pytest.fixture
-def notes():
-    return []
-
-
-@pytest.fixture
-def watch(notes):
-    return RunWatch(notes.append, averages_tokens=True)
-
-
 def group(group_id, seeds):
     nothing = {name: [] for name in ("rewards", "successes", "response_tokens", "finish_reasons")}
     more = {name: [] for name in ("response_lengths", "errors", "reward_terms", "turns")}

@@ -4,20 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from token_engine import policy, sample
 
 from grpo_components.trajectory import Trajectory
 from grpo_components.versions.scoring import Scorer, segments
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads of tiny passes wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", name="policies")

@@ -1,0 +1,15 @@
+"""A watch of a run, and the lines that it has shown."""
+
+import pytest
+
+from grpo_components.records.watch import RunWatch
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def watch(notes):
+    return RunWatch(notes.append, averages_tokens=True)
