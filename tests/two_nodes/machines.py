@@ -89,7 +89,7 @@ class Machine:
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 for pid in children.read_text().split():
                     if "os.wait" in Path(f"/proc/{pid}/cmdline").read_text():
                         return int(pid)

@@ -76,7 +76,7 @@ def run_one(agent, task=TASK, timeout_s=30.0, fails_after=None):
 def is_alive(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before or while it was read
         return False
     return state not in "ZX"
 

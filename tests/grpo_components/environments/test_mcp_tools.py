@@ -1,5 +1,6 @@
 """Tools of a real MCP server: offered, called with a deadline, and never left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -68,8 +69,21 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+def is_alive(process):
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may end between two questions
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def descendants():
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
+    return [each for each in psutil.Process().children(recursive=True) if is_alive(each)]
+
+
+def kill_the_servers():
+    for process in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # what watches a killed server ends too
+            if process.name() == "sleep" or "server.py" in " ".join(process.cmdline()):
+                process.kill()
 
 
 def wait_until(condition, limit_s=60):
@@ -111,9 +125,7 @@ def test_a_server_that_ends_fails_the_sample_and_is_started_again(world):
 def test_a_server_that_was_killed_while_idle_fails_one_sample(world):
     respond = world({}, 1)
     respond(call("add", left=1, right=1))
-    for process in descendants():
-        if process.name() == "sleep" or "server.py" in " ".join(process.cmdline()):
-            process.kill()
+    kill_the_servers()
     with pytest.raises(MCPServerError, match="ended during add"):
         respond(call("add", left=1, right=1))
     assert result_of(respond(call("add", left=1, right=1))) == "2"
@@ -158,9 +170,7 @@ def test_no_process_outlives_a_killed_owner(command, tmp_path):
     assert len(started) >= 3
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until(
-        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in started)
-    )
+    wait_until(lambda: not any(is_alive(each) for each in started))
 
 
 @pytest.mark.parametrize(
