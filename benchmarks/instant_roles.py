@@ -90,7 +90,7 @@ class InstantGenerator:
     async def load_weights(self, version: int, *buckets: Any) -> LoadedWeights:
         """See `Generator.load_weights`."""
         self._use_version(version)
-        return version, snapshot_checksum(manifest for manifest, _ in buckets), ()
+        return version, snapshot_checksum(manifest for manifest, _ in buckets), None
 
     def begin_attempt(self) -> None:
         """See `Generator.begin_attempt`."""

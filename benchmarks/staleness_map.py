@@ -46,12 +46,16 @@ class Spot:
         )
 
     @property
-    def half_width(self) -> float | None:
-        """Half the 95 % interval of the mean, by Student's t over the runs; None with one run."""
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the mean, by Student's t over the runs, within 0 to 1.
+
+        None with one run.
+        """
         free = len(self.lines) - 1
         if not free:
             return None
-        return _T[free - 1] * statistics.stdev(self.success) / (free + 1) ** 0.5
+        half = _T[free - 1] * statistics.stdev(self.success) / (free + 1) ** 0.5
+        return max(0.0, self.mean - half), min(1.0, self.mean + half)
 
     def keeps(self, synchronous: Spot) -> bool:
         """Whether it keeps the gain that there is without staleness."""

@@ -104,8 +104,8 @@ def _runs(atlas: Atlas, rate: str) -> str:
 
 
 def _figure(spot: Spot) -> str:
-    half = spot.half_width
-    return f"{spot.mean:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+    between = spot.interval
+    return f"{spot.mean:.2f}" + (f" ({between[0]:.2f}..{between[1]:.2f})" if between else "")
 
 
 def _measured_staleness(lines: Sequence[Line]) -> str:
@@ -245,9 +245,9 @@ the mean gain is below {learns}), ○ all did, · not run yet; in each place for
 
 {overview}
 
-Each place below has the mean held-out success with its 95 % interval (Student's t over the seeds;
-with one run none, with two it is wide); *s*, the mean staleness that was measured, in policy
-versions; *n*, the number of runs. A run that ended early counts as 0.
+Each place below has the mean held-out success with its 95 % interval (Student's t over the seeds,
+cut at 0 and 1; with one run none, with two it is wide); *s*, the mean staleness that was measured,
+in policy versions; *n*, the number of runs. A run that ended early counts as 0.
 
 {maps}
 

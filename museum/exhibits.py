@@ -18,7 +18,7 @@ LONG_PROMPT = (
     'Question: {question}\\nAnswer:\\n"',
     "dataset.max_prompt_tokens=160",
 )
-PROBE = r"pulled version (\d+), but computes other logprobs"
+PROBE = r"pulled version (\d+), but "
 AGREEMENT = r"step (\d+): trainer and generator disagree .*mismatch/fresh_kl is \S+"
 
 
@@ -54,12 +54,10 @@ def _github(thread: str) -> str:
     return f"https://github.com/{repository}/{kind}/{number.lstrip('p')}"
 
 
-def _swap(name: str, was: str, thread: str) -> Exhibit:
+def _swap(name: str, was: str, thread: str, found: str = "computes other logprobs") -> Exhibit:
     """Return an exhibit of a generator with other weights than it names."""
-    return Exhibit(
-        *(name, was, _github(thread), "run", PROBE, "probe of the weights after each pull"),
-        bug=name,
-    )
+    named = "probe of the weights after each pull"
+    return Exhibit(*(name, was, _github(thread), "run", PROBE + found, named), bug=name)
 
 
 def _mismatch(name: str, was: str, thread: str, *overrides: str) -> Exhibit:
@@ -151,21 +149,17 @@ EXHIBITS = (
         "the embedding is updated, the tied head keeps a copy of the former one",
         "PrimeIntellect-ai/prime-rl#p2823",
     ),
-    _mismatch(
+    _swap(
         "prefix_cache_stale",
         "after a pull, new requests read keys and values of the former weights",
         "NVIDIA-NeMo/RL#p4018",
-        *(*SYNCHRONOUS, *LONG_PROMPT),
+        r"read \d+ tokens of a probe from its prefix cache",
     ),
-    Exhibit(
+    _swap(
         "swap_mislabelled",
         "tokens get the number of weights that did not sample them",
-        _github("areal-project/AReaL#p1569"),
-        "audit",
-        r"record.max_staleness is -",
-        "audit rule `parses`: no token is newer than its trainer",
-        overrides=SYNCHRONOUS,
-        bug="swap_mislabelled",
+        "areal-project/AReaL#p1569",
+        "labels what it samples now with version",
     ),
     Exhibit(
         "retokenised",

@@ -254,7 +254,7 @@ class ReplayBufferHandle:
         began, ledger, dropped = time.perf_counter(), self._ledger, 0
         while True:
             if self._wait_for_stale:
-                await ledger.until_none_is_doomed(self._timeout_s)
+                await ledger.until_none_is_doomed(num_groups, self._timeout_s)
             packed, summary = self.role.submit(
                 "take", *ledger.next_batch(num_groups), ledger.reuse.ids, num_returns=2
             )

@@ -182,16 +182,18 @@ class Ledger:
             recorded = (groups, []) if event["event"] == "sample" else ([], groups)
         return num_groups - self.reuse.counts.next, self.policy_version, recorded
 
-    async def until_none_is_doomed(self, timeout_s: float) -> None:
-        """Wait as long as a step that starts now would make some groups in flight too old to train.
+    async def until_none_is_doomed(self, num_groups: int, timeout_s: float) -> None:
+        """Wait for a batch that makes no group in flight too old to train when a step takes it.
 
-        Used with `stale_groups: wait`; see `StalenessContract.must_wait`.
+        Used with `stale_groups: wait`; see `StalenessContract.must_wait`. The batch must be there:
+        with less, a group that is admitted while the step waits for the rest could be too old.
 
         Args:
+            num_groups: number of groups of a step.
             timeout_s: longest wait, in seconds.
 
         Raises:
-            TimeoutError: such a group stayed in flight.
+            TimeoutError: the batch was not there, or such a group stayed in flight.
         """
         if self.events.replaying:  # the recording says which groups are taken
             return
@@ -199,18 +201,18 @@ class Ledger:
         def start_versions(state: State) -> list[int]:
             return [entry.start_version for entry in self.in_state(state)]
 
+        def may_take() -> bool:
+            buffered, in_flight = start_versions("buffered"), start_versions("in_flight")
+            reused = self.reuse.counts
+            doomed = self._contract.must_wait(buffered, in_flight, self.policy_version, reused)
+            return len(buffered) >= num_groups - reused.next and not doomed
+
         await self._until(
-            lambda: (
-                not self._contract.must_wait(
-                    start_versions("buffered"),
-                    start_versions("in_flight"),
-                    self.policy_version,
-                    self.reuse.counts,
-                )
-            ),
+            may_take,
             lambda: self._changed,
             timeout_s,
-            "the training loop waited for groups in flight that its next step would make stale",
+            f"the training loop waited for {num_groups} groups in replay_buffer, and for those in "
+            "flight that its next step would make stale",
         )
 
     async def finish_generation(

@@ -1,23 +1,41 @@
 """Compares trainers and generators on one fixed sequence, after each pull: also where all is stale.
 
 Tokens that a step trains are those of older versions in an asynchronous run, so that their logprobs
-differ anyway. The probe's do not: both sides compute them by the same version.
+differ anyway. The probe's do not: both sides compute them by the same version. For the same reason
+its label must be that version, and nothing of it may be in a cache.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_components.errors import DisagreementError
+from grpo_components.replay.schedule import PROBE_TOKENS
 
-PROBE_IDS = tuple(7 * number % 53 + 3 for number in range(24))
+PROBE_IDS = tuple(7 * number % 53 + 3 for number in range(PROBE_TOKENS))
 """Token ids of the probe; every vocabulary has them. The first is the prompt."""
-LoadedWeights = tuple[int, str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class ProbeReading:
+    """What an engine computes of the probe, by weights that it has just loaded."""
+
+    logprobs: Sequence[float]
+    """Logprobs of `PROBE_IDS` but the first, in nats, or of the first of them if the engine's
+    longest sequence has fewer; empty if any is cached."""
+    label: int
+    """Policy version that the engine names for a token that it samples now."""
+    cached_tokens: int
+    """Tokens whose keys and values it read from its prefix cache: those of earlier weights."""
+
+
+LoadedWeights = tuple[int, str, ProbeReading | None]
 """Version and checksum of weights that a generator has loaded, and what it computes of the probe by
-them; empty where no engine does."""
+them; None where no engine does."""
 _VERSIONS_KEPT = 64
 _NEARER = 4.0
 """So much nearer must another version be, in squared distance, to be the one that was loaded."""
@@ -49,21 +67,34 @@ class WeightProbe:
         """Forget all versions: an attempt begins, whose versions have the same numbers."""
         self._pushed.clear()
 
-    def check(self, generator: str, version: int, logprobs: Sequence[float]) -> None:
+    def check(self, generator: str, version: int, reading: ProbeReading | None) -> None:
         """Check what a generator computed by weights that it has loaded.
 
         Args:
             generator: name of the generator.
             version: policy version of the weights.
-            logprobs: logprobs of `PROBE_IDS` but the first, or of the first of them if its longest
-                sequence has fewer; empty if the generator has no engine.
+            reading: what it computed; None if the generator has no engine.
 
         Raises:
-            DisagreementError: they are not the trainers', or nearer to those of another version.
+            DisagreementError: its label is another version; it read keys and values of earlier
+                weights; or its logprobs are not the trainers', or nearer to another version's.
         """
-        if self._max_kl is None or version not in self._pushed or not len(logprobs):
+        if reading is None:
             return
-        found = np.array(logprobs)
+        if reading.label != version:
+            raise DisagreementError(
+                f"{generator} pulled version {version}, but labels what it samples now with "
+                f"version {reading.label}: receipts, staleness and ratios would name other weights "
+                "than those that sampled"
+            )
+        if reading.cached_tokens:
+            raise DisagreementError(
+                f"{generator} pulled version {version}, but read {reading.cached_tokens} tokens of "
+                "a probe from its prefix cache: keys and values of earlier weights are used on"
+            )
+        if self._max_kl is None or version not in self._pushed:
+            return
+        found = np.array(reading.logprobs)
         gaps = {v: each[: len(found)] - found for v, each in self._pushed.items()}
         gap = gaps[version]
         kl, square = float(np.mean(np.expm1(gap) - gap)), float(np.mean(gap**2))

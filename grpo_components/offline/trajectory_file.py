@@ -252,7 +252,7 @@ class RecordedGroups:
         self, version: int, *buckets: tuple[Manifest, NDArray[np.uint8]] | DeltaBucket
     ) -> LoadedWeights:
         """Return version and checksum of new weights, without loading them."""
-        return version, snapshot_checksum(newest_manifests(buckets)), ()
+        return version, snapshot_checksum(newest_manifests(buckets)), None
 
     def begin_attempt(self) -> None:
         """Do nothing: the groups do not depend on the attempt."""

@@ -15,7 +15,12 @@ from grpo_components.files import cut_torn_line
 
 STOP = "stop"
 """Name of the command that ends the engine; it is never recorded and never waits its turn."""
+PROBE_TOKENS = 40
+"""Tokens of the weight probe, which enters an engine after each swap of weights: more than a block
+of the prefix cache, which keeps whole blocks only (32 tokens on a CPU, 16 on a GPU)."""
 _MAX_NAMES_SHOWN = 8
+_FORMER_PROBE = 24
+"""Tokens of the probe in recordings that only say whether there is one."""
 _Command = TypeVar("_Command")
 
 
@@ -34,8 +39,8 @@ class Schedule(Generic[_Command]):
         restart_count: number of restarts of the generator's process so far.
         killed: whether the recorded process was killed. Then this engine, after the last recorded
             command, goes on until it is killed.
-        has_probes: whether the engine reads a probe after each swap of weights, which takes a step
-            if it is idle; recordings of older versions have none.
+        probe_tokens: tokens of the probe that the engine reads after each swap of weights, in a
+            step with what runs; 0 reads none. Recordings of older versions have fewer, or none.
     """
 
     def __init__(
@@ -46,14 +51,14 @@ class Schedule(Generic[_Command]):
         *,
         restart_count: int = 0,
         killed: bool = False,
-        has_probes: bool = True,
+        probe_tokens: int = PROBE_TOKENS,
     ) -> None:
-        self.has_probes = has_probes
+        self.probe_tokens = probe_tokens
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
-            self._write_line({"life": restart_count, "probes": has_probes})
+            self._write_line({"life": restart_count, "probe_tokens": probe_tokens})
         self._recorded = None if recorded is None else deque(recorded)
         self._left = Counter(name for _, name in self._recorded or ())
         self._timeout_s, self._killed = timeout_s, killed
@@ -195,33 +200,34 @@ def open_schedule(
         timeout_s: longest wait for a recorded command, in seconds.
         restart_count: number of restarts of the generator's process so far.
     """
-    recorded, killed, has_probes = None, False, True
+    recorded, killed, probe_tokens = None, False, PROBE_TOKENS
     if replayed_folder is not None:
-        by_restart, has_probes = _read(schedule_file(Path(replayed_folder), number))
+        by_restart, probe_tokens = _read(schedule_file(Path(replayed_folder), number))
         # A process that ended before its engine was built left no commands.
         recorded = by_restart.get(restart_count, [])
         killed = restart_count < max(by_restart, default=0)
     path = None if folder is None else schedule_file(Path(folder), number)
     if path is not None:
         cut_torn_line(path)
-    options = {"killed": killed, "has_probes": has_probes}
+    options = {"killed": killed, "probe_tokens": probe_tokens}
     return Schedule(path, recorded, timeout_s, restart_count=restart_count, **options)
 
 
-def _read(path: Path) -> tuple[dict[int, list[tuple[int, str]]], bool]:
+def _read(path: Path) -> tuple[dict[int, list[tuple[int, str]]], int]:
     """Read (engine step, name) of each command, by the restart count of the process.
 
     Returns:
-        The commands, and whether the engine read probes.
+        The commands, and how many tokens the engine's probe had.
     """
     by_restart: dict[int, list[tuple[int, str]]] = {}
-    has_probes = True
+    probe_tokens = PROBE_TOKENS
     entered: list[tuple[int, str]] = []
     with path.open(encoding="utf-8") as lines:
         for line in map(json.loads, lines):
             if "life" in line:
                 entered = by_restart[line["life"]] = []
-                has_probes = line.get("probes", False)
+                former = _FORMER_PROBE if line.get("probes") else 0
+                probe_tokens = line.get("probe_tokens", former)
             else:
                 entered += [(line["step"], name) for name in line["entered"]]
-    return by_restart, has_probes
+    return by_restart, probe_tokens

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_components.exchange.weight_deltas import DeltaBucket, RebuiltWeights
-from grpo_components.exchange.weight_probe import LoadedWeights
+from grpo_components.exchange.weight_probe import LoadedWeights, ProbeReading
 from grpo_components.exchange.weights import Manifest, snapshot_checksum, unpack_buckets
 from grpo_components.replay.schedule import open_schedule
 from grpo_components.rollout.collector import Prompt, SlotRollout, reward_use, sampling_seed
@@ -214,7 +214,7 @@ class Generator:
                 `RebuiltWeights.rebuild` takes.
 
         Returns:
-            The version, the checksum of all loaded tensors, and the weight probe's logprobs.
+            The version, the checksum of all loaded tensors, and the engine's weight probe.
 
         Raises:
             ValueError: a tensor is damaged, missing, repeated, unknown or of the wrong shape, or
@@ -253,7 +253,7 @@ class Generator:
             manifests: manifest of each trainer rank's tensors.
 
         Returns:
-            The version, the checksum of all loaded tensors, and the weight probe's logprobs.
+            The version, the checksum of all loaded tensors, and the engine's weight probe.
 
         Raises:
             ValueError: as for `load_weights`; but what is found only when it arrives ends the
@@ -293,9 +293,9 @@ class Generator:
         self,
         version: int,
         sleeps: int,
-        load: Callable[[], Future[list[float]]],
+        load: Callable[[], Future[ProbeReading | None]],
         begun: Callable[[], None] = lambda: None,
-    ) -> list[float]:
+    ) -> ProbeReading | None:
         """Let the engine load weights, unless newer ones have overtaken them."""
         # No await from this check to the update of `_loading`: newer weights may arrive in one.
         self._refuse_late(version, sleeps)

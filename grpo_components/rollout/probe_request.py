@@ -8,11 +8,11 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from grpo_components.exchange.weight_probe import PROBE_IDS
+from grpo_components.exchange.weight_probe import PROBE_IDS, ProbeReading
 
 
 def add_probe(
-    engine: LLMEngine, scheduler: Any, request_id: str, max_model_len: int, lora: Any
+    engine: LLMEngine, scheduler: Any, request_id: str, max_tokens: int, lora: Any
 ) -> None:
     """Add the probe before all requests that wait: a pull waits for it.
 
@@ -20,22 +20,27 @@ def add_probe(
         engine: engine that has new weights.
         scheduler: its scheduler.
         request_id: id of the new request.
-        max_model_len: longest sequence of the engine, in tokens.
+        max_tokens: upper bound of the probe's length, in tokens.
         lora: adapter that requests use now; None without adapters.
     """
-    prompt = TokensPrompt(prompt_token_ids=list(PROBE_IDS[: max_model_len - 1]))
+    prompt = TokensPrompt(prompt_token_ids=list(PROBE_IDS[:max_tokens]))
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
+    # vLLM takes such a request past its prefix cache; but what is cached now is of old weights.
+    sampling.skip_reading_prefix_cache = False
     engine.add_request(request_id, prompt, sampling, lora_request=lora)
     request = scheduler.requests[next(reversed(scheduler.requests))]
     scheduler.waiting.remove_request(request)
     scheduler.waiting.prepend_request(request)
 
 
-def probe_logprobs(output: Any) -> list[float]:
-    """Return the logprobs of the probe's tokens but the first, in nats.
+def probe_reading(output: Any) -> ProbeReading:
+    """Return what the engine computed of the probe.
 
     Args:
         output: vLLM's `RequestOutput` of the finished request.
     """
+    (label,) = {int(span.version) for span in output.outputs[0].weight_versions}
+    if cached := output.num_cached_tokens:  # vLLM has computed no logprobs of these
+        return ProbeReading((), label, cached)
     pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-    return [found[token].logprob for found, token in pairs]
+    return ProbeReading([found[token].logprob for found, token in pairs], label, 0)

@@ -35,7 +35,7 @@ from grpo_components.rollout.engine_sleep import EngineAsleepError, EngineSleep,
 from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.rollout.prefix_cache import empty_prefix_cache
-from grpo_components.rollout.probe_request import add_probe, probe_logprobs
+from grpo_components.rollout.probe_request import add_probe, probe_reading
 from grpo_components.rollout.vllm_adapters import Adapters, adapter_arguments
 from grpo_components.rollout.vllm_weights import load_into_worker, load_into_workers
 from grpo_components.rollout.weight_receiver import IncomingWeights, TransferCancelledError
@@ -158,7 +158,7 @@ class VLLMEngine:
         return self._command("sleep", "sleep", None)
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
-        """Swap weights between two steps, wake a sleeping engine; gives the probe's logprobs then.
+        """Swap weights between two steps, wake a sleeping engine, and read the weight probe.
 
         Args:
             version: policy version of the new weights.
@@ -170,7 +170,7 @@ class VLLMEngine:
         check_names_and_shapes(shapes_of(tensors), self._expected_shapes)
         return self._command(f"weights {version}", "weights", (version, tensors))
 
-    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[list[float]]:
+    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[Any]:
         """Swap the weights between two steps, while they arrive; as `load_weights` otherwise.
 
         Args:
@@ -277,18 +277,18 @@ class VLLMEngine:
         self._entered_prompts += 1
         self._entered_tokens += len(prompt_ids)
 
-    def _add_probe(self, future: Future[list[float]]) -> None:
-        if not self._schedule.has_probes:
-            return future.set_result([])
+    def _add_probe(self, future: Future[Any]) -> None:
+        if not (tokens := min(self._schedule.probe_tokens, self._longest - 1)):
+            return future.set_result(None)
         request_id, lora = f"probe {self._step}", self._adapters and self._adapters.current
-        add_probe(self._engine, self._core.scheduler, request_id, self._longest, lora)
+        add_probe(self._engine, self._core.scheduler, request_id, tokens, lora)
         self._running[request_id] = future
 
     def _step_engine(self) -> None:
         for output in cast("list[Any]", self._engine.step()):
             request_id, completion = output.request_id, None
             if output.finished and output.prompt_logprobs is not None:
-                self._running.pop(request_id).set_result(probe_logprobs(output))
+                self._running.pop(request_id).set_result(probe_reading(output))
             elif output.finished:
                 completion = finished_completion(output)
             elif watched := self._watched.get(request_id):

@@ -96,7 +96,7 @@ class VirtualGenerator:
         """Take the time of a weight swap; see `Generator.load_weights`."""
         await asyncio.sleep(self._times.fetch_s)
         await self.engine.load(version)
-        return version, snapshot_checksum(() for _ in buckets), ()
+        return version, snapshot_checksum(() for _ in buckets), None
 
 
 class VirtualTrainer:

@@ -70,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--version and --to go together")
     try:
         run = open_run(options.output_dir)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        folder = one_line(str(options.output_dir))
+        sys.stderr.write(f"{folder} is no output_dir of a run: {one_line(str(error))}\n")
+        return 2
+    except ValueError as error:
         sys.stderr.write(f"{one_line(str(error))}\n")
         return 2
     if not run:

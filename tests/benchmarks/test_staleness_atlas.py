@@ -232,10 +232,10 @@ def test_the_page_hides_no_failed_run_and_no_failed_audit():
 
 def test_the_map_has_means_with_intervals_and_the_number_of_runs():
     spot = Atlas(lines("GRPO", 2, "2e-4", 0.5, 0.6, 0.7)).spot("GRPO", 2, "2e-4")
-    assert spot.half_width == pytest.approx(4.303 * 0.1 / 3**0.5)
+    assert spot.interval == pytest.approx((0.6 - 0.43 / 3**0.5, 0.6 + 0.43 / 3**0.5), abs=1e-3)
     text = page(lines("GRPO", 2, "2e-4", 0.5, 0.6, 0.7) + lines("GSPO", 2, "2e-4", 0.2, 0.6))
-    assert "| ● 0.60 ± 0.25<br>s 3.0<br>n 3 |" in text
-    assert "| ◐ 0.40 ± 2.54<br>s 3.0<br>n 2 |" in text
+    assert "| ● 0.60 (0.35..0.85)<br>s 3.0<br>n 3 |" in text
+    assert "| ◐ 0.40 (0.00..1.00)<br>s 3.0<br>n 2 |" in text
     assert "| GRPO | · · · | · · · | ● · · | · · · | · · · |" in text
     assert "**5 of 225 runs are done; 1 of 75 places" in text
 

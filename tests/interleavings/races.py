@@ -132,6 +132,10 @@ def _never_wait(*_: Any) -> bool:
     return False
 
 
+async def _look_at_once(original: Any, self: Ledger, num_groups: int, timeout_s: float) -> None:
+    await original(self, 0, timeout_s)
+
+
 async def _add_whatever_happened(_: Any, self: ReplayBufferHandle, group: Any) -> None:
     group.entry.parts = (group.packed, group.packed_summary)
     await self.role.call("add", *group.entry.parts, timeout_s=NEVER_S)
@@ -246,6 +250,11 @@ RACES = {
         "with `wait`, a step does not wait for groups in flight that it makes too old",
         Bound(max_staleness=1, steps=3, stale_groups="wait"),
         *(StalenessContract, "must_wait", _never_wait),
+    ),
+    "wait_for_no_batch": Race(
+        "with `wait`, a step looks for groups that it makes too old before its batch is there",
+        Bound(max_staleness=1, steps=3, stale_groups="wait"),
+        *(Ledger, "until_none_is_doomed", _look_at_once),
     ),
     "buffer_not_refilled": Race(
         "a restarted buffer is not filled again",

@@ -95,7 +95,7 @@ class Generator:
         self._loading = version
         if len(self.weights) != version:
             raise BrokenRule(f"weights of version {len(self.weights)} came as version {version}")
-        return version, snapshot_checksum(() for _ in buckets), ()
+        return version, snapshot_checksum(() for _ in buckets), None
 
 
 class Reference:

@@ -37,7 +37,7 @@ LARGER = {
 SLOW = {
     *("label_at_the_end", "old_label_after_restart", "pulls_overlap", "stale_prompt_lost"),
     *("wait_lets_expire", "torn_checkpoint", "added_after_taken", "version_of_a_restart"),
-    *("server_forgets", "buffer_not_refilled", "cancelled_pull"),
+    *("server_forgets", "buffer_not_refilled", "cancelled_pull", "wait_for_no_batch"),
 }
 """Races that take hundreds of runs to find: `make interleavings` plants them, too."""
 

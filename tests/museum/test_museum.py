@@ -52,16 +52,17 @@ def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(bug, e
 
 
 def test_a_bug_is_caught_only_by_the_alarm_that_the_table_names():
-    swap, contract = BY_NAME["weights_not_loaded"], BY_NAME["swap_mislabelled"]
+    swap, cursor = BY_NAME["weights_not_loaded"], BY_NAME["cursor_pinned"]
     line = "error: generator_0 pulled version 3, but computes other logprobs by it than the"
     assert caught(swap, Outcome(1, line, "", (0.5,))) == "step 3"
+    assert caught(BY_NAME["swap_mislabelled"], Outcome(1, line, "", (0.5,))) == ""
     assert caught(swap, Outcome(1, "error: it fell over", "", (0.5,))) == ""
     seeds = BY_NAME["seeds_reused"]
     line = "step  1/6  reward 0.4\nwarning: groups 3 and 9 have samples of the same seed (7)"
     assert caught(seeds, Outcome(0, line, "", (0.5,))) == "step 2"
-    broken = "broken: parses: receipts.jsonl line 3: record.max_staleness is -1"
-    assert caught(contract, Outcome(0, broken, "", ())) == ""
-    assert caught(contract, Outcome(0, "", broken, (0.5,))) == "receipts.jsonl line 3"
+    broken = "broken: prompts: receipts.jsonl line 3: prompt 7 is trained again"
+    assert caught(cursor, Outcome(0, broken, "", ())) == ""
+    assert caught(cursor, Outcome(0, "", broken, (0.5,))) == "receipts.jsonl line 3"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Engine:
     async def load_weights(self, version, bucket):
         self.loaded[version] = unpack_bucket(*bucket)
         self.sources.append(bucket)
-        return version, snapshot_checksum([bucket[0]]), ()
+        return version, snapshot_checksum([bucket[0]]), None
 
     def begin_attempt(self):
         self.loaded.clear()

@@ -88,7 +88,7 @@ class Engine:
         await asyncio.sleep(0)
         self.gpu.add(self.name, f"loads {version}")
         self.gpu.asleep.discard(self.name)
-        return version, snapshot_checksum([]), ()
+        return version, snapshot_checksum([]), None
 
     def generate(self):
         assert self.name not in self.gpu.asleep

@@ -18,6 +18,7 @@ from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.exchange.weight_deltas import DeltaEncoder, RebuiltWeights
+from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.exchange.weights import pack_bucket, snapshot_checksum, unpack_bucket
 from grpo_components.replay.event_order import EventOrder
 
@@ -40,7 +41,7 @@ class Engine:
     """A generator that loads whatever it gets."""
 
     checksum = CHECKSUM
-    probe = ()
+    probe = None
 
     def __init__(self):
         self.loaded = []
@@ -84,7 +85,7 @@ class DeltaEngine:
         unpack_bucket(*rebuilt)
         self.weights.keep([rebuilt])
         self.loaded[version] = rebuilt[1].copy()
-        return version, snapshot_checksum([rebuilt[0]]), ()
+        return version, snapshot_checksum([rebuilt[0]]), None
 
     def begin_attempt(self):
         self.weights.forget()
@@ -238,7 +239,8 @@ def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_
             probe_kl=1e-4,
         )
         right = setting.engines[0]
-        right.probe, setting.engines[1].probe = [-1.0, -2.0], [-1.5, -2.5]
+        right.probe = ProbeReading([-1.0, -2.0], label=1, cached_tokens=0)
+        setting.engines[1].probe = ProbeReading([-1.5, -2.5], label=1, cached_tokens=0)
         for generator in setting.generators:
             assert await setting.rollout(generator) == 0  # nothing is pushed yet
         setting.trainer.version = 1

@@ -88,7 +88,7 @@ class Receiver:
         await self.ended.wait()
         if self.error:
             raise self.error
-        return version, "checksum", ()
+        return version, "checksum", None
 
     async def answer_request(self, number, kind, info):
         self.kinds.append((kind, info))
@@ -124,7 +124,7 @@ def load(sender, receiver, sender_deaths=(), receiver_deaths=()):
 def test_the_calls_arrive_in_their_order_and_the_result_is_the_receivers():
     sender, receiver = Sender(), Receiver()
     result, _, role = load(sender, receiver)
-    assert result == (7, "checksum", ())
+    assert result == (7, "checksum", None)
     assert receiver.kinds == [("start", None), ("update", {"names": ["a"]}), ("finish", None)]
     assert sender.reasons == receiver.reasons == []
     assert role.limits == [LIMIT_S + _GRACE_S]
@@ -160,7 +160,7 @@ def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
         async with asyncio.timeout(LIMIT_S):
             return await asyncio.gather(*loads)
 
-    assert asyncio.run(run()) == [(7, "checksum", ()), (8, "checksum", ())]
+    assert asyncio.run(run()) == [(7, "checksum", None), (8, "checksum", None)]
     assert [kind for kind, _ in receiver.kinds] == ["start", "update", "finish"] * 2
 
 

@@ -165,10 +165,32 @@ def test_a_step_waits_for_groups_that_too_few_new_ones_of_the_steps_after_it_wou
             entry.start_version = 1
             await ledger.enter_buffer(entry.group_id)
         with pytest.raises(TimeoutError, match="make stale"):
-            await ledger.until_none_is_doomed(0.001)
+            await ledger.until_none_is_doomed(4, 0.001)
         for number in (4, 5):
             await ledger.enter_buffer(number)
-        await ledger.until_none_is_doomed(1)
+        await ledger.until_none_is_doomed(4, 1)
+
+    asyncio.run(run())
+
+
+def test_a_step_waits_for_its_batch_before_it_looks_for_groups_that_it_makes_stale():
+    """Else one that starts meanwhile with old weights is overtaken by one with newer ones."""
+
+    async def run():
+        ledger = make(eta=1, groups_per_step=1, num_steps=3)
+        await ledger.enter_buffer((await ledger.admit("test", 1)).group_id)
+        await ledger.take([0])
+        await ledger.publish(1)
+        ledger.finish_step(1)
+        waiting = asyncio.create_task(ledger.until_none_is_doomed(1, 5))
+        await asyncio.sleep(0)
+        old, new = [await ledger.admit("test", 1) for _ in range(2)]
+        assert (old.needed_version, new.needed_version) == (0, 1)
+        await ledger.enter_buffer(new.group_id)
+        await asyncio.sleep(0)
+        assert not waiting.done(), "this step is the last that may train the older one"
+        await ledger.enter_buffer(old.group_id)
+        await waiting
 
     asyncio.run(run())
 
@@ -209,8 +231,8 @@ def test_the_wait_for_doomed_groups_ends_when_they_are_buffered():
         ledger = make(eta=0, groups_per_step=1, num_steps=5)
         (entry,) = await admit_all(ledger)
         with pytest.raises(TimeoutError, match=r"training loop .* 0\.001 s"):
-            await ledger.until_none_is_doomed(0.001)
-        waiting = asyncio.create_task(ledger.until_none_is_doomed(5))
+            await ledger.until_none_is_doomed(1, 0.001)
+        waiting = asyncio.create_task(ledger.until_none_is_doomed(1, 5))
         await asyncio.sleep(0)
         await ledger.enter_buffer(entry.group_id)
         await waiting

@@ -330,7 +330,7 @@ class Run:
         groups, arguments = [], self.ledger.next_batch(self.schedule.groups_per_step)
         while not groups:
             if self.schedule.wait:
-                await self.ledger.until_none_is_doomed(TIMEOUT_S)
+                await self.ledger.until_none_is_doomed(self.schedule.groups_per_step, TIMEOUT_S)
             batch, taken = await self.buffer.take(*arguments, self.ledger.reuse.ids)
             stale = [group.group_id for group in taken.dropped]
             await self.ledger.drop(stale, "stale", reissue=True)

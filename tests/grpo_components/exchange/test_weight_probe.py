@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 
 from grpo_components.errors import DisagreementError
-from grpo_components.exchange.weight_probe import PROBE_IDS, WeightProbe
+from grpo_components.exchange.weight_probe import PROBE_IDS, ProbeReading, WeightProbe
 
 BASE = np.linspace(-9.0, -0.5, len(PROBE_IDS) - 1)
+
+
+def reading(version, logprobs, cached_tokens=0):
+    return ProbeReading(logprobs.tolist(), version, cached_tokens)
 
 
 def probe(max_kl=1e-4, drift=1e-2):
@@ -26,7 +30,7 @@ def test_rounding_is_no_disagreement_however_little_the_policy_moves(drift, nois
     for seed in range(50):
         numbers = np.random.default_rng(seed)
         found = pushed[2] + numbers.normal(0, noise, len(BASE))
-        made.check("generator_0", 2, found.tolist())
+        made.check("generator_0", 2, reading(2, found))
 
 
 def test_a_generator_that_kept_earlier_weights_is_named_with_their_version():
@@ -35,36 +39,55 @@ def test_a_generator_that_kept_earlier_weights_is_named_with_their_version():
     with pytest.raises(
         DisagreementError, match=r"generator_0 pulled version 3.*nearer to version 1"
     ):
-        made.check("generator_0", 3, pushed[1].tolist())
+        made.check("generator_0", 3, reading(3, pushed[1]))
 
 
 def test_other_weights_are_named_by_their_kl():
     made, pushed = probe()
-    with pytest.raises(DisagreementError, match=r"probe of 23 tokens is .*allowed is 0.0001"):
-        made.check("generator_0", 3, (pushed[3] + np.resize([0.1, -0.1], len(BASE))).tolist())
+    with pytest.raises(DisagreementError, match=r"probe of 39 tokens is .*allowed is 0.0001"):
+        made.check("generator_0", 3, reading(3, pushed[3] + np.resize([0.1, -0.1], len(BASE))))
 
 
 def test_only_tokens_that_fit_are_compared():
     made, pushed = probe()
-    made.check("generator_0", 3, pushed[3][:5].tolist())
+    made.check("generator_0", 3, reading(3, pushed[3][:5]))
     with pytest.raises(DisagreementError, match=r"probe of 5 tokens"):
-        made.check("generator_0", 3, (pushed[3][:5] + 1).tolist())
+        made.check("generator_0", 3, reading(3, pushed[3][:5] + 1))
 
 
 def test_nothing_is_compared_without_a_bound_a_push_or_an_engine():
     made, pushed = probe(max_kl=None)
-    made.check("generator_0", 3, (pushed[3] + 1).tolist())
+    made.check("generator_0", 3, reading(3, pushed[3] + 1))
     made, pushed = probe()
-    made.check("generator_0", 3, [])
-    made.check("generator_0", 4, (pushed[3] + 1).tolist())
+    made.check("generator_0", 3, None)
+    made.check("generator_0", 4, reading(4, pushed[3] + 1))
     made.forget()  # another attempt gives the same numbers to other weights
-    made.check("generator_0", 3, (pushed[3] + 1).tolist())
+    made.check("generator_0", 3, reading(3, pushed[3] + 1))
 
 
 def test_a_few_versions_are_kept():
     made, pushed = probe()
     for version in range(4, 200):
         made.pushed(version, BASE.tolist())
-    made.check("generator_0", 3, (pushed[3] + 1).tolist())
+    made.check("generator_0", 3, reading(3, pushed[3] + 1))
     with pytest.raises(DisagreementError):
-        made.check("generator_0", 199, (BASE + 1).tolist())
+        made.check("generator_0", 199, reading(199, BASE + 1))
+
+
+@pytest.mark.parametrize("max_kl", [None, 1e-4])
+@pytest.mark.parametrize("label", [2, 4])
+def test_a_generator_that_names_another_version_than_it_pulled_is_named(max_kl, label):
+    made, pushed = probe(max_kl)
+    with pytest.raises(
+        DisagreementError, match=rf"generator_0 pulled version 3, but labels .* version {label}:"
+    ):
+        made.check("generator_0", 3, reading(label, pushed[3]))
+
+
+@pytest.mark.parametrize("max_kl", [None, 1e-4])
+def test_a_generator_whose_prefix_cache_has_earlier_weights_is_named(max_kl):
+    made, pushed = probe(max_kl)
+    with pytest.raises(
+        DisagreementError, match=r"generator_0 pulled version 3, but read 32 .* prefix cache"
+    ):
+        made.check("generator_0", 3, reading(3, pushed[3][:0], cached_tokens=32))

@@ -345,7 +345,7 @@ class Run:
             taken = None
             while not (taken and taken.groups):
                 if self.plan.wait:
-                    await ledger.until_none_is_doomed(20)
+                    await ledger.until_none_is_doomed(self.plan.groups_per_step, 20)
                 arguments = *ledger.next_batch(self.plan.groups_per_step), ledger.reuse.ids
                 _, taken = await self.buffer.take(*arguments)
                 stale = [group.group_id for group in taken.dropped]

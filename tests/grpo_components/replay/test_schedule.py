@@ -32,7 +32,7 @@ def test_a_new_run_takes_what_has_come_and_writes_it_down(tmp_path):
     assert schedule.take(3, idle=True) == "end"
     schedule.close()
     life, *lines = [json.loads(line) for line in schedule_file(tmp_path, 1).open()]
-    assert life == {"life": 0, "probes": True}
+    assert life == {"life": 0, "probe_tokens": 40}
     assert [(line["step"], line["entered"]) for line in lines] == [
         (0, ["group 3 sample 0", "weights 2"]),
         (2, ["group 3 sample 1"]),
@@ -155,3 +155,11 @@ def test_what_was_never_taken_is_given_back():
     schedule.put("weights 1", "a")
     assert schedule.take(0, idle=False) == "a"
     assert schedule.drain() == ["b"] and schedule.drain() == []
+
+
+@pytest.mark.parametrize(
+    ("life", "tokens"), [({}, 0), ({"probes": True}, 24), ({"probe_tokens": 0}, 0)]
+)
+def test_a_replay_reads_a_probe_as_long_as_the_recorded_one(tmp_path, life, tokens):
+    (tmp_path / "schedule_generator_0.jsonl").write_text(json.dumps({"life": 0, **life}) + "\n")
+    assert open_schedule(0, None, str(tmp_path), 0.05).probe_tokens == tokens

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder
+from grpo_components.exchange.weight_probe import ProbeReading
 from grpo_components.exchange.weights import check_names_and_shapes, pack_bucket, snapshot_checksum
 from grpo_components.objective.advantages import (
     BatchNormalizedAdvantages,
@@ -38,6 +39,7 @@ from grpo_components.rollout.generator_options import (
 from grpo_components.trajectory import pack, summarize, unpack
 
 STOP = 0
+PROBE = ProbeReading([-1.0], label=5, cached_tokens=0)
 OTHER_TURN = 999
 """What the environment of two turns says in between."""
 
@@ -87,7 +89,7 @@ class FakeEngine:
         check_names_and_shapes(shapes, {"query": (3,), "value": (3,)})  # as the real one does
         self.loaded.append((version, tensors))
         future = Future()
-        future.set_result([-1.0])  # of the weight probe
+        future.set_result(PROBE)
         return future
 
     def sleep(self):
@@ -636,7 +638,7 @@ def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has
 def test_new_weights_from_all_ranks_reach_the_engine_together(generator, engine):
     buckets = [pack_bucket([(name, torch.full((3,), 1.0))]) for name in ("query", "value")]
     acknowledged = asyncio.run(generator.load_weights(5, *buckets))
-    assert acknowledged == (5, snapshot_checksum(manifest for manifest, _ in buckets), [-1.0])
+    assert acknowledged == (5, snapshot_checksum(manifest for manifest, _ in buckets), PROBE)
     assert generator.version == 5
     [(version, tensors)] = engine.loaded
     assert version == 5 and sorted(tensors) == ["query", "value"]
@@ -751,7 +753,7 @@ def test_deltas_are_rebuilt_and_loaded_as_whole_pushes_are(generator, engine):
         acknowledged = asyncio.run(generator.load_weights(version, *given))
         whole = [bucket_of(name, value=float(version)) for name in ("query", "value")]
         checksum = snapshot_checksum(manifest for manifest, _ in whole)
-        assert acknowledged == (version, checksum, [-1.0])
+        assert acknowledged == (version, checksum, PROBE)
         loaded, tensors = engine.loaded[-1]
         assert loaded == version and sorted(tensors) == ["query", "value"]
         assert all((tensor == version).all() for tensor in tensors.values())

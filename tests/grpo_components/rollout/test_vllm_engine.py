@@ -328,7 +328,30 @@ def test_a_swap_gives_the_weight_probe_by_the_new_weights_while_requests_run(
         for version, name in enumerate(("tied_B", "tied_A", "tied_B"), start=1)
     )
     assert not all(future.done() for future in running), "the engine was idle"
-    assert len(first) == len(PROBE_IDS) - 1 and max(first) < 0
-    assert first == pytest.approx(again, abs=1e-5)
-    assert np.abs(np.subtract(first, other)).max() > 0.01
+    assert len(first.logprobs) == len(PROBE_IDS) - 1 and max(first.logprobs) < 0
+    assert first.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+    assert np.abs(np.subtract(first.logprobs, other.logprobs)).max() > 0.01
+    assert [each.label for each in (first, other, again)] == [1, 2, 3]
+    assert [each.cached_tokens for each in (first, other, again)] == [0, 0, 0]
     assert all(len(future.result(timeout=60).token_ids) for future in running)
+
+
+def test_the_weight_probe_sees_a_stale_prefix_cache_and_a_wrong_label(
+    make_engine, checkpoints, monkeypatch
+):
+    from grpo_components.rollout import vllm_engine
+
+    engine = make_engine(checkpoints / "tied_A")
+    name = engine._engine.set_weight_version
+    with monkeypatch.context() as planted:
+        planted.setattr(vllm_engine, "empty_prefix_cache", lambda scheduler: None)
+        planted.setattr(engine._engine, "set_weight_version", lambda version: name("7"))
+        readings = [
+            engine.load_weights(version, weights(checkpoints / "tied_B")).result(timeout=60)
+            for version in (1, 2)
+        ]
+    assert [each.cached_tokens for each in readings] == [0, 32]
+    assert [each.label for each in readings] == [7, 7]
+    sound = engine.load_weights(3, weights(checkpoints / "tied_B")).result(timeout=60)
+    assert (sound.label, sound.cached_tokens) == (3, 0)
+    assert sound.logprobs == pytest.approx(readings[0].logprobs, abs=1e-5)
