@@ -226,7 +226,7 @@ def test_the_page_hides_no_failed_run_and_no_failed_audit():
     assert "step 32: 2 steps skipped" in text and "step 7: 3 roles were started again" in text
     assert "○ 0.00<br>s 3.0<br>n 1<br>**ended early**" in text
     assert "● 0.60<br>s 3.0<br>n 1<br>**audit failed**" in text
-    assert "GRPO: does not tolerate 4;" in text
+    assert "does not tolerate 4: GRPO;" in text
     assert text.count("not run") > 70
 
 
@@ -253,12 +253,10 @@ def test_the_answer_and_the_verdicts_follow_from_the_figures():
         *(lines("REINFORCE", 0, "8e-4", 0.44) + lines("REINFORCE", 8, "8e-4", 0.3)),
     ]
     text = page(found)
-    assert (
-        "(seeds per place: 1) GSPO, truncated IS, decoupled PPO, REINFORCE: not known yet; " in text
-    )
-    assert "GRPO: tolerates 8. At a bound of 8, from best to worst: GRPO 0.66." in text
-    assert "**At 8e-4** (seeds per place: 1) REINFORCE: breaks without staleness; GSPO, " in text
-    assert "GRPO: tolerates 2. At a bound of 8, from best to worst: REINFORCE 0.30, GRPO 0." in text
+    assert "not known yet: GSPO, truncated IS, decoupled PPO, REINFORCE; " in text
+    assert "tolerates 8: GRPO. At a bound of 8, from best to worst: GRPO 0.66." in text
+    assert "**At 8e-4** (seeds per place: 1) breaks without staleness: REINFORCE; " in text
+    assert "tolerates 2: GRPO. At a bound of 8, from best to worst: REINFORCE 0.30, GRPO 0." in text
     assert "| right in 1 of 1 |" in text and "| right in 2 of 2 |" in text
     assert "| **wrong** in 1 of 1: 0.20 against 0.30 of REINFORCE at 8e-4 |" in text
     assert text.count("| not run yet |") == 2
