@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--race", choices=RACES, help="plant this race, in its own bound")
     parser.add_argument("--schedule", help="run this one, e.g. 0.1.3.2")
     parser.add_argument("--order", default="depth", help="depth, breadth, or a seed")
-    parser.add_argument("--max-cpu-s", type=float, default=600, help="for each bound")
+    parser.add_argument("--max-cpu-s", type=float, default=1800, help="for each bound")
     parser.add_argument("--tables", action="store_true", help="explore all bounds, plant all races")
     options = parser.parse_intermixed_args()
     with prepared() as logs:
