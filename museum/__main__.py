@@ -93,7 +93,7 @@ def page(results: dict[str, Result], clean: dict[str, Result]) -> str:
         "only the museum loads them.\n\n"
         f"**{number} of {len(EXHIBITS)} caught by name. False alarms: {len(false)} in {len(clean)} "
         f"runs without a bug{': ' + ', '.join(false) if false else ''}.** "
-        f"The clean runs: {', '.join(clean) or 'none yet'}.\n\n"
+        f"The clean runs: {'; '.join(clean) or 'none yet'}.\n\n"
         "| exhibit | the bug, and a thread about it | alarm | at | rewards meanwhile |\n"
         "|---|---|---|---|---|\n" + "".join(rows)
     )
