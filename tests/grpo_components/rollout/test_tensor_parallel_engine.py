@@ -53,7 +53,7 @@ def test_two_workers_take_weights_under_load_and_end_together(
     old, new = checkpoints / "untied_A", checkpoints / "untied_B"
     force_cuda_defaults()
     engine = make_engine(old, workers=2)
-    workers = [each for each in psutil.Process().children() if "Worker" in each.name()]
+    workers = [psutil.Process(each.proc.pid) for each in engine._core.model_executor.workers]
     assert len(workers) == 2 and engine._core.batch_queue is not None
     shared = shared_memory(workers)
     assert shared and all(path.endswith(" (deleted)") for path in shared), "or a kill leaves names"
