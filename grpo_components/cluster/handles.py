@@ -216,7 +216,7 @@ class ReplayBufferHandle:
         ledger: ledger of the run.
         timeout_s: longest wait for room, or for a batch, in seconds.
         weights_s: longest wait until a restarted buffer is filled again, in seconds.
-        wait_for_stale: whether a step waits for the groups in flight that it would make stale.
+        wait_for_stale: whether a step also waits for groups in flight that it would make stale.
     """
 
     def __init__(

@@ -211,8 +211,8 @@ class Ledger:
             may_take,
             lambda: self._changed,
             timeout_s,
-            f"the training loop waited for {num_groups} groups in replay_buffer, and for those in "
-            "flight that its next step would make stale",
+            f"the training loop waited for {num_groups} groups in replay_buffer and those in "
+            "flight that its next step would make stale (timeouts.batch_s)",
         )
 
     async def finish_generation(
