@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps
 TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 # Files of the user's, such as a run's folder, are nobody's business here.
-TRACKED := $(BIN)/python tests/repository/tracked.py
+TRACKED := $(BIN)/python tests/lib/tracked.py
 TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'museum/**/*.py' 'recipes/**/*.py'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -41,10 +41,10 @@ atlas: tiny-policy  ## Map which objective tolerates which staleness; goes on wh
 
 crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
 	$(BIN)/pytest -m fault tests/recipes tests/grpo_components tests/interleavings tests/benchmarks
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python tests/survival/crash_anywhere.py
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=tests python tests/nightly/crash_anywhere.py
 
 interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
-	@$(BIN)/python tests/interleavings/explore.py --tables
+	@PYTHONPATH=tests $(BIN)/python -m interleavings.explore --tables
 
 gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (about 10 minutes)
 	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tracked import tracked
+from lib.tracked import tracked
 
 from grpo_components import _plugin, _tune_run
 

@@ -12,11 +12,11 @@ from typing import cast
 import numpy as np
 import pytest
 import yaml
-from examples import PAGES as ALL_PAGES
-from examples import blocks, examples, files
+from lib.examples import PAGES as ALL_PAGES
+from lib.examples import blocks, examples, files
+from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
-from tracked import tracked
 
 from grpo_components.config import preflight
 from grpo_components.config.building import build_data, check_components

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torchrl.data.replay_buffers.storages.base as storages
-from roles import Generator
+from interleavings.roles import Generator
 
 import grpo_components.cluster.cluster as cluster_module
 import grpo_components.cluster.role_process as role_process

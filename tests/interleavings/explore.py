@@ -1,9 +1,9 @@
 """Explores all interleavings of a small run: `make interleavings`.
 
-    python tests/interleavings/explore.py max_staleness=1 steps=2 crash=trainer_0
-    python tests/interleavings/explore.py --race buffered_after_taken
-    python tests/interleavings/explore.py --race buffered_after_taken --schedule 0.1.0.2
-    python tests/interleavings/explore.py --tables          # docs/interleavings.md; some hours
+    PYTHONPATH=tests python -m interleavings.explore max_staleness=1 steps=2 crash=trainer_0
+    PYTHONPATH=tests python -m interleavings.explore --race buffered_after_taken
+    PYTHONPATH=tests python -m interleavings.explore --race buffered_after_taken --schedule 0.1.0.2
+    PYTHONPATH=tests python -m interleavings.explore --tables  # docs/interleavings.md; some hours
 
 The keys are those of `Bound` in `world.py`. A schedule is the number of the step taken at each
 point; with `--schedule` it is run again, and shown step by step with the events of the run.
@@ -19,10 +19,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from exploring import Explored, Run, explore, prepared
-from races import RACES
-from rules import Finals
-from world import Bound
+from interleavings.exploring import Explored, Run, explore, prepared
+from interleavings.races import RACES
+from interleavings.rules import Finals
+from interleavings.world import Bound
 
 GENERATORS = ("generator_0", "generator_1")
 _SYNCHRONOUS = Bound(max_staleness=0, steps=2)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from around import without_ray
-from rules import Finals, check_end
-from states import state_of
-from world import Bound, Choice, World
+from interleavings.around import without_ray
+from interleavings.rules import Finals, check_end
+from interleavings.states import state_of
+from interleavings.world import Bound, Choice, World
 
 MAX_STEPS = 2000
 """Steps of one schedule; more means that it never ends."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from controlled_loops import ControlledLoop
+from interleavings.controlled_loops import ControlledLoop
+from interleavings.roles import BrokenRule
 from ray.exceptions import RayActorError, RayTaskError
-from roles import BrokenRule
 
 from grpo_components.errors import RoleFailedError
 

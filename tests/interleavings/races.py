@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from around import Checkpoints
-from roles import Generator
-from world import NEVER_S, Bound
+from interleavings.around import Checkpoints
+from interleavings.roles import Generator
+from interleavings.world import NEVER_S, Bound
 
 from grpo_components.cluster.handles import GeneratorHandle, ReplayBufferHandle
 from grpo_components.cluster.role import Role

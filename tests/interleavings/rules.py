@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from roles import NEWEST
-from world import World
+from interleavings.roles import NEWEST
+from interleavings.world import World
 
 from grpo_components.exchange.books import Amount
 

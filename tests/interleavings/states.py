@@ -10,9 +10,9 @@ from collections.abc import Callable
 from types import CoroutineType, MethodType
 from typing import Any
 
-from processes import Process, Reference, RemoteCall
-from roles import Generator, Sampled, Trainer
-from world import World
+from interleavings.processes import Process, Reference, RemoteCall
+from interleavings.roles import Generator, Sampled, Trainer
+from interleavings.world import World
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.calls import Call, Part

@@ -4,12 +4,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from explore import bound_of
-from exploring import Explored, Run, explore, paths, prepared
-from races import RACES
-from rules import Finals
-from states import state_of
-from world import Bound
+from interleavings.explore import bound_of
+from interleavings.exploring import Explored, Run, explore, paths, prepared
+from interleavings.races import RACES
+from interleavings.rules import Finals
+from interleavings.states import state_of
+from interleavings.world import Bound
 
 SYNCHRONOUS = Bound(max_staleness=0, steps=1)
 BOUNDS = {

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from around import Checkpoints, Prompts, Start
-from controlled_loops import ControlledLoop
-from processes import PURE, Process, RemoteCall
-from roles import BrokenRule, Generator, Reference, Trainer
+from interleavings.around import Checkpoints, Prompts, Start
+from interleavings.controlled_loops import ControlledLoop
+from interleavings.processes import PURE, Process, RemoteCall
+from interleavings.roles import BrokenRule, Generator, Reference, Trainer
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.cluster import Cluster

@@ -12,10 +12,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
-from tracked import tracked
 
 from grpo_components.config import preflight
 from grpo_components.config.building import build

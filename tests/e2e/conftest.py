@@ -1,0 +1,72 @@
+"""Starts whole runs, and checks that nothing of them is left."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import uuid
+
+import psutil
+import pytest
+from lib.forked_run import ForkedRun
+from lib.whole_runs import RECIPE, TUNE, temporary_files
+
+
+@pytest.fixture
+def tune(tiny_policy, tmp_path):
+    """Start `tune run`; returns the process and the run's folder. Checks that nothing is left.
+
+    Its driver is forked, unless it is to start as a `new_interpreter`.
+    """
+    mark, running, before = uuid.uuid4().hex, [], []
+
+    def start(
+        *overrides,
+        recipe=RECIPE,
+        config="tiny_async_grpo",
+        cwd=tmp_path,
+        env=(),
+        new_interpreter=False,
+    ):
+        output_dir = tmp_path / f"run{len(running)}"
+        command = [TUNE, "run", recipe, "--config", config, f"output_dir={output_dir}", *overrides]
+        environment = {**os.environ, "GRPO_TEST": mark, **dict(env)}
+        if new_interpreter:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=cwd,
+                env=environment,
+            )
+        else:
+            process = ForkedRun(command, cwd=cwd, env=environment)
+        running.append(process)
+        before.extend(temporary_files(process.pid))  # of an earlier process with this pid
+        return process, output_dir
+
+    yield start
+    for process in running:
+        if process.poll() is None:  # the test failed: let the run clean up
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+    _, left = psutil.wait_procs(processes_of(mark), timeout=10)  # killed, maybe not gone yet
+    assert [command_line(process) for process in left] == []
+    left = [path for process in running for path in temporary_files(process.pid)]
+    assert set(left) <= set(before)
+
+
+def processes_of(mark):
+    """The processes that a run started, at any depth."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("GRPO_TEST") == mark:
+                found.append(process)
+    return found
+
+
+def command_line(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()

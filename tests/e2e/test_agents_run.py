@@ -1,0 +1,124 @@
+"""Agents with the OpenAI client are trained by the real `tune`, while weights change under them."""
+
+import pytest
+from lib.chaos import Fault, forked_recipe
+from lib.whole_runs import assert_same_run, audit, finish, metrics, receipts, records, succeed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
+
+AGENT = """
+import subprocess
+
+import openai
+
+client_options = {"max_retries": 0}
+
+
+def run(task):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)  # left behind
+    ask = openai.OpenAI(**client_options).completions.create
+    text, number = task["prompt_text"], task["prompt_index"]
+    for _ in range(25 if number in (6, 7) else 1):
+        answer = ask(model="m", prompt=text, max_tokens=4, stop=["\\n"]).choices[0].text
+        text += answer + "And? "
+    ask(model="m", prompt=text.replace("?", "!"), max_tokens=2)  # history rewritten
+    if number % 4 == 1 and task["seed"] % 2:
+        raise RuntimeError("an odd seed")
+    return {"reward": len(answer) % 3 == 0, "length": len(text)}
+"""
+AGENTS = (
+    "environment._component_=grpo_components.agents.environment.AgentEnvironment",
+    *("environment.agent=my_agent.run", "environment.chat_template=plain"),
+    "rewards.correctness._component_=grpo_components.agents.rewards.AgentReward",
+    "~rewards.correctness.answer_format",
+)
+STREAMING = """
+import asyncio
+
+import openai
+
+
+async def run(task):
+    async with openai.AsyncOpenAI(max_retries=0) as client:
+
+        async def answer(text, seed=None):
+            asked = {"prompt": text, "max_tokens": 6, "stop": ["8", "\\n"], "stream": True}
+            if seed is not None:  # equal requests at the same time: which is which?
+                asked["seed"] = seed
+            pieces = [
+                event.choices[0].text
+                async for event in await client.completions.create(model="m", **asked)
+            ]
+            return "".join(pieces)
+
+        text = task["prompt_text"]
+        first = await asyncio.gather(*(answer(text, seed) for seed in range(3)))
+        last = await answer(text + first[0] + SAID)
+        return float(len(last) % 2)
+
+
+SAID = "And? "
+"""
+
+
+def test_sessions_are_trained_once_while_weights_change_and_a_generator_is_killed(tune, tmp_path):
+    """Groups 6 and 7 have long sessions, during which later groups pull new weights."""
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    fault = Fault("generator_*", "generate_group", after_step=4, awaited=True)
+    recipe, environment = forked_recipe(tmp_path, [fault])
+    _, output_dir = succeed(
+        tune,
+        *("num_steps=6", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
+        *("rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
+        *("generator.max_response_tokens=300", "generator.max_model_len=380"),
+        *("stale_groups=wait", "rollouts_logged_per_step=2", "eval_every_n_steps=6"),
+        *AGENTS,
+        recipe=recipe,
+        env=environment,
+    )
+    code, table = audit(output_dir)
+    assert code == 0, table
+    groups = records(output_dir / "logs" / "rollouts.jsonl")
+    responses = [response for group in groups for response in group["responses"]]
+    sessions = [r["session"] for r in responses if r["error"] is None]
+    assert len(responses) == 6 * 2 * 2
+    assert all(s["trajectories"] == 2 and len(s["forks"]) == 1 for s in sessions)
+    swapped = [record["token_versions"] for record in receipts(output_dir)]
+    assert any(len(versions) > 1 for versions in swapped)
+    failed = [r["error"] for r in responses if r["error"] is not None]
+    assert all("an odd seed" in error for error in failed)
+    # What a stop cut off was sampled and not trained; all else was trained, once.
+    for record, logged in zip(receipts(output_dir), metrics(output_dir)[1:], strict=True):
+        trained = sum(record["token_versions"].values())
+        sampled = logged["rollout/response_tokens_mean"] * 4
+        assert 0 < trained <= sampled + 1e-6
+    for record in receipts(output_dir):
+        assert 0 < record["trained_share"] <= 1
+        assert record["sessions"]["count"] == 4
+        assert record["sessions"]["drift"] == 0 < record["sessions"]["forks"]
+    assert max(record["max_staleness"] for record in receipts(output_dir)) <= 2
+
+
+@pytest.mark.fault
+def test_sessions_that_stream_and_a_curriculum_are_replayed_to_the_same_bits(tune, tmp_path):
+    """And an agent that differs ends the replay with the sample and the call at which it does."""
+    agent = tmp_path / "my_agent.py"
+    agent.write_text(STREAMING)
+    knobs = (
+        *("num_steps=4", "groups_per_step=2", "group_size=3", "eval_dataset.num_rows=2"),
+        *("pull_every_m_rollouts=1", "generator.max_response_tokens=48", "dataset.num_rows=64"),
+        *("curriculum.low=0.2", "eval_every_n_steps=4", "rollouts_logged_per_step=2", *AGENTS),
+    )
+    _, original = succeed(tune, *knobs)
+    code, table = audit(original)
+    assert code == 0, table
+    _, replay = succeed(tune, *knobs, f"replay_events={original}")
+    assert_same_run(original, replay, num_steps=4)
+    drawn, again = ([r["trained"] for r in receipts(folder)] for folder in (original, replay))
+    assert drawn == again
+    assert all("curriculum/in_band" in record for record in metrics(replay)[1:])
+    agent.write_text(STREAMING.replace("And? ", "And! "))
+    process, _ = tune(*knobs, f"replay_events={original}")
+    code, output = finish(process)
+    assert code == 1, output
+    assert "sample 0: the agent differs at call 4: the recorded run had no " in output, output

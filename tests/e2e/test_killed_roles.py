@@ -1,0 +1,75 @@
+"""Roles die or freeze at chosen moments of a real run: it completes, exactly once, in bounds."""
+
+import os
+import re
+import subprocess
+from collections import Counter
+
+import pytest
+from lib.chaos import TUNE, Fault, forked_recipe
+from lib.classifier import random_classifier
+from lib.whole_runs import audit, records
+
+FAULTS = [
+    Fault("replay_buffer", "add", 3),  # while buffering
+    Fault("generator_0", "generate_group", 4, delay_s=0.05),
+    Fault("parameter_server", "push", 3),
+    Fault("reference_0", "add_logprobs", 10),
+    Fault("reward_model", "add_scores", 6),
+    Fault("trainer_0", "write_state", 1),  # while saving
+    Fault("generator_1", "load_weights", 3),  # while pulling
+    Fault("trainer_0", "gather_weights", 6),  # while pushing
+    Fault("generator_0", "generate_group", 16, stop=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
+    recipe, environment = forked_recipe(tmp_path, FAULTS)
+    output_dir = tmp_path / "run"
+    few = ("groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4", "loss.kl_coeff=0.001")
+    command = [TUNE, "run", recipe, "--config", "tiny_async_grpo", f"output_dir={output_dir}"]
+    done = subprocess.run(
+        [
+            *map(str, command),
+            *few,
+            *("num_steps=12", "num_generators=2", "rollouts_in_flight=4", "save_every_n_steps=3"),
+            # A busy machine restarts slowly: steps wait for groups that would become too old.
+            *("max_restarts=20", "timeouts.heartbeat_s=15", "stale_groups=wait"),
+            # Small steps change few bytes: a new generator or server needs a chain of deltas.
+            *("push=delta", "optimizer.lr=1e-9"),
+            *(
+                f"reward_model.path={random_classifier(tmp_path / 'classifier')}",
+                "reward_model.weight=0.1",
+            ),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    struck = [line for line in output.splitlines() if line.startswith("chaos: ")]
+    assert len(struck) == len(FAULTS), output
+    told = re.findall(
+        r"^(\w+) (?:died|sent no heartbeat).* \(restart \d+ of at most 20\)$", output, re.M
+    )
+    # A busy machine may be silent long enough for one restart more.
+    assert Counter(told) >= Counter(fault.role for fault in FAULTS), output
+    assert "Traceback" not in output and "raylet" not in output
+    steps = {r["step"]: r for r in records(output_dir / "logs" / "metrics.jsonl")}  # last attempts
+    assert sorted(steps) == list(range(13))
+    assert steps[12]["attempt"] >= 2, "the trainer was killed twice"
+    events = records(output_dir / "logs" / "events.jsonl")
+    restarts = [i for i, e in enumerate(events) if e["event"] in ("restart", "rollback")]
+    last = max(i for i, e in enumerate(events) if e["event"] == "step" and e["step"] == 12)
+    assert len(restarts) >= len(FAULTS)
+    # The last one may come after the last step.
+    assert sum(i < last for i in restarts) <= steps[12]["restarts"] <= len(restarts)
+    code, table = audit(output_dir)
+    assert code == 0, table
+    assert "= 48 trained + 0 dropped or filtered + 0 living" in table
+    assert "; residual 0/0\n" in table and "undone by a rollback or resume" in table

@@ -1,0 +1,50 @@
+"""Runs whose weights go through vLLM's transfer engines: the same bits, and they survive deaths."""
+
+import re
+
+import pytest
+from lib.chaos import Fault, forked_recipe
+from lib.whole_runs import assert_same_run, audit, metrics, records, succeed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SMALL = (
+    *("groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4", "num_generators=2"),
+    *("num_trainers=2", "rollouts_in_flight=4", "pull_every_m_rollouts=1"),
+)
+
+
+def loads(output_dir):
+    events = records(output_dir / "logs" / "events.jsonl")
+    return [(e["role"], e["version"], e["checksum"]) for e in events if e["event"] == "load"]
+
+
+@pytest.mark.fault
+def test_an_asynchronous_run_repeated_over_gloo_has_the_same_bits(tune):
+    """Two generators and two trainers: one recording, whose weights were in the object store."""
+    _, original = succeed(tune, *SMALL, "num_steps=5")
+    output, replay = succeed(
+        tune, *SMALL, "num_steps=5", "weights=gloo", f"replay_events={original}"
+    )
+    assert "events in the recorded order" in output
+    assert_same_run(original, replay, num_steps=5)
+    assert sorted(loads(replay)) == sorted(loads(original))
+    assert {role for role, *_ in loads(replay)} == {"generator_0", "generator_1"}
+    assert max(record["staleness/max"] for record in metrics(original)[1:]) > 0
+
+
+@pytest.mark.fault
+def test_receivers_and_the_sender_die_while_weights_are_on_their_way(tune, tmp_path):
+    faults = [
+        Fault("generator_1", "answer_request", 3),
+        Fault("generator_0", "receive_weights", 4),
+        Fault("trainer_0", "next_request", 24),
+    ]
+    recipe, environment = forked_recipe(tmp_path, faults)
+    knobs = (*SMALL, "num_steps=9", "save_every_n_steps=3", "weights=gloo", "max_restarts=20")
+    output, output_dir = succeed(tune, *knobs, recipe=recipe, env=environment)
+    died = re.findall(r"^(\w+) died: .* \(restart \d+ of at most 20\)$", output, re.MULTILINE)
+    assert {"generator_0", "generator_1", "trainer_0"} <= set(died), output
+    assert "Traceback" not in output
+    code, table = audit(output_dir)
+    assert code == 0, table
+    assert "= 36 trained + 0 dropped or filtered + 0 living" in table

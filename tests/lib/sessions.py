@@ -1,0 +1,120 @@
+"""A small tokenizer, and an engine that says what a test wants, for the tests of sessions."""
+
+import json
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_components.agents.sampling import AnswerSampler
+from grpo_components.agents.session import Session, SessionLimits
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DROPS_THOUGHTS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+)
+
+
+def build_tokenizer():
+    """A byte-level tokenizer in which `ab` is one token, and so are two control tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate([*letters, "ab", "abab"])}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "ab")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+class ScriptedEngine:
+    """Answers with the given texts, one token for each character or control token."""
+
+    def __init__(self, chat, *texts):
+        self.chat, self.texts = chat, list(texts)
+        self.requests, self.held = [], []
+        self.hold = False
+
+    def submit(self, prompt_ids, *, max_tokens, watch=None, **sampling):
+        future = Future()
+        self.requests.append((list(prompt_ids), max_tokens, sampling))
+        text = self.texts.pop(0) if self.texts else "x<|im_end|>"
+        ids = tokens_of(self.chat, text)[:max_tokens]
+        reason = "stop" if ids[-1] in self.chat.stop_token_ids else "length"
+        for size in range(1, len(ids)) if watch else ():
+            if watch(ids[:size]):
+                ids, reason = ids[:size], "stop"
+                break
+        number = len(self.requests)
+        found = SimpleNamespace(
+            token_ids=np.array(ids, np.int64),
+            logprobs=np.full(len(ids), -number, np.float32),
+            token_versions=np.full(len(ids), number, np.int32),
+            finish_reason=reason,
+            cached_tokens=0,
+        )
+        if self.hold:
+            self.held.append((future, found))
+        else:
+            future.set_result(found)
+        return future
+
+
+def tokens_of(chat, text):
+    """Tokens of a text as a policy may sample them: never the merged ones."""
+    body, stop, _ = text.partition("<|im_end|>")
+    letters = [chat.encode(letter)[0] for letter in body]
+    return letters + (chat.encode(stop) if stop else [])
+
+
+LIMITS = SessionLimits(
+    max_calls=20, max_model_len=400, max_response_tokens=120, temperature=1.0, any_temperature=False
+)
+
+
+def make_session(chat, engine, limits=LIMITS):
+    """A session; called in the event loop that it lives in."""
+    name = "group 0 sample 0"
+    sampler = AnswerSampler(name, chat, engine.submit, lambda *key: hash(key) % 2**31)
+    return Session(name, chat, sampler, limits)
+
+
+async def ask(session, messages, *, deliver=True, **body):
+    """Send a chat to a session; return the message of the answer."""
+    call, text = await session.answer("chat", {"messages": messages, **body})
+    if deliver:
+        session.deliver(call)
+    return json.loads(text)["choices"][0]["message"]
+
+
+class Named(NamedTuple):
+    """What vLLM's parsers return: the text beside the calls, and the calls."""
+
+    content: str
+    calls: list[tuple[str, str]]
+
+
+class Parser:
+    """Finds calls written as JSON in tags."""
+
+    mark = "<tool_call>"
+
+    def __call__(self, text, tools):
+        inside = text.partition("<tool_call>")[2].partition("</tool_call>")[0]
+        if not inside:
+            return Named(text, [])
+        call = json.loads(inside)
+        found = (call["name"], json.dumps(call["arguments"]))
+        return Named(text.partition("<tool_call>")[0], [found])
+
+    def same(self, one, other):
+        if "<tool_call>" not in one:
+            return False
+        (a, x), (b, y) = self(one, []), self(other, [])
+        return (a, [(n, json.loads(v)) for n, v in x]) == (b, [(n, json.loads(v)) for n, v in y])

@@ -1,0 +1,67 @@
+"""Lists the files of the repository that git tracks: `make test` looks at no other.
+
+python tests/lib/tracked.py '**/*.py'               # prints them, one a line
+python tests/lib/tracked.py --left-out '**/*.py'    # says which are not looked at
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def tracked(*patterns: str, repository: Path = REPOSITORY) -> list[Path]:
+    """Return the tracked files that exist, sorted; outside of git, all files but hidden ones.
+
+    Args:
+        patterns: globs relative to the repository, such as `docs/*.md`; `**` is any folder.
+        repository: its root.
+    """
+    if (repository / ".git").exists():
+        found = _git_files("--cached", *patterns, repository=repository)
+    else:  # an unpacked archive: nothing tells its files from the reader's
+        found = [path for pattern in patterns for path in repository.glob(pattern)]
+        found = [path for path in found if not _is_hidden(path.relative_to(repository))]
+    return sorted({path for path in found if path.is_file()})
+
+
+def left_out(*patterns: str, repository: Path = REPOSITORY) -> list[Path]:
+    """Return the files that git neither tracks nor ignores, sorted.
+
+    Args:
+        patterns: as for `tracked`.
+        repository: its root.
+    """
+    if not (repository / ".git").exists():
+        return []
+    return _git_files("--others", "--exclude-standard", *patterns, repository=repository)
+
+
+def _git_files(*arguments: str, repository: Path) -> list[Path]:
+    options = [each for each in arguments if each.startswith("--")]
+    globs = [f":(glob){each}" for each in arguments if not each.startswith("--")]
+    command = ["git", "-C", str(repository), "ls-files", "-z", *options, "--", *globs]
+    listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return sorted(repository / name for name in listed.split("\0") if name)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def main(arguments: list[str]) -> None:
+    """Print what is tracked, or with `--left-out` what is not looked at."""
+    if arguments[:1] == ["--left-out"]:
+        names = [str(path.relative_to(REPOSITORY)) for path in left_out(*arguments[1:])]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        if names:
+            shown = ", ".join(names[:5]) + more
+            sys.stdout.write(f"not checked, as git does not track it: {shown}\n")
+        return
+    for path in tracked(*arguments):
+        sys.stdout.write(f"{path.relative_to(REPOSITORY)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,196 @@
+"""The server, through the unmodified OpenAI client."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+import urllib.request
+
+import openai
+import pytest
+from lib.sessions import Parser
+
+from grpo_components.agents.server import AgentServer
+
+USER = [{"role": "user", "content": "abab?"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_a_chat_with_tools_goes_on_in_one_trajectory(serve):
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>'
+    _, session, client = serve(f"so{call}", "two<|im_end|>", parse=Parser())
+    create, messages = client.chat.completions.create, list(USER)
+    first = create(model="any", messages=messages, tools=[TOOL], tool_choice="auto")
+    choice = first.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("so", "tool_calls")
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"x": 1}
+    tool_call_id = choice.message.tool_calls[0].id
+    messages += [
+        choice.message.model_dump(),  # with all its empty fields
+        {"role": "tool", "tool_call_id": tool_call_id, "content": "2"},
+    ]
+    last = create(model="any", messages=messages, tools=[TOOL])
+    assert last.choices[0].message.content == "two"
+    assert last.usage.prompt_tokens > first.usage.prompt_tokens
+    assert len(session.parts()) == 1
+    assert [m["role"] for m in session.transcript] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_stream_has_the_same_answer(serve):
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>'
+    _, session, client = serve("abc<|im_end|>", call, "d<|im_end|>", parse=Parser())
+    create = client.chat.completions.create
+    options = {"include_usage": True}
+    events = [*create(model="m", messages=USER, stream=True, stream_options=options)]
+    assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == "abc"
+    assert events[-1].usage.completion_tokens == 4
+    with client.chat.completions.stream(model="m", messages=USER, tools=[TOOL]) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.tool_calls[0].function.name == "f"
+    events = [*client.completions.create(model="m", prompt="q", stream=True)]
+    assert "".join(event.choices[0].text for event in events) == "d"
+    assert len(session.parts()) == 3
+
+
+def test_models_and_completions(serve):
+    _, session, client = serve("abc=d", "e<|im_end|>")
+    assert [model.id for model in client.models.list()] == ["policy"]
+    assert client.models.retrieve("gpt-x").id == "gpt-x"
+    answer = client.completions.create(model="m", prompt="q", stop="=", max_tokens=9).choices[0]
+    assert (answer.text, answer.finish_reason) == ("abc", "stop")
+    client.completions.create(model="m", prompt="qabc=7\n")
+    assert len(session.parts()) == 1
+
+
+def test_errors_are_openais(serve, server):
+    engine, session, client = serve()
+    create = client.chat.completions.create
+    with pytest.raises(openai.BadRequestError, match=r"temperature: 0\.3 given") as caught:
+        create(model="m", messages=USER, temperature=0.3)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+        client.with_options(api_key="sk-other").models.list()
+    with pytest.raises(openai.NotFoundError, match="embeddings: not served; allowed: chat"):
+        client.embeddings.create(model="m", input="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(model="m", messages=[{"role": "user", "content": "c" * 900}])
+    assert caught.value.code == "context_length_exceeded"
+    with urllib.request.urlopen(str(client.base_url).partition("/sessions")[0] + "/health") as r:
+        assert json.load(r) == {"status": "ok"}
+    assert engine.requests == []
+    server.loop.call_soon_threadsafe(server.close_session, session)
+    with pytest.raises(openai.AuthenticationError, match="the session of this address is over"):
+        create(model="m", messages=USER)
+
+
+def test_a_key_opens_only_its_own_session(serve):
+    _, first, _ = serve()
+    _, second, client = serve()
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key=first.key).models.list()
+    assert first.address != second.address
+
+
+def test_a_reward_can_be_posted(serve):
+    _, session, client = serve()
+    client.post("/reward", cast_to=object, body={"reward": 0.5})
+    assert session.reward == {"reward": 0.5}
+    with pytest.raises(openai.BadRequestError, match="allowed: a finite number"):
+        client.post("/reward", cast_to=object, body={"reward": "good"})
+    for identity in ("chatcmpl-0", "other", 7, [7]):
+        with pytest.raises(openai.BadRequestError, match="the id of an answer") as caught:
+            client.post("/reward", cast_to=object, body={"reward": 1, "completion": identity})
+        assert caught.value.param == "completion"
+
+
+def test_a_client_that_disconnects_leaves_nothing_to_train(serve, server):
+    engine, session, client = serve("abc<|im_end|>", "abc<|im_end|>")
+    engine.hold = True
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).chat.completions.create(model="m", messages=USER)
+    future, found = engine.held.pop()
+    future.set_result(found)
+    engine.hold = False
+    client.chat.completions.create(model="m", messages=USER)
+    facts = session.facts()
+    assert facts["calls"] == 2
+    assert facts["sampled_tokens"] == 8
+    (part,) = session.parts()
+    assert part.versions[part.response_mask].tolist() == [2] * 4
+
+
+def test_the_server_outlives_what_clients_do(serve, server):
+    _, _, client = serve("a<|im_end|>")
+    port = client.base_url.port
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            raw.sendall(b"POST /sessions/x/v1/completions HTTP/1.1\r\nContent-Le")
+        answer = client.chat.completions.create(model="m", messages=USER)
+    assert answer.choices[0].message.content == "a"
+
+
+def test_a_closed_server_listens_no_more():
+    server = AgentServer()
+    port = server.port
+    server.close()
+    server.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            return
+    raise AssertionError("the server still listens")
+
+
+def test_an_async_client_asks_in_parallel(serve):
+    _, session, client = serve(*("ab"[i % 2] + "<|im_end|>" for i in range(12)))
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as both:
+            asks = (both.chat.completions.create(model="m", messages=USER) for _ in range(12))
+            return await asyncio.gather(*asks)
+
+    answers = asyncio.run(run())
+    assert sorted(a.choices[0].message.content for a in answers) == ["a"] * 6 + ["b"] * 6
+    assert len(session.parts()) == 12
+
+
+def test_responses_are_turns_of_a_chat(serve):
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>'
+    _, session, client = serve(f"so{call}", "two<|im_end|>", "cut", parse=Parser())
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+    ask = {"model": "m", "instructions": "Be brief.", "tools": [tool]}
+    first = client.responses.create(input="abab?", **ask)
+    said, called = first.output
+    assert (said.content[0].text, called.name, called.arguments) == ("so", "f", '{"x": 1}')
+    given = {"type": "function_call_output", "call_id": called.call_id, "output": "2"}
+    items = [{"role": "user", "content": "abab?"}, *(o.model_dump() for o in first.output), given]
+    last = client.responses.create(input=items, **ask)
+    assert (last.output_text, last.status) == ("two", "completed")
+    assert last.usage.total_tokens == last.usage.input_tokens + last.usage.output_tokens
+    assert len(session.parts()) == 1
+    session.post_reward({"reward": 1, "completion": last.id})
+    assert session.rewards == {"reward": 1.0}
+    cut = client.responses.create(model="m", input="x", max_output_tokens=2)
+    assert (cut.output_text, cut.status) == ("cu", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stream", True),
+        ("previous_response_id", "x"),
+        ("reasoning", {"effort": "low"}),
+        ("text", {"format": {"type": "json_object"}}),
+        ("tools", [{"type": "web_search"}]),
+        ("input", [{"type": "item_reference", "id": "x"}]),
+    ],
+)
+def test_what_a_response_cannot_have_is_refused_by_name(serve, field, value):
+    _, _, client = serve()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{"model": "m", "input": "x", field: value})
+    assert caught.value.param == field

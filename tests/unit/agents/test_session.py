@@ -1,0 +1,539 @@
+"""What a session records: the tokens that were sampled, each of them once, whatever is asked."""
+
+import asyncio
+import json
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lib.sessions import (
+    CHATML,
+    DROPS_THOUGHTS,
+    LIMITS,
+    Parser,
+    ScriptedEngine,
+    ask,
+    make_session,
+    tokens_of,
+)
+
+from grpo_components.agents.calls import CallTree, Choice
+from grpo_components.agents.requests import RequestError
+
+USER = [{"role": "user", "content": "abab?"}]
+
+
+def said(answer, *more):
+    """The messages of a chat after an answer, and further ones of the user."""
+    after = [{"role": "user", "content": text} for text in more]
+    return [*USER, {"role": answer["role"], "content": answer["content"]}, *after]
+
+
+def sampled(part):
+    return part.response_ids[part.response_mask].tolist()
+
+
+def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "abab<|im_end|>", "ab<|im_end|>")
+        session = make_session(chat, engine)
+        first = await ask(session, USER)
+        await ask(session, said(first, "more"))
+        return engine, session
+
+    engine, session = asyncio.run(run())
+    (part,) = session.parts()
+    known = [*engine.requests[0][0], *chat.encode("a"), *chat.encode("b")]
+    assert engine.requests[1][0][: len(known)] == known  # retokenized, `abab` would be one token
+    assert chat.encode("abab") != [*chat.encode("a"), *chat.encode("b")] * 2
+    assert part.prompt_ids.tolist() == engine.requests[0][0]
+    whole = [*part.prompt_ids.tolist(), *part.response_ids.tolist()]
+    assert whole[: len(engine.requests[1][0])] == engine.requests[1][0]
+    assert chat.decode(sampled(part)) == "abab<|im_end|>ab<|im_end|>"
+    assert part.versions[part.response_mask].tolist() == [1] * 5 + [2] * 3
+    assert (part.versions[~part.response_mask] == -1).all()
+    assert session.facts()["forks"] == []
+
+
+def test_a_template_that_drops_thoughts_forks_the_session_and_says_where(make_chat):
+    chat = make_chat(DROPS_THOUGHTS)
+
+    async def run():
+        engine = ScriptedEngine(chat, "<think>hm</think>yes<|im_end|>", "no<|im_end|>")
+        session = make_session(chat, engine)
+        first = await ask(session, USER)
+        await ask(session, said(first, "sure?"))
+        return engine, session
+
+    engine, session = asyncio.run(run())
+    first, second = session.parts()
+    assert chat.decode(sampled(first)) == "<think>hm</think>yes<|im_end|>"
+    assert chat.decode(sampled(second)) == "no<|im_end|>"
+    assert second.prompt_ids.tolist() == engine.requests[1][0]
+    assert "think" not in chat.decode(second.prompt_ids.tolist())
+    (fork,) = session.facts()["forks"]
+    assert (fork["call"], fork["after"]) == (2, 1)
+    assert fork["token"] == len(engine.requests[0][0])  # the first of its answer
+    assert fork["why"] == "its answer was rewritten"
+
+
+def test_an_edited_question_forks_at_its_token(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat, "yes<|im_end|>"))
+        await ask(session, USER)
+        await ask(session, [{"role": "user", "content": "abac?"}])
+        return session
+
+    (fork,) = asyncio.run(run()).facts()["forks"]
+    assert fork["why"] == "the text before its answer was rewritten"
+    assert fork["token"] == len(chat.encode("<|im_start|>user\n"))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "forks"),
+    [
+        ('{"name": "f", "arguments": {"x": 1}}', 0),
+        ('{"arguments":{"x":1},"name":"f"}', 0),
+        ('{"name": "f", "arguments": {"x": 2}}', 1),
+    ],
+)
+def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, forks):
+    chat = make_chat(parse=Parser())
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+    async def run():
+        engine = ScriptedEngine(chat, f"<tool_call>{spelling}</tool_call><|im_end|>")
+        session = make_session(chat, engine)
+        answer = await ask(session, USER, tools=tools)
+        call = answer["tool_calls"][0]
+        call["function"]["arguments"] = '{"x": 1}'
+        result = {"role": "tool", "content": "2", "tool_call_id": call["id"]}
+        await ask(session, [*USER, answer, result], tools=tools)
+        return session
+
+    session = asyncio.run(run())
+    assert len(session.facts()["forks"]) == forks
+    assert spelling in chat.decode(sampled(session.parts()[0]))
+
+
+def test_parallel_calls_train_what_they_share_once(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "abc<|im_end|>", "d<|im_end|>", "e<|im_end|>")
+        session = make_session(chat, engine)
+        first = await ask(session, USER)
+        await asyncio.gather(*(ask(session, said(first, text)) for text in "pq"))
+        return session
+
+    parts = asyncio.run(run()).parts()
+    texts = sorted(chat.decode(sampled(part)) for part in parts)
+    assert len(parts) == 2
+    assert "".join(texts).count("abc") == 1
+    assert sorted("".join(texts).replace("<|im_end|>", "")) == list("abcde")
+
+
+def test_several_choices_are_trajectories_of_one_prompt(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "a<|im_end|>", "b<|im_end|>")
+        session = make_session(chat, engine)
+        call, text = await session.answer("chat", {"messages": USER, "n": 2})
+        session.deliver(call)
+        return engine, session, json.loads(text)
+
+    engine, session, body = asyncio.run(run())
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["a", "b"]
+    assert len({sampling["seed"] for _, _, sampling in engine.requests}) == 2
+    assert len({sampling["name"] for _, _, sampling in engine.requests}) == 2
+    assert len(session.parts()) == 2
+
+
+def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "abc<|im_end|>", "abc<|im_end|>")
+        session = make_session(chat, engine)
+        await ask(session, USER, deliver=False)
+        first = await ask(session, USER)  # a client's second try
+        await ask(session, said(first, "go on"))
+        return session
+
+    session = asyncio.run(run())
+    (part,) = session.parts()
+    assert (part.versions[part.response_mask] != 1).all()
+    facts = session.facts()
+    assert facts["sampled_tokens"] == 4 + int(part.response_mask.sum())
+    assert facts["calls"] == 3 and facts["unanswered_tokens"] == 4
+
+
+def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "1+2=3abc", "9<|im_end|>")
+        session = make_session(chat, engine)
+        call, text = await session.answer("text", {"prompt": "abab", "stop": ["=3"]})
+        session.deliver(call)
+        answer = json.loads(text)["choices"][0]
+        assert (answer["text"], answer["finish_reason"]) == ("1+2", "stop")
+        call, _ = await session.answer("text", {"prompt": "abab1+2=3!"})
+        session.deliver(call)
+        return engine, session
+
+    engine, session = asyncio.run(run())
+    (part,) = session.parts()
+    assert chat.decode(sampled(part)) == "1+2=39<|im_end|>"
+    assert chat.decode(part.response_ids.tolist()) == "1+2=3!9<|im_end|>"
+    assert session.facts()["sampled_tokens"] == 5 + 2  # none after the stop
+    assert chat.encode("=3")[0] not in engine.requests[0][2]["stop_token_ids"]
+
+
+def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_it(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "abab\nc", "d\n", "e<|im_end|>")
+        session, text = make_session(chat, engine), "q"
+        for _ in range(3):
+            call, body = await session.answer("text", {"prompt": text, "stop": "\n"})
+            session.deliver(call)
+            text += json.loads(body)["choices"][0]["text"] + "!"
+        return engine, session
+
+    engine, session = asyncio.run(run())
+    (part,) = session.parts()
+    assert chat.decode(part.response_ids.tolist()) == "abab!d!e<|im_end|>"
+    assert chat.decode(sampled(part)) == "ababde<|im_end|>"
+    assert engine.requests[1][0][1:3] == [*chat.encode("a"), *chat.encode("b")]
+    assert session.facts()["forks"] == []
+    assert session.facts()["sampled_tokens"] == 6 + 2 + 2
+    assert session.facts()["unanswered_tokens"] == 3  # the end of two answers, and what followed
+
+
+def test_a_second_continuation_of_an_answer_is_a_fork_that_is_recorded(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat, "abc<|im_end|>"))
+        first = await ask(session, USER)
+        for text in "pq":
+            await ask(session, said(first, text))
+        return session
+
+    (fork,) = asyncio.run(run()).facts()["forks"]
+    assert (fork["call"], fork["after"]) == (3, 1)
+    assert fork["why"] == "its answer is continued twice"
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_which_of_two_equal_answers_goes_on_does_not_depend_on_the_order_of_arrival(
+    make_chat, kind
+):
+    chat = make_chat()
+
+    class BySeed(ScriptedEngine):
+        def submit(self, *args, **sampling):
+            future = super().submit(*args, **sampling)
+            future.result().logprobs[:] = -(sampling["seed"] % 1000) / 1000
+            return future
+
+    async def run(seeds):
+        session = make_session(chat, BySeed(chat, *["same="] * 2, "on"))
+        for seed in seeds:
+            call, _ = await session.answer("text", {"prompt": "q", "seed": seed, "stop": "="})
+            session.deliver(call)
+        prompt = "qsameand" if kind == "text" else [*call.prompt_ids, *tokens_of(chat, "same=and")]
+        call, _ = await session.answer("text", {"prompt": prompt})
+        session.deliver(call)
+        return [(part.response_ids.tolist(), part.logprobs.tolist()) for part in session.parts()]
+
+    assert asyncio.run(run([1, 2])) == asyncio.run(run([2, 1]))
+
+
+def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):
+    chat = make_chat()
+    prompt = [*chat.encode("q"), *chat.encode("a"), *chat.encode("b")]
+
+    async def run():
+        engine = ScriptedEngine(chat, "ab", "c<|im_end|>")
+        session = make_session(chat, engine)
+        call, _ = await session.answer("text", {"prompt": prompt, "max_tokens": 2})
+        session.deliver(call)
+        call, _ = await session.answer(
+            "text", {"prompt": [*engine.requests[0][0], *chat.encode("ab")]}
+        )
+        session.deliver(call)
+        return engine, session
+
+    engine, session = asyncio.run(run())
+    assert engine.requests[0][0] == prompt
+    assert len(session.parts()) == 2  # `ab` as one token is not what was sampled
+    assert session.facts()["forks"][0]["call"] == 2
+
+
+@pytest.mark.parametrize("number", [-1, 10**6, True, 1.0])
+def test_a_number_that_is_no_token_is_refused_and_the_session_goes_on(make_chat, number):
+    async def run():
+        chat = make_chat()
+        session = make_session(chat, ScriptedEngine(chat, "a<|im_end|>"))
+        with pytest.raises(RequestError, match="list of token ids of the policy"):
+            await session.answer("text", {"prompt": [number]})
+        return session
+
+    assert not asyncio.run(run()).failure.done()
+
+
+REFUSED = [
+    ({"temperature": 0.5}, "temperature", "allowed: leave it out, or 1, that of the run"),
+    ({"top_p": 0.9}, "top_p", "allowed: leave it out, or 1"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "leave it out"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tool_parser is null"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+    ({"tool_choice": "required"}, "tool_choice", "allowed: auto, none"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "auto, none"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out, or True"),
+    ({"top_logprobs": 2}, "top_logprobs", "leave it out, or 0"),
+    ({"logprobs": 2}, "logprobs", "those of the sampled tokens"),
+    ({"seed": "x"}, "seed", "a whole number"),
+    ({"stream": "yes"}, "stream", "true, false"),
+    ({"stream_options": 5}, "stream_options", "an object"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs", "an object without"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "without"),
+    ({"n": 1000}, "n", "at most 128"),
+    ({"stop": 5}, "stop", "a text, or a list"),
+    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"messages": []}, "messages", "a list of messages"),
+    ({"messages": [{"content": "x"}]}, "messages", "objects with a role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts"),
+]
+
+
+@pytest.mark.parametrize(("body", "parameter", "text"), REFUSED)
+def test_what_would_change_the_distribution_is_refused(make_chat, body, parameter, text):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat)
+        session = make_session(chat, engine)
+        with pytest.raises(RequestError, match=text) as caught:
+            await session.answer("chat", {"messages": USER, **body})
+        return engine, caught.value.body()["error"]
+
+    engine, error = asyncio.run(run())
+    assert error["param"] == parameter
+    assert engine.requests == []
+
+
+def test_what_changes_nothing_is_taken(make_chat):
+    chat = make_chat()
+    same = {"temperature": 1.0, "top_p": 1, "presence_penalty": 0, "user": "me", "logprobs": None}
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat))
+        return await ask(session, USER, **same)
+
+    assert asyncio.run(run())["content"] == "x"
+
+
+def test_a_conversation_without_room_is_refused_by_its_limit(make_chat):
+    chat = make_chat()
+
+    async def run():
+        engine = ScriptedEngine(chat, "a" * 200)
+        session = make_session(chat, engine)
+        first = await ask(session, USER)
+        with pytest.raises(RequestError, match="max_response_tokens is 120") as used_up:
+            await ask(session, said(first, "more"))
+        with pytest.raises(RequestError, match="max_model_len is 400") as too_long:
+            await ask(session, [{"role": "user", "content": "c" * 500}])
+        return engine, used_up.value, too_long.value
+
+    engine, *errors = asyncio.run(run())
+    assert engine.requests[0][1] == 120
+    assert {error.code for error in errors} == {"context_length_exceeded"}
+
+
+def test_too_many_calls_fail_the_session(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat))
+        for _ in range(LIMITS.max_calls):
+            await ask(session, USER)
+        with pytest.raises(RequestError) as caught:
+            await ask(session, USER)
+        return session.failure.result(), caught.value.status
+
+    why, status = asyncio.run(run())
+    assert why == "the agent opened more than 20 calls (environment.max_calls)"
+    assert status == 429
+
+
+def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
+    chat = make_chat()
+    chats = [[{"role": "user", "content": text}] for text in ("one", "two", "one")]
+
+    async def run(order):
+        engine = ScriptedEngine(chat)
+        session = make_session(chat, engine)
+        for index in order:
+            await ask(session, chats[index])
+        found = {(s["name"], s["seed"]) for _, _, s in engine.requests}
+        return found, [part.prompt_ids.tolist() for part in session.parts()]
+
+    assert asyncio.run(run([0, 1, 2])) == asyncio.run(run([1, 2, 0]))
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):
+    """Random trees of calls; some answers nobody got, some are continued without their end."""
+    chat = make_chat(CHATML)
+    tree, texts = CallTree(chat), ["abq"]
+    token = 0
+    for number in range(data.draw(st.integers(1, 8))):
+        text = data.draw(st.sampled_from(texts))
+        place = tree.place(text)
+        call = tree.add((f"{number}", 0), text, place)
+        for _ in range(data.draw(st.integers(1, 2))):
+            letters = data.draw(st.text("abc", min_size=1, max_size=4))
+            ids = np.array([chat.encode(letter)[0] for letter in letters], np.int64)
+            unique = np.arange(token, token + len(ids), dtype=np.float32)  # marks the tokens
+            token += len(ids)
+            versions = np.zeros(len(ids), np.int32)
+            end = data.draw(st.integers(0, len(ids)))
+            fields = "stop", letters, len(ids), letters[:end], end
+            choice = Choice(ids, unique, versions, *fields)
+            choice.delivered = data.draw(st.booleans())
+            call.choices.append(choice)
+            said = data.draw(st.sampled_from([letters, letters[:end]]))
+            texts.append(f"{text}{said}{data.draw(st.text('ab-', max_size=3))}")
+    found = [part.logprobs[part.response_mask].tolist() for part in tree.parts()]
+    delivered = [c.logprobs.tolist() for call in tree.calls for c in call.choices if c.delivered]
+    assert sorted(chain(*found)) == sorted(chain(*delivered))
+    for part in tree.parts():
+        whole = chat.decode([*part.prompt_ids.tolist(), *part.response_ids.tolist()])
+        assert whole.startswith("abq")
+        assert part.response_mask[0]
+        assert part.response_mask[-1]
+
+
+def test_no_token_drifts_where_the_template_drops_thoughts(make_chat):
+    """A record of texts would train tokens that nobody sampled; this one forks instead."""
+    chat = make_chat(DROPS_THOUGHTS)
+
+    async def run():
+        texts = [f"<think>ab{i}</think>abab<|im_end|>" for i in range(3)]
+        session, messages = make_session(chat, ScriptedEngine(chat, *texts)), list(USER)
+        for _ in range(3):
+            answer = await ask(session, messages)
+            messages += said(answer, "ab?")[-2:]
+        return session
+
+    session = asyncio.run(run())
+    facts = session.facts()
+    assert (facts["calls"], facts["trajectories"], len(facts["forks"])) == (3, 3, 2)
+    assert facts["drift"] == 0
+    assert facts["retokenized"] > 0  # `ab` was sampled as two tokens, and has one of its own
+    tokens = sum(int(part.response_mask.sum()) for part in session.parts())
+    assert tokens == facts["sampled_tokens"]
+
+
+def test_tokens_that_follow_others_than_the_policy_saw_are_counted_as_drift(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat, "abc<|im_end|>", "de<|im_end|>"))
+        first = await ask(session, USER)
+        await ask(session, said(first, "more"))
+        return session
+
+    session = asyncio.run(run())
+    assert session.facts()["drift"] == 0
+    session._tree.calls[0].choices[0].token_ids[0] += 1  # a fault: no client can cause it
+    assert session.facts()["drift"] == 3
+
+
+async def completed(session, messages, **body):
+    """Send a chat to a session; return the whole answer."""
+    call, text = await session.answer("chat", {"messages": messages, **body})
+    session.deliver(call)
+    return json.loads(text)
+
+
+def test_a_call_gets_its_own_reward_and_passes_it_on_to_those_before_it(make_chat):
+    chat = make_chat()
+
+    async def run():
+        texts = "a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "other<|im_end|>"
+        session, messages = make_session(chat, ScriptedEngine(chat, *texts)), list(USER)
+        ids = []
+        for _ in range(3):
+            body = await completed(session, messages)
+            ids.append(body["id"])
+            messages += said(body["choices"][0]["message"], "next")[-2:]
+        await completed(session, [{"role": "user", "content": "unlike"}])
+        session.post_reward({"reward": 2.0, "completion": ids[1]})
+        assert session.reward_calls({ids[2]: -1, "score": 0.5}) == {"score": 0.5}
+        with pytest.raises(RequestError, match="for the id of an answer"):
+            session.post_reward({"reward": 1.0, "completion": "chatcmpl-0"})
+        with pytest.raises(ValueError, match="for the id of an answer"):
+            session.reward_calls({"chatcmpl-0": 1.0})
+        return session
+
+    session = asyncio.run(run())
+    assert session.reward is None
+    assert session.rewards == {"reward": 1.0}  # their sum
+    long, short = sorted(session.parts(), key=lambda part: -len(part.call_rewards))
+    assert [call["reward"] for call in long.call_rewards] == [None, 2.0, -1.0]
+    assert [(c["sum"], c["count"]) for c in long.call_rewards] == [(1.0, 2), (1.0, 2), (-1.0, 1)]
+    for call in long.call_rewards:
+        assert long.response_mask[slice(*call["tokens"])].all()
+    covered = sum(end - begin for begin, end in (c["tokens"] for c in long.call_rewards))
+    assert covered == long.response_mask.sum()
+    assert [(c["sum"], c["count"]) for c in short.call_rewards] == [(0.0, 0)]
+
+
+def test_a_seed_repeats_an_answer_and_its_absence_does_not(make_chat):
+    chat = make_chat()
+
+    async def run(**body):
+        engine = ScriptedEngine(chat)
+        session = make_session(chat, engine)
+        for _ in range(2):
+            await ask(session, USER, **body)
+        return [sampling["seed"] for _, _, sampling in engine.requests]
+
+    first, second = asyncio.run(run(seed=0))
+    assert first == second
+    assert len({first, *asyncio.run(run()), *asyncio.run(run(seed=1))}) == 4
+
+
+def test_logprobs_are_those_of_the_sampled_tokens(make_chat):
+    chat = make_chat()
+
+    async def run():
+        session = make_session(chat, ScriptedEngine(chat, "ab<|im_end|>", "cd"))
+        body = await completed(session, USER, logprobs=True)
+        _, text = await session.answer("text", {"prompt": "q", "logprobs": 0, "max_tokens": 2})
+        return body["choices"][0], json.loads(text)["choices"][0]
+
+    turn, text = asyncio.run(run())
+    shown = [(entry["token"], entry["logprob"]) for entry in turn["logprobs"]["content"]]
+    assert shown == [("a", -1.0), ("b", -1.0)]
+    assert text["logprobs"]["tokens"] == ["c", "d"]
+    assert text["logprobs"]["token_logprobs"] == [-2.0, -2.0]
+    assert text["logprobs"]["text_offset"] == [0, 1]

@@ -1,0 +1,225 @@
+"""Every trained token is scored again; one whose label is one version off is found."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from lib.token_engine import policy, sample
+
+from grpo_components.audit.__main__ import _rescore as rescore
+from grpo_components.audit.rescore import allowed
+from grpo_components.exchange.policy_versions import PolicyVersions
+from grpo_components.exchange.trained_batches import write_batch
+from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
+from grpo_components.trajectory import batch_hash, pack
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class KeptRun:
+    """A run of two attempts: versions 1 and 2, then a rollback to 1, and another version 2.
+
+    Attempt 0 trained steps 1 and 2, attempt 1 step 2 again and step 3.
+    """
+
+    def __init__(self, folder, policies, base):
+        self.folder, self.policies = folder, dict(policies)
+        self.config = {"base_model_path": f"{base}", "dtype": "fp32", "generator": {"top_p": 1.0}}
+        writer, self.checksums = PolicyVersions(folder / "policy_versions", base), {}
+        for identity in ((0, 1), (0, 2), (1, 1), (1, 2)):
+            tensors = self.policies[identity].state_dict().items()
+            bucket = pack_bucket(list(tensors))
+            writer.keep(*identity, [bucket])
+            self.checksums[identity] = snapshot_checksum([bucket[0]])
+        self.batches = {
+            (0, 1): [self.response(0, 0, [0] * 5), self.response(0, 1, [0] * 9)],
+            (0, 2): [self.response(0, 2, [1] * 6), self.response(0, 3, [0] * 2 + [1] * 3)],
+            (1, 2): [self.response(0, 3, [0] * 2 + [1] * 3), self.response(1, 4, [1] * 4)],
+            (1, 3): [self.response(1, 5, [1] * 3 + [2] * 4), self.response(1, 6, [2] * 6)],
+        }
+
+    def response(self, attempt, group, versions):
+        found = self.policies
+        by_number = {v: found.get((attempt, v), found.get((0, v))) for v in range(3)}
+        made = sample(by_number, [3, 1, 4, group], versions, temperature=0.8)
+        return dataclasses.replace(made, attempt=attempt, group_id=group)
+
+    def write(self):
+        """Batches and receipts that agree with each other."""
+        records = []
+        for attempt, begins in ((0, 0), (1, 1)):
+            start = {"steps_done": begins, "policy_version": begins, "max_staleness": 2}
+            records.append({"record": "start", "attempt": attempt, **start})
+            for (of, step), batch in self.batches.items():
+                if of != attempt:
+                    continue
+                packed = pack(batch)
+                write_batch(self.folder / "trained_batches", batch_hash(packed), packed)
+                versions = np.concatenate([t.token_versions for t in batch])
+                counts = dict(zip(*np.unique(versions, return_counts=True), strict=True))
+                pulls = [
+                    {"generator": "generator_0", "version": step, "published": checksum}
+                    for identity, checksum in self.checksums.items()
+                    if identity == (attempt, step)
+                ]
+                records.append(
+                    {
+                        "record": "step",
+                        "attempt": attempt,
+                        "step": step,
+                        "trained_from": step - 1,
+                        "token_versions": {str(v): int(n) for v, n in counts.items()},
+                        "batch_hash": batch_hash(packed),
+                        "acknowledged": pulls,
+                    }
+                )
+        lines = "".join(f"{json.dumps(record)}\n" for record in records)
+        (self.folder / "receipts.jsonl").write_text(lines)
+        (self.folder / "config.yaml").write_text(json.dumps(self.config))
+
+
+@pytest.fixture(scope="module", name="policies")
+def _policies():
+    found = {(0, 0): policy(0), (0, 1): policy(1), (0, 2): policy(2), (1, 2): policy(3)}
+    return found | {(1, 1): found[0, 1]}
+
+
+@pytest.fixture
+def kept_run(tmp_path, policies):
+    base = tmp_path / "base"
+    policies[0, 0].save_pretrained(base)
+    return KeptRun(tmp_path, policies, base)
+
+
+def test_all_tokens_that_count_are_scored_over_a_rollback(kept_run, capsys):
+    kept_run.write()
+    assert rescore(kept_run.folder) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("rescored: 36 trained tokens of 3 steps under 4 policy versions; 2 ")
+    assert "allowed is 1e-04 (fp32), and less for likely tokens" in output and output.endswith(
+        "all agree\n"
+    )
+
+
+def plant(run, batch, number, **changes):
+    responses = run.batches[batch]
+    responses[number] = dataclasses.replace(responses[number], **changes)
+
+
+def relabelled(run, batch, number, tokens, off):
+    labels = run.batches[batch][number].token_versions.copy()
+    labels[tokens] += off
+    plant(run, batch, number, token_versions=labels)
+
+
+@pytest.mark.parametrize(
+    "batch, number, tokens, off, named",
+    [
+        ((1, 3), 1, slice(None), -1, "step 3, group 6, response 0, token "),
+        ((1, 3), 1, 0, -1, "step 3, group 6, response 0, token 0, version 1 of attempt 1"),
+        ((1, 3), 0, 3, -1, "step 3, group 5, response 0, token "),
+        ((1, 2), 1, slice(None), -1, "step 2, group 4, response 0, token "),
+        ((0, 1), 0, slice(None), 1, "step 1, group 0, response 0, token "),
+    ],
+)
+def test_a_label_that_is_one_version_off_is_named(
+    kept_run, capsys, batch, number, tokens, off, named
+):
+    relabelled(kept_run, batch, number, tokens, off)
+    kept_run.write()
+    assert rescore(kept_run.folder) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("broken: rescore: ") and f"the worst: {named}" in last
+
+
+def test_the_attempt_of_a_token_decides_on_its_weights(kept_run, capsys):
+    plant(kept_run, (1, 3), 1, attempt=0)
+    kept_run.write()
+    assert rescore(kept_run.folder) == 1
+    assert "version 2 of attempt 0: recorded" in capsys.readouterr().out
+
+
+def test_other_logprobs_tokens_and_temperatures_are_found(kept_run, capsys):
+    response = kept_run.batches[1, 3][0]
+    changed = response.generator_logprobs.copy()
+    changed[2] += 3e-4
+    for changes in (
+        {"generator_logprobs": changed},
+        {"response_ids": response.response_ids[::-1].copy()},
+        {"temperature": 0.81},
+        {"generator_logprobs": np.full_like(changed, np.nan)},
+    ):
+        plant(kept_run, (1, 3), 0, **changes)
+        kept_run.write()
+        assert rescore(kept_run.folder) == 1, changes.keys()
+        assert "step 3, group 5" in capsys.readouterr().out
+        kept_run.batches[1, 3][0] = response
+
+
+def test_less_is_allowed_for_likely_tokens_and_never_more_than_for_others():
+    found = allowed(np.log([1.0, 0.99, 0.5, 1e-6]), "fp32")
+    assert found == pytest.approx([2e-6, 3e-6, 5.2e-5, 1e-4], rel=1e-3)
+    assert (allowed(np.log([1.0, 1e-6]), "bf16") == 0.25).all()
+
+
+def test_what_is_missing_or_damaged_is_named(kept_run, capsys):
+    kept_run.write()
+    versions = kept_run.folder / "policy_versions" / "attempt_1"
+
+    def broken():
+        assert rescore(kept_run.folder) == 1
+        return capsys.readouterr().out.splitlines()[-1]
+
+    (versions / "version_2").rename(versions / "away")
+    assert "version 2 of attempt 1 is not kept" in broken()
+    (versions / "version_2").write_bytes((versions / "away").read_bytes()[:-1])
+    assert "version_2 (version 2 of attempt 1) is damaged: checksum mismatch" in broken()
+    (versions / "away").replace(versions / "version_2")
+    batches = kept_run.folder / "trained_batches"
+    content = batch_hash(pack(kept_run.batches[1, 3]))
+    (batches / content).rename(batches / "away")
+    assert f"step 3: no batch {batches / content}" in broken()
+    (batches / batch_hash(pack(kept_run.batches[0, 2]))).rename(batches / content)
+    assert f"{batches / content} is damaged: its hash is" in broken()
+
+
+def test_receipts_that_name_other_weights_or_counts_are_found(kept_run, capsys):
+    kept_run.checksums[1, 2] = "0123456789abcdef"
+    kept_run.write()
+    path = kept_run.folder / "receipts.jsonl"
+    path.write_text(path.read_text().replace('"2": 10', '"2": 9'))
+    assert rescore(kept_run.folder) == 1
+    output = capsys.readouterr().out
+    assert "broken: rescore: " in output and "version 2 of attempt 1 is kept with" in output
+    assert "step 3: the batch has" in output
+
+
+def test_masked_and_failed_responses_are_not_scored(kept_run, capsys):
+    kept_run.config["mask_overlong"] = True
+    plant(kept_run, (1, 3), 0, finish_reason="length")
+    plant(kept_run, (1, 2), 1, finish_reason="error", error="lost")
+    kept_run.write()
+    path = kept_run.folder / "receipts.jsonl"
+    text = path.read_text().replace('{"1": 3, "2": 10}', '{"2": 6}')
+    path.write_text(text.replace('{"0": 2, "1": 7}', '{"0": 2, "1": 3}'))
+    assert rescore(kept_run.folder) == 0, capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("rescored: 25 trained tokens")
+
+
+@pytest.mark.parametrize("what", ["versions", "sampling", "config"])
+def test_a_run_that_cannot_be_scored_says_why(kept_run, capsys, what):
+    if what == "sampling":
+        kept_run.config["generator"]["top_p"] = 0.9
+    kept_run.write()
+    if what == "versions":
+        (kept_run.folder / "policy_versions").rename(kept_run.folder / "elsewhere")
+    if what == "config":
+        (kept_run.folder / "config.yaml").unlink()
+    assert rescore(kept_run.folder) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cannot rescore: ")
+    named = {"versions": "keep_policy_versions", "sampling": "generator.top_p: 0.9 given"}
+    assert named.get(what, "config.yaml") in error
+    assert torch.is_grad_enabled()

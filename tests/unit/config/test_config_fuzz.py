@@ -1,0 +1,441 @@
+"""Whatever a config holds: it is refused in one line before Ray starts, or everything is built."""
+
+import contextlib
+import importlib.util
+import io
+import math
+import re
+import shutil
+import signal
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from ray import cloudpickle
+
+from grpo_components.cluster.supervision import exit_code
+from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
+from grpo_components.objective.component_errors import ComponentError
+from grpo_components.objective.schedules import as_schedule
+from grpo_components.plain_text import one_line
+from grpo_components.rewards.reward_trial import RewardTrial
+from grpo_components.settings import Settings
+
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"
+CONFIG = ROOT / "recipes" / "configs" / "tiny_async_grpo.yaml"
+pytestmark = pytest.mark.slow
+
+
+class ReachedRayError(BaseException):
+    """The config was accepted, and every role's arguments are made."""
+
+
+class NoCluster:
+    """Takes the place of Ray: what is to be sent to a role must be fit to be sent."""
+
+    remote_files = None
+
+    def __init__(self, cfg, *_):
+        self.scratch = Path(cfg.output_dir)
+
+    def start(self):
+        pass
+
+    def show(self, lines):
+        assert all(line.startswith("warning: ") for line in lines)
+
+    def reserve(self, needs, timeout_s):
+        cloudpickle.dumps(needs)
+
+    def spawn(self, name, role_class, **kwargs):
+        cloudpickle.dumps(kwargs)
+        return SimpleNamespace(name=name)
+
+    async def ready(self, timeout_s):
+        raise ReachedRayError
+
+    def stop(self):
+        pass
+
+
+class OnceTried:
+    """Tries the same rewards on the same samples in one process only; keeps what was found."""
+
+    def __init__(self):
+        self._found = {}
+
+    def __call__(self, *given):
+        return SimpleNamespace(finish=lambda: self._finish(given), close=lambda: None)
+
+    def _finish(self, given):
+        key = repr(given)
+        if key not in self._found:
+            self._found[key] = self._try(given)
+        if self._found[key]:
+            raise ComponentError(*self._found[key])
+
+    def _try(self, given):
+        trial = RewardTrial(*given)
+        try:
+            trial.finish()
+        except ComponentError as error:
+            return str(error), error.user_traceback
+        finally:
+            trial.close()
+        return None
+
+
+def no_hub(path, *_, **__):
+    raise ConnectionError(f"nobody asks for {path}")
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_policy, tmp_path_factory):
+    """The recipe's entry over the tiny policy with few prompts; called with YAML and overrides."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    base = folder / "tiny_policy"
+    shutil.copytree(DEFAULT_OUTPUT_DIR, base)
+    for name in ("train", "held_out"):
+        path = base / "data" / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    spec = importlib.util.spec_from_file_location("recipe_under_test", RECIPE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it
+    spec.loader.exec_module(module)
+    module.build_cluster = NoCluster
+    patched = pytest.MonkeyPatch()
+    patched.setattr("datasets.load_dataset", no_hub)
+    # It depends on no value of the config, and looks at the 6,000 modules of this process.
+    patched.setattr("grpo_components.config.open_run.save_code", lambda *_: None)
+    # A process takes longer than all other checks, and most configs have the same rewards.
+    patched.setattr("grpo_components.config.component_trial.RewardTrial", OnceTried())
+    (folder / "home").mkdir()  # `~` is a path like any other, and this one is nobody's
+    (folder / "home" / "mine").touch()
+    patched.setenv("HOME", str(folder / "home"))
+    open_run = module.open_run
+
+    def open_here(cfg, *args):
+        """Only in the test's folder: a used output_dir is moved aside, and none of yours may be."""
+        if not Path(cfg.output_dir).resolve().is_relative_to(folder):
+            raise ReachedRayError
+        return open_run(cfg, *args)
+
+    module.open_run = open_here
+    values = OmegaConf.to_container(OmegaConf.load(CONFIG))
+    values |= {"base_model_path": str(base), "output_dir": str(folder / "run")}
+    file = folder / "config.yaml"
+
+    def run(text=None, overrides=(), **changes):
+        """The refusal; "" where the config was accepted."""
+        file.write_text(yaml.safe_dump(values | changes) if text is None else text)
+        out, err = io.StringIO(), io.StringIO()
+        before = {number: signal.getsignal(number) for number in ENDING}
+        argv, sys.argv = sys.argv, ["recipe", "--config", str(file), *overrides]
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = exit_code(module.recipe_main)
+        except ReachedRayError:
+            return ""
+        finally:
+            sys.argv = argv
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            shutil.rmtree(folder / "run", ignore_errors=True)
+        refusal = err.getvalue()
+        if code == 0:  # a dry run ends where another would reach Ray
+            assert out.getvalue().startswith("dry run") and not refusal
+            return ""
+        assert code == 2, refusal
+        assert len(refusal.rstrip("\n")) <= 300, refusal
+        assert re.fullmatch(r"config error: [^\n]+\n", refusal), refusal
+        assert refusal == one_line(refusal) + "\n", "it gives the terminal orders"
+        return refusal
+
+    run.values = values
+    with contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield run
+    patched.undo()
+
+
+def fuzz(max_examples):
+    return settings(
+        max_examples=max_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+SCHEMA = Settings.model_json_schema()
+
+
+def alternatives(schema):
+    """A JSON schema as those of its union, with references followed."""
+    if "$ref" in schema:
+        return alternatives(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
+    union = schema.get("anyOf") or schema.get("oneOf") or ()
+    return [part for each in union for part in alternatives(each)] or [schema]
+
+
+def leaves(schemas, at=()):
+    """Every key with what it may hold; a number's schedule is no section."""
+    sections = [s for s in schemas if "schedule" not in s.get("properties", {"schedule": 0})]
+    named = [s["additionalProperties"] for s in schemas if "minProperties" in s]
+    for section in sections:
+        for name, part in section["properties"].items():
+            yield from leaves(alternatives(part), (*at, name))
+    for part in named:
+        yield from leaves(alternatives(part), (*at, "correctness"))
+    if not sections and not named:
+        yield at, schemas
+
+
+RULES = dict(leaves([SCHEMA]))
+
+
+def holders(values, prefix=()):
+    """Every key that the config has a value for, also among a component's arguments."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from holders(value, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+KEYS = sorted({*RULES, *holders(OmegaConf.to_container(OmegaConf.load(CONFIG)))})
+COMPONENTS = [key[0] for key in RULES if len(key) == 2 and key[1] == "_component_"]
+
+
+def changed(values, changes):
+    """A copy of nested values with others at some keys; `...` removes one."""
+    result = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+    result["rewards"] = {k: dict(v) for k, v in values["rewards"].items()}
+    for key, value in changes.items():
+        section = result
+        for name in key[:-1]:
+            section = section.get(name) if isinstance(section, dict) else None
+            if section is None and name == key[0]:
+                section = result[name] = {}
+        if not isinstance(section, dict):
+            continue
+        if value is ...:
+            section.pop(key[-1], None)
+        else:
+            section[key[-1]] = value
+    return result
+
+
+INTERPOLATED = ["???", "${seed}", "${nowhere}", "${oc.env:HOME}", "${eval:1}", "${", "~", "nan"]
+NESTED = [{"_component_": "os.getcwd"}, {"_component_": None}, {"_component_": 3}, [], [[]], [None]]
+NESTED += [{"schedule": "linear"}, {"schedule": "constant", "start": "x"}, {"a": {"b": {}}}]
+NESTED += [{1: 2}, {None: 1}, [10**400]]
+HUGE = [10**400, -(10**400), 2**63, 2**31, 10**30, -(10**30), 1e308, -1e308]
+TEXTS = ["~/run", "x" * 300, "x" * 5000, "a/" * 3000, "a\0b", "\x1b[2J", "\ud800", "a\nb"]
+TEXTS += [".", "/", "/dev/null", "..."]
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(),
+    st.text(max_size=8).filter(lambda text: not text.startswith(("/", "~"))),  # no folder of yours
+    st.dates(),
+    st.binary(max_size=4),
+    st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
+    st.dictionaries(st.text(max_size=8), st.integers(), max_size=2),
+    st.sampled_from([*INTERPOLATED, *NESTED, *HUGE, *TEXTS]),
+)
+
+
+@fuzz(250)
+@given(st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
+def test_values_of_any_type_are_refused_by_key_or_accepted(recipe, changes):
+    refusal = recipe(**changed(recipe.values, changes))
+    if not refusal:
+        return
+    # Half a surrogate pair is found in the file already, and other keys may depend on these.
+    named = {key[0] for key in changes} | {"config.yaml", "num_references", "num_trainers"}
+    assert any(name in refusal for name in named), refusal
+
+
+def test_each_key_that_is_missing_has_a_default_or_is_named(recipe):
+    for key in holders(recipe.values):
+        refusal = recipe(**changed(recipe.values, {key: ...}))
+        assert not refusal or key[0] in refusal, (key, refusal)
+
+
+@fuzz(80)
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from(COMPONENTS), st.text("abc_", min_size=1, max_size=4)),
+        ODD,
+        max_size=1,
+    ),
+    st.dictionaries(st.sampled_from([(key,) for key in SCHEMA["properties"]]), ODD, max_size=1),
+    st.dictionaries(st.tuples(st.text(min_size=1, max_size=6)), ODD, max_size=1),
+    st.dictionaries(st.sampled_from(list(RULES)), st.just(...), max_size=3),
+)
+def test_sections_that_are_something_else_and_keys_that_are_unknown_or_missing(
+    recipe, arguments, sections, unknown, missing
+):
+    recipe(**changed(recipe.values, missing | unknown | arguments | sections))
+
+
+@st.composite
+def damaged_yaml(draw):
+    """The config's text with pieces cut out, doubled, or replaced by characters YAML cares for."""
+    text = CONFIG.read_text()
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(text)))
+        end = start + draw(st.integers(0, 40))
+        piece = draw(
+            st.one_of(
+                st.just(""),
+                st.just(text[start:end] * 2),
+                st.text(":-?[]{},&*#|>!%@`'\"\t\n $~\\", max_size=6),
+                st.text(max_size=6),
+                st.sampled_from(["!!python/object/apply:os.getcwd []", "<<: *a", "&a", "\x00"]),
+            )
+        )
+        text = text[:start] + piece + text[end:]
+    return text
+
+
+@fuzz(150)
+@given(damaged_yaml())
+def test_text_that_was_damaged(recipe, text):
+    where = f"\nbase_model_path: {recipe.values['base_model_path']}\n"
+    text = re.sub(r"\nbase_model_path: .*\n", lambda _: where, text)
+    text = re.sub(r"\noutput_dir: .*\n", f"\noutput_dir: {recipe.values['output_dir']}\n", text)
+    with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair is in no file
+        text.encode()
+        recipe(text)
+
+
+@fuzz(150)
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                "{}={}".format,
+                st.one_of(
+                    st.sampled_from([".".join(key) for key in RULES]),
+                    st.sampled_from(["rewards.0.weight", "model.0", "..", "seed.x", "a.b.c", ""]),
+                ),
+                st.sampled_from(
+                    ["1", "", "None", "null", "[", "{", "{a: 1}", "[1,2]", "${seed}", "'", "!!x"]
+                ),
+            ),
+            st.sampled_from(["~seed", "~loss._component_", "~nowhere", "~", "seed", "=", "--x"]),
+            st.text(max_size=6),
+        ),
+        min_size=1,
+        max_size=2,
+    )
+)
+def test_overrides_of_any_form(recipe, overrides):
+    recipe(overrides=[text for text in overrides if not text.startswith("-h")])
+
+
+def test_a_number_of_400_digits_is_refused_at_every_key(recipe):
+    for key in KEYS:
+        refusal = recipe(**changed(recipe.values, {key: 10**400}))
+        assert refusal.startswith(f"config error: {'.'.join(key)}: "), (key, refusal)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["generator.stop_token_ids=[384]"], "generator.stop_token_ids: "),
+        (["checkpointer=torchtune.training.FullModelMetaCheckpointer"], "checkpointer._component_"),
+        (["groups_per_step=65536", "group_size=65536"], "groups_per_step: "),
+        ([f"seed={'9' * 400}"], "seed: "),
+        ([f"model.vocab_size={'9' * 5000}"], "model.vocab_size: "),
+        ([f"{'model.' * 200}x=1"], "model.model."),
+        ([f"output_dir={'x' * 300}"], "output_dir: "),
+        ([f"dataset.source={'x' * 5000}"], "dataset.source: "),
+        ([f"seed={'[' * 60_000}"], "seed.0.0"),
+        ([f"{'x' * 5000}=1"], "xxxx"),
+        (["output_dir=~/"], "output_dir: "),
+    ],
+    ids=lambda value: value[0][:40] if isinstance(value, list) else "",
+)
+def test_what_ended_in_a_traceback_a_hang_or_an_engine_is_one_line(recipe, overrides, key):
+    assert recipe(overrides=overrides).startswith(f"config error: {key}")
+
+
+# ---- what is accepted is built ------------------------------------------------------------------
+
+SIZES = {"num_generators": 3, "num_trainers": 4, "num_references": 2, "rollouts_in_flight": 9}
+SIZES |= {"push_every_n_steps": 3, "pull_every_m_rollouts": 9, "max_staleness": 4, "num_steps": 9}
+SIZES |= {"groups_per_step": 9, "group_size": 9, "ppo_epochs": 3, "updates_per_batch": 4}
+SIZES |= {"tensor_parallel_dim": 4, "data_parallel_replicate_dim": 4}
+
+
+def within(schemas, key):
+    """Values that a key allows, of a size that a machine has."""
+    rule, *others = schemas
+    if "enum" in rule:
+        return st.sampled_from(rule["enum"])
+    if rule["type"] == "boolean":
+        return st.booleans()
+    low = rule.get("minimum", rule.get("exclusiveMinimum"))
+    if rule["type"] == "integer":
+        return st.integers(low, max(low, min(rule["maximum"], SIZES.get(key[-1], 2000))))
+    low, high = -2.0 if low is None else max(low, -2.0), min(rule["maximum"], 2.0)
+    number = st.floats(low, high, exclude_min="exclusiveMinimum" in rule)
+    if not any("schedule" in other.get("properties", ()) for other in others):
+        return number
+    shape = {"schedule": st.sampled_from(["linear", "cosine"]), "start": number, "end": number}
+    shape |= {"num_steps": st.integers(1, 9), "warmup_steps": st.integers(0, 3)}
+    return number | st.fixed_dictionaries(shape)
+
+
+NUMBERS = {
+    key: schemas
+    for key, schemas in RULES.items()
+    if ("enum" in schemas[0] or schemas[0].get("type") in ("integer", "number", "boolean"))
+    and not any(schema.get("type") == "string" for schema in schemas[1:])
+    and key[0] not in ("lr_scheduler", "ptx", "model")
+    and key[-1] not in ("device", "momentum")
+}
+
+
+@st.composite
+def in_range(draw):
+    """A few keys with values that their rules allow, however they fit together."""
+    keys = draw(st.lists(st.sampled_from(list(NUMBERS)), min_size=1, max_size=6, unique=True))
+    return {key: draw(within(NUMBERS[key], key)) for key in keys}
+
+
+@fuzz(200)
+@given(in_range())
+def test_values_in_their_ranges_are_refused_together_or_everything_is_built(recipe, changes):
+    values = changed(recipe.values, changes)
+    if recipe(**values):
+        return
+    for section, name in (("optimizer", "lr"), ("generator", "temperature"), ("loss", "kl_coeff")):
+        schedule = as_schedule(name, values[section][name])
+        assert all(math.isfinite(schedule(step)) for step in range(12))
+
+
+def test_this_fuzz_knows_what_is_accepted(recipe):
+    """Or all of the above would pass on a config that is refused for another reason."""
+    assert recipe() == ""
+    assert recipe(CONFIG.read_text().replace("group_size: 8", "group_size: 1")) != ""
+    assert "group_size" in recipe(overrides=["group_size=1"])
+    for _ in range(2):  # also where the rewards were tried before
+        failing = recipe(overrides=["rewards.correctness._component_=unittest.mock.Mock"])
+        assert "unittest.mock.Mock raised TypeError" in failing

@@ -1,0 +1,264 @@
+"""Every key has a type and bounds; what breaks them is refused by its key, with what is allowed."""
+
+import math
+
+import pytest
+from lib.tracked import tracked
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_components.config.reading import read_settings
+from grpo_components.settings import Settings
+
+CONFIGS = tracked("recipes/configs/*.yaml")
+SCHEMA = Settings.model_json_schema()
+LINEAR = {"schedule": "linear", "start": 0.3, "end": 0.1, "num_steps": 10}
+SCHEDULED = [
+    *("loss.clip_low", "loss.clip_high", "loss.kl_coeff", "optimizer.lr"),
+    *("generator.temperature", "reward_shaping.kl_coeff"),
+]
+
+
+def leaves(schema=SCHEMA, prefix=""):
+    """Every key with the JSON schemas of what it may hold."""
+    if "$ref" in schema:
+        yield from leaves(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], prefix)
+    elif union := schema.get("anyOf") or schema.get("oneOf"):
+        for part in union:
+            yield from leaves(part, prefix)
+    elif "minProperties" in schema:
+        yield from leaves(schema["additionalProperties"], f"{prefix}correctness.")
+    elif "properties" in schema:
+        for name, part in schema["properties"].items():
+            yield from leaves(part, f"{prefix}{name}.")
+    else:
+        yield prefix[:-1], schema
+
+
+NUMBERS = {key: schema for key, schema in leaves() if schema.get("type") in ("integer", "number")}
+NULL = {
+    "lr_scheduler": {"_component_": "a.Scheduler"},
+    "ptx": {"_component_": "a.Dataset"},
+    "lora": {"rank": 8, "alpha": 16},
+    "teacher": {"path": "a/folder"},
+    "curriculum": {"decay": 0.9},
+    "replay_generation": {"share": 0.5},
+}
+"""Sections that are null in the tiny config, each with what it needs."""
+
+
+@pytest.fixture
+def refusal(values_with):
+    def refusal(changes):
+        with pytest.raises(ValueError) as refused:
+            read_settings(with_changes(values_with, changes))
+        message = str(refused.value)
+        assert "\n" not in message and len(message) <= 285
+        key, _, rest = message.partition(": ")
+        problem, found, allowed = rest.partition("; allowed: ")
+        assert found, message
+        return key, problem, allowed
+
+    return refusal
+
+
+def with_changes(values_with, changes):
+    sections = {key.partition(".")[0] for key in changes if "." in key}
+    nodes = {name: dict(NULL[name]) for name in sections & NULL.keys()}
+    return values_with(**nodes, **{key.replace(".", "__"): v for key, v in changes.items()})
+
+
+def test_every_number_is_bounded_from_both_sides():
+    assert len(NUMBERS) > 80
+    open_below = {"optimizer.momentum"}
+    for key, schema in NUMBERS.items():
+        assert schema["maximum"] < math.inf, key
+        assert key in open_below or "minimum" in schema or "exclusiveMinimum" in schema, key
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_bound_is_accepted_and_more_is_refused_with_the_bound(key, refusal, values_with):
+    schema = NUMBERS[key]
+    step = 1 if schema["type"] == "integer" else 0.01 * abs(schema["maximum"])
+    is_schedule = key.rpartition(".")[0] in SCHEDULED
+    place = key.rpartition(".")[0] if is_schedule else key
+    name = key.rpartition(".")[2]
+
+    def change(number):
+        return {place: {**LINEAR, name: number} if is_schedule else number}
+
+    read_settings(with_changes(values_with, change(schema["maximum"])))
+    for low in (schema.get("minimum"), schema.get("exclusiveMinimum")):
+        if low is not None:
+            assert refusal(change(low - step))[0] == key
+    found, problem, allowed = refusal(change(schema["maximum"] + step))
+    assert found == key and "given" in problem
+    most = f"{schema['maximum']:{'d' if step == 1 else '.10g'}}"
+    assert schema.get("allowed", f"at most {most}") in allowed
+    for wrong in ("8", True, math.nan, math.inf, [1], 2**1000):
+        assert refusal(change(wrong))[0] == key
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_shipped_configs_are_read_and_come_back(path):
+    given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    settings = read_settings(given)
+    whole = settings.model_dump()
+    assert [key for key in whole if key in given] == list(given), "the order of keys is kept"
+    assert OmegaConf.merge(whole, given) == whole, "no value is changed"
+    assert read_settings(whole) == settings
+    assert isinstance(settings.model, DictConfig)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "allowed"),
+    [
+        ("group_size", 1, "a whole number at least 2"),
+        ("group_size", 8.0, "a whole number"),
+        ("group_size", None, "a whole number"),
+        ("seed", -1, "at least 0 and at most 2147483647"),
+        ("device", "gpu", "cpu | cuda"),
+        ("dtype", "fp16", "fp32 | bf16"),
+        ("log_level", "warning", "DEBUG | INFO | WARNING | ERROR"),
+        ("stale_groups", "keep", "drop | wait"),
+        ("checkpoint_failure", "ignore", "error | warn"),
+        ("shuffle", 1, "true | false"),
+        ("output_dir", "", "a path"),
+        ("resume_from_checkpoint", 3, "true | false, or a path"),
+        ("eval_only", "", "true | false, or a path"),
+        ("keep_last_n", 0, "at least 1 and at most 2147483647, or null"),
+        ("profiler.enabled", 1, "true | false"),
+        ("optimizer.lr", 0, "a number above 0 and at most 1000, or a schedule"),
+        ("optimizer.lr", "1e-6", "a number above 0"),
+        ("loss.clip_low", 1.5, "above 0 and at most 1"),
+        ("generator.temperature", 0, "at least 0.01 and at most 2, or a schedule"),
+        ("generator.max_response_tokens", LINEAR, "a whole number at least 1"),
+        ("generator.stop_token_ids", ["a"], "a list of token ids, or null"),
+        ("generator", 7, "a mapping with max_response_tokens, temperature"),
+        ("eval.temperature", 1e-5, "0, or a number of 0.01 to 2"),
+        ("clip_grad_norm", 0, "above 0 and at most 1e+30, or null"),
+        ("checkpointer.model_type", "QWEN4", "LLAMA2 | LLAMA3"),
+        ("checkpointer.model_type", ["QWEN2"], "| QWEN2 | QWEN3"),
+        ("tokenizer.special_tokens_path", -1, "a path, or null"),
+        ("dataset.num_rows", 0, "or null"),
+        ("rewards", None, "one `_component_` or more"),
+        ("rewards", {}, "one `_component_` or more"),
+        ("rewards", [{"_component_": "a"}], "one `_component_` or more"),
+        ("rewards.correctness", 3, "`_component_` and its arguments"),
+        ("rewards.correctness.is_success", 1, "true | false"),
+        ("model", None, "`_component_` and its arguments"),
+        ("model", "Qwen", "`_component_` and its arguments"),
+        ("model", {"_component_": None}, "`_component_` and its arguments"),
+        ("model._component_", 3, "a dotted path"),
+        ("lr_scheduler", "cosine", "`_component_` and its arguments, or null"),
+        ("ptx.examples_per_update", 1.5, "a whole number at least 1"),
+    ],
+)
+def test_a_wrong_value_names_its_key_and_what_is_allowed(key, wrong, allowed, refusal):
+    found, problem, told = refusal({key: wrong})
+    assert found == key and " given" in problem and allowed in told
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("GEMMA2", "norms"), ("LLAMA3_VISION", "multimodal"), ("REWARD", "scores")]
+)
+def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(name, why, refusal):
+    key, problem, allowed = refusal({"checkpointer.model_type": name})
+    assert key == "checkpointer.model_type" and why in problem and "QWEN2" in allowed
+
+
+def test_a_key_that_is_left_out_has_a_default_or_is_named(values_with):
+    required = set()
+    for key in Settings.model_fields:
+        given = values_with()
+        given.pop(key, None)
+        try:
+            assert key in read_settings(given).model_dump()
+        except ValueError as refused:
+            assert str(refused).startswith(f"{key}: missing; allowed: ")
+            required.add(key)
+    assert {"output_dir", "model", "rewards", "group_size", "generator"} <= required
+    assert not {"timeouts", "reward_model", "lr_scheduler"} & required
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_removed_key_is_refused_with_what_became_of_it(values_with, value):
+    with pytest.raises(ValueError, match=r"^packing: removed: ") as refused:
+        read_settings(values_with(packing=value))
+    assert "prompt" in str(refused.value) and len(str(refused.value)) <= 300
+
+
+def test_a_default_can_be_overridden_alone(settings_with):
+    settings = settings_with(timeouts={"rollout_s": 60}, reward_model=None)
+    assert settings.timeouts.rollout_s == 60.0 and settings.timeouts.startup_s == 600.0
+    assert settings.reward_model.path is None
+    assert settings.rewards["correctness"].weight == 1.0
+    empty = {"_component_": None, "num_warmup_steps": 3}  # `lr_scheduler=null` by torchtune
+    assert settings_with(lr_scheduler=empty).lr_scheduler is None
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("group_sise", "did you mean group_size?"),
+        ("learning_rate", "the keys that `tune cat"),
+        ("temperature", "did you mean generator.temperature?"),
+        ("lr", "did you mean optimizer.lr?"),
+        ("generator.max_tokens", "max_response_tokens, temp"),
+        ("generator.temperatures", "did you mean generator.temperature?"),
+        ("timeouts.rewards_s", "did you mean timeouts.reward_s?"),
+    ],
+)
+def test_an_unknown_key_gets_a_suggestion(key, hint, refusal):
+    found, problem, allowed = refusal({key: 1})
+    assert (found, problem) == (key, "unknown key") and hint in allowed
+
+
+def test_an_unknown_key_is_named_before_the_one_that_is_missing_for_it(values_with):
+    given = values_with(group_sise=8)
+    del given["group_size"]
+    with pytest.raises(ValueError, match=r"^group_sise: .* group_size\?$"):
+        read_settings(given)
+
+
+@pytest.mark.parametrize("key", SCHEDULED)
+def test_a_schedule_may_stand_where_its_number_may(key, settings_with):
+    section, name = key.split(".")
+    for value in (LINEAR, 1):
+        read = getattr(settings_with(**{f"{section}__{name}": value}), section)
+        assert getattr(read, name) == value
+
+
+def test_these_are_all_that_may_follow_a_schedule():
+    assert sorted(SCHEDULED) == sorted({key[:-9] for key, _ in leaves() if ".schedule" in key})
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "wrong"),
+    [
+        ("loss.kl_coeff", {"end": -0.1}, "end"),
+        ("loss.clip_low", {"start": 1.5}, "start"),
+        ("optimizer.lr", {"end": 0.0}, "end"),
+        ("generator.temperature", {"start": 2.5}, "start"),
+        ("generator.temperature", {"end": 0}, "end"),
+        ("loss.kl_coeff", {"schedule": "sudden"}, "schedule"),
+        ("loss.kl_coeff", {"schedule": "constant"}, "end"),
+        ("loss.kl_coeff", {"stop": 1}, "stop"),
+        ("optimizer.lr", {"num_steps": 0}, "num_steps"),
+        ("optimizer.lr", {"num_steps": 2**40}, "num_steps"),
+        ("loss.kl_coeff", {"warmup_steps": 2**40}, "warmup_steps"),
+    ],
+)
+def test_a_wrong_schedule_names_what_is_wrong_in_it(key, change, wrong, refusal):
+    assert refusal({key: {**LINEAR, **change}})[0] == f"{key}.{wrong}"
+
+
+@pytest.mark.parametrize("name", ["schedule", "end", "num_steps"])
+def test_a_schedule_lacks_nothing(name, refusal):
+    given = {key: value for key, value in LINEAR.items() if key != name}
+    assert refusal({"loss.kl_coeff": given})[:2] == (f"loss.kl_coeff.{name}", "missing")
+
+
+def test_a_wrong_name_in_a_list_is_refused_with_the_names(refusal):
+    key, problem, allowed = refusal({"lora": {"rank": 8, "alpha": 16, "target_modules": ["q"]}})
+    assert key == "lora.target_modules" and "'q'" in problem
+    assert allowed.startswith("a list of q_proj, ") and "down_proj" in allowed

@@ -1,0 +1,204 @@
+"""However the ranks are laid out, they make one rank's update; over gloo, with up to four ranks.
+
+Updates are by SGD, whose steps are the gradients: Adam would magnify round-off to whole steps.
+"""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from lib.trainer_ranks import (
+    ADVANTAGES,
+    HEADS,
+    SIBLINGS,
+    SMALL,
+    VOCABULARY,
+    Ranks,
+    assert_metrics_close,
+    assert_weights_close,
+    assert_weights_equal,
+    export,
+    exported,
+    step,
+)
+from safetensors.torch import load_file, save_file
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.qwen2 import qwen2
+
+from grpo_components.models.hf_weights import hf_converter
+from grpo_components.models.meshes import Sharding
+from grpo_components.models.qwen3 import qwen3
+from grpo_components.objective.losses import GRPOLoss
+from grpo_components.objective.penalties import Penalties
+from grpo_components.objective.schedules import Schedule
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "num_layers": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "max_seq_len": 64,
+    **HEADS,
+}
+MODELS = {
+    "QWEN2 tied": partial(qwen2, tie_word_embeddings=True, **SIZES),
+    "QWEN2 untied": partial(qwen2, tie_word_embeddings=False, **SIZES),
+    "LLAMA3_2 tied": partial(llama3_2, **SIZES),
+    "QWEN3 tied": partial(qwen3, head_dim=16, tie_word_embeddings=True, **SIZES),
+    "QWEN3 untied": partial(qwen3, head_dim=16, **SIZES),
+}
+LAYOUTS = [
+    (2, Sharding(replicate=2)),
+    (2, Sharding(tensor=2)),
+    (4, Sharding()),
+    (4, Sharding(replicate=2)),
+    (4, Sharding(tensor=2)),
+    (4, Sharding(replicate=2, tensor=2)),
+]
+CLIPPED = {"clip_grad_norm": 0.05}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Small random policies as Hugging Face folders."""
+    folders = {}
+    for name, build_model in MODELS.items():
+        folder = folders[name] = tmp_path_factory.mktemp("base")
+        model_type, tied = name.split()
+        torch.manual_seed(0)
+        model = build_model()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.15)
+        config = {
+            "model_type": model_type.partition("_")[0].lower(),
+            "hidden_size": 32,
+            "num_attention_heads": HEADS["num_heads"],
+            "num_key_value_heads": HEADS["num_kv_heads"],
+            "vocab_size": VOCABULARY,
+            "tie_word_embeddings": tied == "tied",
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        weights = hf_converter(model_type, folder)(model.state_dict())
+        weights = {key: tensor.contiguous() for key, tensor in weights.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folders
+
+
+@pytest.fixture(scope="module")
+def run(ranks, bases):
+    """Train two steps of a model on a layout: exported weights before and after, and metrics."""
+
+    def run(name, num_ranks, sharding, calls=None, **changes):
+        model_type = name.split()[0]
+        calls = calls or [
+            *export(0),
+            step(SIBLINGS, ADVANTAGES),
+            *export(1),
+            step(SIBLINGS, -ADVANTAGES),
+            *export(2),
+        ]
+        options = {"build_model": MODELS[name], "model_type": model_type, "sharding": sharding}
+        return ranks.run(bases[name], num_ranks, calls, **options, **changes)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_rank(run):
+    """What one rank makes of the whole batch in one forward pass."""
+    return {name: run(name, 1, Sharding(), **CLIPPED) for name in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "sharding"),
+    [("QWEN2 tied", num_ranks, sharding) for num_ranks, sharding in LAYOUTS]
+    + [
+        ("QWEN2 untied", 2, Sharding(tensor=2)),
+        ("LLAMA3_2 tied", 2, Sharding(tensor=2)),
+        ("LLAMA3_2 tied", 4, Sharding(tensor=2)),
+        ("QWEN3 tied", 2, Sharding()),
+        ("QWEN3 tied", 4, Sharding(tensor=2)),
+        ("QWEN3 tied", 4, Sharding(replicate=2, tensor=2)),
+        ("QWEN3 untied", 2, Sharding()),
+        ("QWEN3 untied", 2, Sharding(tensor=2)),
+    ],
+)
+def test_a_layout_makes_the_update_of_one_rank(run, one_rank, bases, name, num_ranks, sharding):
+    """Weights exported, metrics, and clipping by the norm over all shards of all meshes."""
+    results = run(name, num_ranks, sharding, tokens_per_micro_batch=SMALL, **CLIPPED)
+    expected = one_rank[name]
+    assert_weights_equal(exported(results, 1), load_file(bases[name] / "model.safetensors"))
+    for call in (2, 5):
+        assert expected[0][call]["grad_norm"] > CLIPPED["clip_grad_norm"]
+        for rank_results in results:
+            assert_metrics_close(rank_results[call], expected[0][call])
+    for call in (4, 7):
+        assert_weights_close(exported(results, call), exported(expected, call))
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        ("QWEN2 tied", Sharding(tensor=2)),
+        ("QWEN2 tied", Sharding(replicate=2, tensor=2)),
+        ("QWEN3 untied", Sharding(tensor=2)),
+    ],
+)
+def test_activation_checkpointing_and_fused_adamw_work_on_every_mesh(run, name, sharding):
+    optimizer = partial(torch.optim.AdamW, lr=0.1, eps=1.0, fused=True)  # steps like gradients
+    changes = {"build_optimizer": optimizer, "enable_activation_checkpointing": True}
+    expected = run(name, 1, Sharding(), **changes)
+    results = run(name, 4, sharding, **changes)
+    assert_weights_close(exported(results, 7), exported(expected, 7))
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        ("QWEN2 tied", Sharding(replicate=2)),
+        ("QWEN2 tied", Sharding(tensor=2)),
+        ("QWEN3 tied", Sharding(tensor=2)),
+    ],
+)
+def test_a_checkpoint_holds_the_weights_of_every_layout(run, tmp_path, name, sharding):
+    trained = [step(SIBLINGS, ADVANTAGES), *export(1)]
+    save = [("hold_state", True), ("write_state", str(tmp_path))]
+    results = run(name, 2, sharding, calls=[*trained, *save])
+    assert_weights_equal(load_file(tmp_path / "model.safetensors"), exported(results, 2))
+    for other in (Sharding(), sharding):  # each layout goes on from what any other saved
+        restored = run(name, 2, other, calls=[("load_state", str(tmp_path)), *export(1)])
+        assert_weights_equal(exported(restored, 2), exported(results, 2))
+
+
+def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
+    """The masters stay in float32: it is the updates that are rounded."""
+    exact, rounded = (
+        run("QWEN2 tied", 2, Sharding(reduce_dtype=dtype)) for dtype in ("fp32", "bf16")
+    )
+    before, exact, rounded = exported(exact, 1), exported(exact, 4), exported(rounded, 4)
+    for name, start in before.items():
+        update, other = exact[name] - start, rounded[name] - start
+        torch.testing.assert_close(other, update, rtol=0.05, atol=0.01 * update.abs().max().item())
+    assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["QWEN2 tied", "QWEN3 tied"])
+def test_compiled_layers_softmax_and_loss_make_the_same_update(run, name):
+    """The loss has a schedule: a new step is no new graph."""
+    schedule = Schedule("linear", start=0.2, end=0.1, num_steps=9)
+    changes = {"loss": GRPOLoss(clip_low=schedule), "penalties": Penalties(kl_coeff=0.1)}
+    changes |= {"tokens_per_micro_batch": SMALL}
+    expected = run(name, 1, Sharding(), **changes)
+    changes |= {"compile_model": True, "enable_activation_checkpointing": True}
+    results = run(name, 2, Sharding(), **changes)
+    assert_weights_close(exported(results, 7), exported(expected, 7))
+    assert_metrics_close(results[0][5], expected[0][5])

@@ -1,0 +1,248 @@
+"""Groups that agents make: whole, scored once per session, whatever an agent does."""
+
+import asyncio
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from lib.sessions import CHATML, ScriptedEngine, build_tokenizer
+
+from grpo_components.agents.parser_names import parser_names
+from grpo_components.errors import ReplayError
+from grpo_components.objective.component_errors import ComponentError
+from grpo_components.rewards.pool import RewardPool, RewardSpec
+from grpo_components.rollout.engine_environment import engine_environment
+from grpo_components.rollout.engine_use import EngineUse
+from grpo_components.rollout.generator_options import EnvironmentOptions, SamplingOptions
+
+AGENT = """
+import asyncio, os, time
+import openai
+
+def chat(client, *texts, **more):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    answer = client.chat.completions.create(model="m", messages=messages, **more)
+    return answer.choices[0].message.content
+
+def run(task):
+    client = openai.OpenAI(max_retries=0)
+    what = task["prompt_text"]
+    if what == "nothing":
+        return 1.0
+    if what.startswith("rewards"):
+        message = [{"role": "user", "content": what}]
+        answer = client.chat.completions.create(model="m", messages=message)
+        if what.endswith("nobody"):
+            return {"chatcmpl-0": 1.0}
+        own = {answer.id: 0.5}
+        return own if what.endswith("else") else {"reward": 1.0, **own}
+    if what == "kills its parent":
+        os.kill(os.getppid(), 9)
+        time.sleep(600)
+    first = chat(client, what)
+    if what == "raises":
+        raise ValueError("no more")
+    if what == "hangs":
+        time.sleep(600)
+    if what == "many":
+        asyncio.run(many())
+        return 1.0
+    if what == "forks":
+        chat(client, what, "rewritten", "again")
+    if what == "posts":
+        client.post("/reward", cast_to=object, body={"reward": 0.25})
+        return None
+    return {"reward": len(first), "task": task["prompt_index"]}
+
+async def many():
+    async with openai.AsyncOpenAI(max_retries=0) as client:
+        message = [{"role": "user", "content": "x"}]
+        ask = client.chat.completions.create
+        asks = [ask(model="m", messages=message) for _ in range(1000)]
+        await asyncio.gather(*asks, return_exceptions=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def module():
+    """The module, imported as its role imports it: vLLM reads the environment only then."""
+    before = dict(os.environ)
+    os.environ.update(engine_environment("cpu", "WARNING"))
+    from grpo_components.rollout import agent_rollouts
+
+    yield agent_rollouts
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def run(module, tmp_path, monkeypatch):
+    """Runs one session for each text of a prompt; returns the slots."""
+    (tmp_path / "session_agent.py").write_text(AGENT)
+    (tmp_path / "template.jinja").write_text(CHATML)
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = RewardSpec("grpo_components.agents.rewards.AgentReward", {}, 1.0, True)
+    rewards = RewardPool({"agent": reward}, num_workers=1, timeout_s=30.0)
+
+    def run_all(*texts, engine=None, agent="session_agent.run", timeout_s=20.0, **sample):
+        options = SimpleNamespace(model_path=str(tmp_path / "model"), max_model_len=400)
+        environment = EnvironmentOptions(
+            build_environment=lambda: module.AgentEnvironment(
+                agent, str(tmp_path / "template.jinja"), max_calls=20
+            ),
+            timeout_s=timeout_s,
+            runs_agents=True,
+        )
+        sampling = SamplingOptions(
+            group_size=len(texts),
+            seed=1,
+            max_response_tokens=50,
+            stop_token_ids=[build_tokenizer().convert_tokens_to_ids("<|im_end|>")],
+            truncation={},
+        )
+        engine = engine or ScriptedEngine(None)
+        engine.use = EngineUse(4)
+        rollouts = module.AgentRollouts(engine, rewards, sampling, environment, options)
+        engine.chat = rollouts._chat
+        samples = [
+            module.Sample(
+                {
+                    "prompt_index": i,
+                    "prompt_ids": np.array([1, 2]),
+                    "prompt_text": text,
+                    "answer": "",
+                    "seed": i,
+                },
+                f"group 3 sample {i}",
+                seed=100 + i,
+                **sample,
+            )
+            for i, text in enumerate(texts)
+        ]
+        try:
+            return asyncio.run(rollouts.collect(samples, 1.0))
+        finally:
+            rollouts.close()
+
+    yield run_all
+    rewards.close()
+
+
+def rows_of(slots):
+    return [row for slot in slots for row in (slot, *slot.others)]
+
+
+def test_sessions_become_groups_with_one_reward_each(run):
+    from grpo_components.trajectory import pack, response_numbers, summarize
+
+    slots = run("good", "forks", "posts", "nothing")
+    identity = {"epoch": 0, "group_id": 3, "attempt": 0, "temperature": 1.0}
+    prompt = {"prompt_index": 5}
+    rows = [row.trajectory(prompt, **identity) for row in rows_of(slots)]
+    packed = pack(rows)
+    assert response_numbers(packed).tolist() == [0, 1, 1, 2, 3]
+    assert [row.reward for row in rows[:4]] == [1.0, 1.0, 1.0, 0.25]
+    assert rows[4].error == "agent: it ended without an answer"
+    summary = summarize(packed)
+    assert np.allclose(summary.rewards, [1.0, 1.0, 0.25, np.nan], equal_nan=True)
+    assert summary.response_tokens == [2, 4, 2, 0]
+    assert summary.successes == [True, True, False, False]
+    assert [fork["call"] for fork in rows[1].session["forks"]] == [2]
+    assert rows[1].session["trajectories"] == 2
+    assert rows[2].session == {"sample": 1}
+
+
+def test_whatever_an_agent_does_its_sample_alone_fails(run):
+    slots = run("raises", "hangs", "good", timeout_s=6.0)
+    errors = [slot.score.error for slot in slots]
+    assert errors[0].startswith("agent: ValueError (")
+    assert errors[0].splitlines()[0].endswith("): no more")
+    limit = "session_agent.run did not end in 6 s, half of timeouts.rollout_s"
+    assert errors[1] == f"agent: TimeoutError: {limit}"
+    assert errors[2] is None
+    assert all(not slot.others and not len(slot.response_ids) for slot in slots[:2])
+
+
+def test_an_agent_that_opens_a_thousand_calls_fails_its_sample_alone(run):
+    many, good = run("many", "good", timeout_s=120.0)
+    limit = "agent: the agent opened more than 20 calls (environment.max_calls)"
+    assert (many.score.error, good.score.error) == (limit, None)
+    assert many.session["calls"] <= 20
+
+
+def test_a_replay_says_at_which_call_the_agent_differs(run):
+    class Diverging(ScriptedEngine):
+        def submit(self, prompt_ids, **sampling):
+            if len(self.requests) == 1:
+                raise ReplayError(f"the recorded run had no {sampling['name']} here (any more)")
+            return super().submit(prompt_ids, **sampling)
+
+    problem = "group 3 sample 0: the agent differs at call 2: the recorded run had no group 3"
+    with pytest.raises(ReplayError, match=problem):
+        run("forks", engine=Diverging(None))
+
+
+def test_an_agent_without_a_module_ends_the_run(run):
+    with pytest.raises(ComponentError, match=r"^environment.agent: no_such.run cannot be imported"):
+        run("good", agent="no_such.run")
+
+
+def test_an_evaluation_takes_any_temperature(run):
+    engine = ScriptedEngine(None)
+    (slot,) = run("good", engine=engine, evaluates=True)
+    assert slot.score.error is None
+    assert engine.requests[0][2]["temperature"] == 1.0
+
+
+def test_vllms_parser_finds_calls_and_compares_turns(module):
+    parse = module.TurnParser("hermes", build_tokenizer())
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    turn = parse(f"so {call}", tools)
+    assert turn.content.strip() == "so"
+    assert [(name, json.loads(given)) for name, given in turn.calls] == [("f", {"x": 1})]
+    assert parse("plain", tools) == ("plain", [])
+    spelled = '<tool_call>\n{"arguments":{"x":1},"name":"f"}\n</tool_call>'
+    assert parse.same(call, spelled)
+    assert not parse.same(call, call.replace("1", "2"))
+    assert not parse.same("plain", "plain")
+    assert parse.mark == "<tool_call>"
+    from vllm.tool_parsers import ToolParserManager
+
+    assert parser_names() == ToolParserManager.list_registered()
+    with pytest.raises(
+        ValueError, match=r"^environment.tool_parser: 'nobody' given; allowed: null"
+    ):
+        module.TurnParser("nobody", build_tokenizer())
+
+
+def test_a_server_that_ends_is_an_error_and_no_silence(run, module):
+    class Ending(ScriptedEngine):
+        def submit(self, *args, **sampling):
+            def end():
+                raise SystemExit("out of memory")
+
+            asyncio.get_running_loop().call_soon(end)
+            self.hold = True
+            return super().submit(*args, **sampling)
+
+    with pytest.raises(module.AgentServerError, match=r"server ended: SystemExit\('out of memory"):
+        run("good", engine=Ending(None))
+
+
+def test_a_call_that_the_agent_rewards_has_its_reward_in_the_record(run):
+    slot, alone, wrong = run("rewards", "rewards nothing else", "rewards nobody")
+    (call,) = slot.session["call_rewards"]
+    assert (call["reward"], call["tokens"]) == (0.5, [0, len(slot.response_ids)])
+    assert slot.score.reward == 1.0
+    assert alone.score.reward == 0.5  # the sum of its calls
+    assert wrong.score.error.startswith("agent: the reward of the call 'chatcmpl-0' is 1.0")
+
+
+def test_the_death_of_the_process_that_starts_agents_fails_its_sessions_alone(run):
+    (lost,) = run("kills its parent")
+    assert lost.score.error == "agent: the process that starts agents ended"

@@ -1,0 +1,17 @@
+"""Trainer ranks that stay alive over the tests of a file, and the policy they start from."""
+
+import pytest
+from lib.trainer_ranks import Ranks, random_policy
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A small random policy as a Hugging Face folder."""
+    return random_policy(tmp_path_factory.mktemp("base"))

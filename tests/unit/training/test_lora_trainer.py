@@ -1,0 +1,152 @@
+"""A trainer with adapters: what it trains, exports, saves, and takes for its reference."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lib.trainer_ranks import (
+    ADVANTAGES,
+    RAGGED,
+    SMALL,
+    WHOLE,
+    assert_metrics_close,
+    assert_weights_close,
+    assert_weights_equal,
+    build_model,
+    export,
+    exported,
+    hf_weights,
+    random_policy,
+    step,
+    to_tune,
+)
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import AutoConfig
+
+from grpo_components.models.hugging_face_policy import hugging_face
+from grpo_components.models.lora import LoraOptions, pushed_shapes
+from grpo_components.models.meshes import Sharding
+from grpo_components.objective.penalties import Penalties
+
+LORA = LoraOptions(
+    rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"), save_merged=True
+)
+ADAPTED = {
+    "lora": LORA,
+    "needs_reference": True,
+    "build_optimizer": partial(torch.optim.AdamW, lr=3e-2, fused=True),
+    "ppo_epochs": 2,  # the first update leaves A as it is, because B is 0
+}
+PLAIN = [replace(trajectory, reference_logprobs=None) for trajectory in RAGGED]
+
+
+def base_logprobs(base, trajectory):
+    """Logprobs of a response by the base model, from whole logits."""
+    model = build_model()
+    model.load_state_dict(to_tune(hf_weights(base)))
+    prompt, response = map(torch.from_numpy, (trajectory.prompt_ids, trajectory.response_ids))
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, response])[None])[0] / trajectory.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, response[:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module")
+def recorded(base):
+    """The batch with reference logprobs that were computed beforehand."""
+    return [replace(t, reference_logprobs=base_logprobs(base, t)) for t in PLAIN]
+
+
+@pytest.fixture(scope="module")
+def expected(ranks, base, recorded):
+    """What one rank makes of the recorded batch in two steps."""
+    calls = [step(recorded, ADVANTAGES), *export(1), step(recorded, ADVANTAGES, 1), *export(2)]
+    return ranks.run(base, 1, calls, **ADAPTED)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        (1, {"tokens_per_micro_batch": SMALL}),
+        (2, {"tokens_per_micro_batch": SMALL, "enable_activation_checkpointing": True}),
+        (2, {"tokens_per_micro_batch": WHOLE, "sharding": Sharding(replicate=2)}),
+    ],
+)
+def test_the_policy_without_adapters_is_the_reference(ranks, base, expected, num_ranks, changes):
+    calls = [step(PLAIN, ADVANTAGES), *export(1), step(PLAIN, ADVANTAGES, 1), *export(2)]
+    results = ranks.run(base, num_ranks, calls, **ADAPTED | changes)
+    for number in (0, 3):
+        assert_metrics_close(results[0][number], expected[0][number])
+    assert expected[0][3]["loss/kl_reference"] > 1e-4
+    for number in (2, 5):
+        adapter = exported(results, number)
+        assert_weights_close(adapter, exported(expected, number))
+    assert {name: tuple(t.shape) for name, t in adapter.items()} == pushed_shapes(base, LORA)
+    assert all(tensor.any() for tensor in adapter.values())
+
+
+def test_a_transformers_policy_trains_the_same_adapters(ranks, expected, tmp_path):
+    base = random_policy(tmp_path)
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    numbers = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+    AutoConfig.for_model("qwen2", **sizes, **heads, **numbers).save_pretrained(base)
+    policy = {"build_model": partial(hugging_face, str(base)), "model_type": None}
+    calls = [step(PLAIN, ADVANTAGES), *export(1), step(PLAIN, ADVANTAGES, 1), *export(2)]
+    results = ranks.run(base, 2, calls, **ADAPTED, **policy, build_checkpointer=None)
+    for number in (2, 5):
+        assert_weights_close(exported(results, number), exported(expected, number))
+
+
+def test_a_checkpoint_has_the_adapter_its_moments_and_merged_weights(ranks, base, tmp_path):
+    save = [("hold_state", False), ("write_state", str(tmp_path))]
+    calls = [step(PLAIN, ADVANTAGES), *save, step(PLAIN, ADVANTAGES, 1), *export(2)]
+    whole = ranks.run(base, 1, calls, **ADAPTED)
+    saved = FileSystemReader(tmp_path / "state" / "trainer").read_metadata().state_dict_metadata
+    trained = {name for name in saved if name.startswith("model.")}
+    assert len(trained) == 12
+    assert all("lora_" in name for name in trained)
+    states = {name.split(".lora_")[0].rpartition(".")[0] for name in saved if "exp_avg" in name}
+    assert len({name for name in saved if "exp_avg" in name}) == 2 * len(trained), states
+    before, merged = hf_weights(base), load_file(tmp_path / "model.safetensors")
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name, tensor in before.items():
+        path = f"base_model.model.{name.removesuffix('weight')}"
+        if f"{path}lora_A.weight" in adapter:
+            added = adapter[f"{path}lora_B.weight"] @ adapter[f"{path}lora_A.weight"]
+            tensor = tensor + LORA.scale * added
+        torch.testing.assert_close(merged[name], tensor)
+    resume = [("load_state", str(tmp_path)), step(PLAIN, ADVANTAGES, 1), *export(2)]
+    again = ranks.run(base, 1, resume, **ADAPTED)
+    assert_weights_equal(exported(again, 3), exported(whole, 5))
+    resharded = ranks.run(base, 2, resume, **ADAPTED)
+    assert_weights_close(exported(resharded, 3), exported(whole, 5))
+
+
+def test_base_weights_in_bf16_and_adapters_in_float32_are_sharded_together(ranks, base):
+    options = {"dtype": "bf16", "enable_activation_checkpointing": True}
+    results = ranks.run(base, 2, [step(PLAIN, ADVANTAGES), *export(1)], **ADAPTED | options)
+    assert results[0][0]["skipped_because"] == ""
+    adapter = exported(results, 2)
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.bfloat16}
+    assert all(tensor.any() for tensor in adapter.values())
+
+
+def test_dropout_falls_on_training_passes_alone(ranks, base, recorded):
+    """The reference, whose logprobs the policy has at first, is computed without it."""
+    lora = replace(LORA, dropout=0.9)
+    options = ADAPTED | {"lora": lora, "penalties": Penalties(kl_coeff=0.1)}
+    calls = [step(PLAIN, ADVANTAGES), *export(1)]
+    first, again = (ranks.run(base, 1, calls, **options) for _ in range(2))
+    assert_weights_equal(exported(first, 2), exported(again, 2))
+    given = ranks.run(base, 1, [step(recorded, ADVANTAGES), *export(1)], **options)
+    assert_weights_close(exported(first, 2), exported(given, 2))
+    without = ranks.run(base, 1, calls, **ADAPTED)
+    gap = max(
+        np.abs(a.numpy() - b.numpy()).max()
+        for a, b in zip(exported(first, 2).values(), exported(without, 2).values(), strict=True)
+    )
+    assert gap > 1e-3

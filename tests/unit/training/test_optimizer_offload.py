@@ -1,0 +1,126 @@
+"""An optimizer's state leaves the device and comes back to the bit, with every tensor of it."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lib.trainer_ranks import ADVANTAGES, RAGGED, assert_weights_equal, export, exported, step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from grpo_components.sizing.live_bytes import imagined_ranks
+from grpo_components.training.optimizer_offload import OptimizerOffload, moved
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {
+    "fused AdamW": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "AMSGrad": partial(torch.optim.AdamW, lr=0.1, amsgrad=True, fused=False),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "none": partial(torch.optim.SGD, lr=0.1),
+    "lists": partial(torch.optim.LBFGS, lr=0.1, history_size=3),
+}
+
+
+def parameters(seed=0, sharded=False):
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
+    if sharded:
+        mesh = init_device_mesh("cpu", (2,))
+        values = [distribute_tensor(value, mesh, [Shard(0)]) for value in values]
+    return [torch.nn.Parameter(value) for value in values]
+
+
+def update(optimizer, weights):
+    def loss():
+        optimizer.zero_grad()
+        total = sum((weight.sin() * weight).sum() for weight in weights)
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+
+
+def tensors(value):
+    """Every tensor of a state, by where it is; of a DTensor what this rank has."""
+    if isinstance(value, torch.Tensor):
+        return {(): value.to_local() if isinstance(value, DTensor) else value}
+    if not isinstance(value, dict | list):
+        return {}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found = {}
+    for key, item in items:
+        name = key if isinstance(key, str | int) else id(key)
+        found |= {(name, *rest): tensor for rest, tensor in tensors(item).items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    [(name, False) for name in OPTIMIZERS] + [("fused AdamW", True), ("AMSGrad", True)],
+)
+def test_between_two_steps_all_of_the_state_is_elsewhere_and_no_bit_changes(name, sharded):
+    with imagined_ranks(2):
+        weights, expected = parameters(sharded=sharded), parameters(sharded=sharded)
+        optimizer, plain = OPTIMIZERS[name](weights), OPTIMIZERS[name](expected)
+        offload = OptimizerOffload(optimizer, CPU)
+        for _ in range(3):
+            with offload.on_device() as metrics:
+                update(optimizer, weights)
+                on_device = tensors(optimizer.state)
+                values = {where: tensor.clone() for where, tensor in on_device.items()}
+            update(plain, expected)
+            away = tensors(optimizer.state)
+            assert away.keys() == on_device.keys() and bool(away) == (name != "none")
+            for where, tensor in away.items():
+                assert tensor.data_ptr() != on_device[where].data_ptr()
+                assert torch.equal(tensor, values[where])
+            assert all(weight.grad is None for weight in weights)
+            assert metrics.keys() == {"time/offload"} and metrics["time/offload"] >= 0
+        for weight, other in zip(weights, expected, strict=True):
+            whole = [w.to_local() if sharded else w for w in (weight, other)]
+            assert torch.equal(*whole)
+
+
+def test_what_is_in_cpu_memory_by_itself_stays_there():
+    """As AdamW's step counts without `fused`: only tensors of the device leave and come back."""
+    (weight,) = parameters()[:1]
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    update(optimizer, [weight])
+    before = tensors(optimizer.state)
+    offload = OptimizerOffload(optimizer, torch.device("meta"))
+    offload._send_away()
+    after = tensors(optimizer.state)
+    assert all(after[where] is tensor for where, tensor in before.items())
+
+
+def test_a_copy_has_the_placements_of_what_was_copied():
+    with imagined_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
+        copy = moved(tensor, CPU)
+        assert isinstance(copy, DTensor) and copy.placements == tensor.placements
+        assert copy.shape == tensor.shape and copy.stride() == tensor.stride()
+        assert torch.equal(copy.to_local(), tensor.to_local())
+
+
+@pytest.fixture(scope="module")
+def adam():
+    return {"build_optimizer": partial(torch.optim.AdamW, lr=0.01, fused=True)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_trainer_that_takes_turns_makes_the_same_bits_and_checkpoints(
+    ranks, base, tmp_path, adam, num_ranks
+):
+    first, second = step(RAGGED, ADVANTAGES), step(RAGGED[::-1], np.flip(ADVANTAGES), 1)
+    held, write = ("hold_state", False), ("write_state", str(tmp_path / "saved"))
+    calls = [first, held, write, second, *export(2)]
+    plain = ranks.run(base, num_ranks, calls, **adam)
+    load = ("load_state", str(tmp_path / "saved"))
+    resumed_plain = ranks.run(base, num_ranks, [load, second, *export(2)], **adam)
+    turns = ranks.run(base, num_ranks, calls, takes_turns=True, **adam)
+    resumed = ranks.run(base, num_ranks, [load, second, *export(2)], takes_turns=True, **adam)
+    assert "time/offload" in turns[0][0] and "time/offload" not in plain[0][0]
+    for results, call in ((turns, 5), (resumed_plain, 3), (resumed, 3)):
+        assert_weights_equal(exported(results, call), exported(plain, 5))

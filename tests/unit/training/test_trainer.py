@@ -1,0 +1,519 @@
+"""The real trainer over gloo: however a batch is cut up, it is the one update written down here.
+
+Rank processes stay alive over the tests of this file and build a fresh Trainer for each of them.
+Updates are by SGD, whose steps are the gradients: Adam would blow round-off up to whole steps.
+"""
+
+import copy
+import math
+import re
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from lib.trainer_ranks import (
+    ADVANTAGES,
+    LEARNING_RATE,
+    LOPSIDED,
+    RAGGED,
+    SHAPES,
+    SIBLINGS,
+    SMALL,
+    WHOLE,
+    Blind,
+    Ends,
+    Mean,
+    Steep,
+    TruncatedImportance,
+    assert_is_update,
+    assert_metrics_close,
+    assert_weights_close,
+    assert_weights_equal,
+    build_model,
+    expected_update,
+    export,
+    exported,
+    hf_weights,
+    largest_change,
+    make,
+    step,
+    to_hf,
+    to_tune,
+    untimed,
+)
+
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.objective.aggregation import ConstantLength, SequenceMean
+from grpo_components.objective.component_errors import ComponentError
+from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, GSPOLoss
+from grpo_components.objective.off_policy import (
+    MaskedIS,
+    NoCorrection,
+    OffPolicySequenceMask,
+    SequenceTIS,
+    TokenTIS,
+)
+from grpo_components.objective.penalties import Penalties
+from grpo_components.objective.token_advantages import TokenNormalizedAdvantages
+from grpo_components.training.supervised import SupervisedExamples
+
+# ---- one update ---------------------------------------------------------------------------------
+
+
+VARIANTS = {
+    "whole": {},
+    "micro-batches": {"tokens_per_micro_batch": SMALL},
+    "one response each": {"tokens_per_micro_batch": 1},
+    "recomputed activations": {"enable_activation_checkpointing": True},
+}
+BATCHES = {
+    "ragged": RAGGED,
+    "siblings": SIBLINGS,
+    "lopsided": LOPSIDED,
+    "fewer than ranks": RAGGED[:1],
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "batch", "variant"),
+    [
+        (num_ranks, batch, variant)
+        for num_ranks in (1, 2)
+        for batch in ("ragged", "siblings")
+        for variant in VARIANTS
+    ]
+    + [(2, batch, variant) for batch in list(BATCHES)[2:] for variant in list(VARIANTS)[:3]],
+)
+def test_a_step_is_the_plain_update_however_it_is_computed(ranks, base, num_ranks, batch, variant):
+    trajectories = BATCHES[batch]
+    advantages = np.resize(ADVANTAGES, len(trajectories))
+    weights, metrics = expected_update(base, trajectories, advantages)
+    assert largest_change(hf_weights(base), weights) > 1e-2, "else this test sees nothing"
+    results = ranks.step(base, num_ranks, trajectories, advantages, **VARIANTS[variant])
+    assert all(untimed(measured) == untimed(results[0][0]) for measured, *_ in results)
+    assert_is_update(results, weights, metrics)
+
+
+EXAMPLES = [([5, 9, 2], [7, 7, 1]), ([11], [3, 30, 4, 8, 21]), ([1, 2, 3, 4, 5, 6], [40])]
+
+
+def examples(coeff, per_update=3):
+    return SupervisedExamples(EXAMPLES, coeff=coeff, examples_per_update=per_update, seed=0)
+
+
+def supervised_gradient(base):
+    """Mean over all tokens of the examples, and its gradient by parameter, one at a time."""
+    model = build_model()
+    model.load_state_dict(to_tune(hf_weights(base)))
+    losses = []
+    for prompt, response in EXAMPLES:
+        logits = model(torch.tensor([prompt + response]))[0, len(prompt) - 1 : -1]
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, torch.tensor(response)) * len(response)
+        )
+    loss = sum(losses) / sum(len(response) for _, response in EXAMPLES)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.item(), to_hf(gradients)
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, WHOLE), (2, 8)])
+def test_the_supervised_loss_adds_its_own_gradient_whatever_the_ranks(
+    ranks, base, num_ranks, budget
+):
+    alone, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    loss, gradients = supervised_gradient(base)
+    results = ranks.step(
+        base, num_ranks, RAGGED, ADVANTAGES, tokens_per_micro_batch=budget, ptx=examples(0.5)
+    )
+    weights = {name: alone[name] - LEARNING_RATE * 0.5 * gradients[name] for name in alone}
+    assert largest_change(alone, weights) > 1e-2, "else this test sees nothing"
+    assert_weights_close(exported(results, 2), weights)
+    for measured, *_ in results:
+        assert measured["loss/ptx"] == pytest.approx(loss, rel=1e-4)
+        assert measured["loss/total"] == pytest.approx(metrics["loss/total"] + 0.5 * loss, rel=1e-4)
+        assert measured["loss/policy"] == pytest.approx(metrics["loss/policy"], rel=1e-4, abs=1e-6)
+
+
+def test_without_weight_the_supervised_loss_changes_no_bit(ranks, base):
+    calls = [step(RAGGED, ADVANTAGES), *export(1)]
+    without = ranks.run(base, 2, calls, tokens_per_micro_batch=SMALL)
+    weightless = ranks.run(base, 2, calls, tokens_per_micro_batch=SMALL, ptx=examples(0.0))
+    assert_weights_equal(exported(weightless, 2), exported(without, 2))
+    assert_metrics_close(weightless[0][0], without[0][0])
+
+
+def test_the_supervised_loss_goes_down_beside_the_policys(ranks, base):
+    steps = [step(RAGGED, ADVANTAGES * 1e-3, number) for number in range(6)]
+    results = ranks.run(base, 1, steps, ptx=examples(0.5), updates_per_batch=2)
+    losses = [measured["loss/ptx"] for measured in results[0]]
+    assert all(after < before for before, after in pairwise(losses)), losses
+    assert losses[-1] < losses[0] - 0.5, losses
+
+
+def test_the_update_is_clipped_and_the_norm_before_it_is_logged(ranks, base):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, max_grad_norm=0.01)
+    assert metrics["grad_norm"] > 0.1
+    results = ranks.step(base, 2, RAGGED, ADVANTAGES, clip_grad_norm=0.01)
+    assert_metrics_close(results[0][0], metrics)
+    after, before = exported(results, 2), hf_weights(base)
+    assert_weights_close(after, weights)
+    moved = math.sqrt(sum(((after[n] - before[n]) ** 2).sum().item() for n in before))
+    assert moved == pytest.approx(0.01 * LEARNING_RATE, rel=1e-3)
+
+
+def test_failed_samples_have_no_influence(ranks, base):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    failed = [make(20 + i, 3, [True] * 6, finish_reason="error") for i in range(3)]
+    failed[0].generator_logprobs[:] = -1e4  # would overflow the ratio
+    batch = [failed[0], *RAGGED[:3], failed[1], *RAGGED[3:], failed[2]]
+    advantages = np.concatenate(
+        [[7.0], ADVANTAGES[:3], [math.nan], ADVANTAGES[3:], [0.0]], dtype=np.float32
+    )
+    results = ranks.step(base, 2, batch, advantages, tokens_per_micro_batch=SMALL)
+    measured = dict(results[0][0])
+    measured["trained_tokens"] = metrics["trained_tokens"]
+    assert_metrics_close(measured, metrics)
+    assert_weights_close(exported(results, 2), weights)
+
+
+def test_what_the_environment_said_is_read_and_not_learned(ranks, base):
+    """Whatever stands beside its tokens, which have no version; their ids are context."""
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES)
+    batch = copy.deepcopy(RAGGED)
+    for trajectory in batch:
+        said = ~trajectory.response_mask
+        trajectory.generator_logprobs[said] = math.nan
+        assert trajectory.reference_logprobs is not None
+        trajectory.reference_logprobs[said] = math.nan
+        trajectory.token_versions[said] = -1
+    changes = {"tokens_per_micro_batch": SMALL, "contract": StalenessContract(0, 1)}
+    results = ranks.step(base, 2, batch, ADVANTAGES, **changes)
+    assert_is_update(results, weights, metrics)
+    batch[1].response_ids[1] += 1  # one token that the environment said
+    results = ranks.step(base, 2, batch, ADVANTAGES, **changes)
+    assert largest_change(exported(results, 2), weights) > 1e-5
+
+
+# ---- what else the objective is made of ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", [SequenceMean(), ConstantLength(length=9)])
+def test_an_aggregation_is_never_diluted_by_ranks_micro_batches_or_padding(
+    ranks, base, aggregation
+):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, aggregation=aggregation)
+    results = ranks.step(
+        base, 2, RAGGED, ADVANTAGES, aggregation=aggregation, tokens_per_micro_batch=SMALL
+    )
+    assert_is_update(results, weights, metrics)
+
+
+def untrained():
+    """Four responses of which no token is trained, each for another reason."""
+    cut_off = make(40, 4, [True] * 6, finish_reason="length")
+    failed = make(41, 3, [True] * 6, finish_reason="error")
+    silent = make(42, 2, [False] * 3)
+    stale = make(43, 5, [True] * 4)
+    stale.token_versions[:] = -9  # of a trainer at version 0 with a bound of 2
+    return [cut_off, failed, silent, stale]
+
+
+@pytest.mark.parametrize("aggregation", [SequenceMean(), ConstantLength(length=9)])
+def test_s_counts_the_responses_without_a_trained_token(ranks, base, aggregation):
+    """As in the papers: the sum over what is trained, by the number of all responses."""
+    size = len(RAGGED) + 4
+
+    def over_all(counts):
+        return 1 / (size * (counts if isinstance(aggregation, SequenceMean) else counts * 0 + 9.0))
+
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, aggregation=over_all)
+    none = untrained()
+    batch = [none[0], *RAGGED[:3], none[1], none[2], *RAGGED[3:], none[3]]
+    advantages = np.concatenate(
+        [[5.0], ADVANTAGES[:3], [math.nan, 1.0], ADVANTAGES[3:], [3.0]], dtype=np.float32
+    )
+    options = {
+        "aggregation": aggregation,
+        "contract": StalenessContract(2, 1),
+        "mask_overlong": True,
+    }
+    results = ranks.step(base, 2, batch, advantages, tokens_per_micro_batch=SMALL, **options)
+    assert_is_update(results, weights, metrics)
+
+
+@pytest.mark.parametrize("aggregation", [SequenceMean(), ConstantLength(length=9)])
+def test_s_is_the_number_of_responses_of_each_update(ranks, base, aggregation):
+    """Two updates of five responses and four: the second has one that is trained."""
+    none = untrained()
+    batch = [*RAGGED[:4], none[0], RAGGED[4], *none[1:]]
+    advantages = np.array([1.0, -1.0, 0.5, -0.5, 9.0, 2.0, 9.0, 9.0, 9.0], np.float32)
+    options = {
+        "aggregation": aggregation,
+        "contract": StalenessContract(9, 1),
+        "mask_overlong": True,
+        "updates_per_batch": 2,
+    }
+    none[3].token_versions[:] = -20
+    results = ranks.step(base, 1, batch, advantages, **options)
+    parts = []
+    for part, values, size in ((batch[:4], advantages[:4], 5), (batch[5:6], advantages[5:6], 4)):
+        for _ in range(size - len(part)):  # in the place of those that are not trained
+            part, values = [*part, make(50, 1, [False])], np.append(values, np.float32(0))
+        parts.append(step(part, values))
+    singly = ranks.run(base, 1, [*parts, *export(2)], aggregation=aggregation)
+    assert_weights_close(exported(results, 2), exported(singly, 3))
+    alone = step(batch[5:6], advantages[5:6])
+    fewer = ranks.run(base, 1, [parts[0], alone, *export(2)], aggregation=aggregation)
+    assert largest_change(exported(fewer, 3), exported(results, 2)) > 1e-3
+
+
+def test_token_advantages_are_those_of_the_whole_batch_whatever_the_ranks(ranks, base):
+    component = TokenNormalizedAdvantages(kl_coeff=0.2)
+    rewards = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.25], np.float32)
+    batch = copy.deepcopy(RAGGED)
+    for trajectory, reward in zip(batch, rewards.tolist(), strict=True):
+        trajectory.advantage = reward
+    made = component.per_token(batch, [t.response_mask for t in batch], 0)
+    weights, metrics = expected_update(base, RAGGED, rewards, token_advantages=made)
+    results = ranks.step(
+        base, 2, RAGGED, rewards, token_advantages=component.per_token, tokens_per_micro_batch=SMALL
+    )
+    assert_is_update(results, weights, metrics)
+
+
+@pytest.mark.parametrize(
+    ("loss", "off_policy"),
+    [
+        (GSPOLoss(clip_low=0.5, clip_high=0.5), NoCorrection()),
+        (GRPOLoss(), SequenceTIS(cap=5.0)),
+        (GRPOLoss(), MaskedIS(low=0.0, high=3.0, level="sequence")),
+    ],
+)
+def test_the_ratio_of_a_partly_stale_response_is_that_of_its_trained_tokens(
+    ranks, base, loss, off_policy
+):
+    """T is their number: the update is that of a response whose first tokens were only read."""
+    size = 6
+    partly = [make(i, 3, [True] * size) for i in range(4)]
+    read = [make(i, 3, [False, False] + [True] * (size - 2)) for i in range(4)]
+    for trajectory in partly:
+        trajectory.generator_logprobs[:2] = -60.0  # would change every sum and mean
+        trajectory.token_versions[:2] = -3
+    advantages = ADVANTAGES[:4]
+    weights, metrics = expected_update(base, read, advantages, loss=loss, off_policy=off_policy)
+    assert largest_change(hf_weights(base), weights) > 1e-3, "else this test sees nothing"
+    results = ranks.step(
+        base,
+        1,
+        partly,
+        advantages,
+        loss=loss,
+        off_policy=off_policy,
+        contract=StalenessContract(2, 1),
+    )
+    metrics |= {"mismatch/fresh_kl": math.nan, "mismatch/fresh_tokens": math.nan}  # none is new
+    assert_is_update(results, weights, metrics)
+
+
+def test_the_mask_of_bad_responses_follows_the_updates_of_a_step(ranks, base):
+    """The second epoch masks what the first has pushed down far enough: it changes nothing."""
+    bad = np.full(len(RAGGED), -1.0, np.float32)
+    calls = [step(RAGGED, bad), *export(1)]
+    options = {"loss": GRPOLoss(), "build_optimizer": partial(torch.optim.SGD, lr=20.0)}
+    once = ranks.run(base, 1, calls, **options)
+    twice = ranks.run(base, 1, calls, ppo_epochs=2, **options)
+    assert largest_change(exported(once, 2), exported(twice, 2)) > 1e-3
+    mask = OffPolicySequenceMask(threshold=2.0)
+    masked = ranks.run(base, 1, calls, ppo_epochs=2, off_policy=mask, **options)
+    assert masked[0][0]["off_policy/masked_fraction"] == 0, "at the start of the step"
+    assert_weights_equal(exported(masked, 2), exported(once, 2))
+
+
+@pytest.mark.parametrize(
+    "off_policy", [TokenTIS(cap=1.2), MaskedIS(low=0.8, high=1.25), OffPolicySequenceMask(0.2)]
+)
+def test_a_correction_weighs_tokens_by_the_policy_that_the_step_starts_from(
+    ranks, base, off_policy
+):
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, off_policy=off_policy)
+    assert 0 < metrics["off_policy/correction_mass"] < 1.2
+    results = ranks.step(
+        base, 2, RAGGED, ADVANTAGES, off_policy=off_policy, tokens_per_micro_batch=SMALL
+    )
+    assert_is_update(results, weights, metrics)
+    counted, sampled = results[1][0]["group_tokens"], sum(t.response_mask.sum() for t in RAGGED)
+    masked = sum(causes.get("off_policy", 0) for causes in counted.values())
+    assert masked == round(metrics["off_policy/masked_fraction"] * sampled)
+    assert masked + sum(causes.get("trained", 0) for causes in counted.values()) == sampled
+
+
+@pytest.mark.parametrize("off_policy", [TokenTIS(cap=1.2), MaskedIS(low=0.8, high=1.25)])
+def test_a_loss_of_the_users_own_is_corrected_like_ours(ranks, base, off_policy):
+    loss = TruncatedImportance()
+    weights, metrics = expected_update(base, RAGGED, ADVANTAGES, off_policy=off_policy, loss=loss)
+    changes = {"loss": TruncatedImportance(), "tokens_per_micro_batch": SMALL}
+    calls = [step(RAGGED, ADVANTAGES), *export(1)]
+    results = ranks.run(base, 2, calls, off_policy=off_policy, **changes)
+    for key in ("loss/total", "loss/policy", "grad_norm", "off_policy/correction_mass"):
+        assert results[0][0][key] == pytest.approx(metrics[key], rel=1e-4), key
+    assert_weights_close(exported(results, 2), weights)
+    plain = ranks.run(base, 2, calls, **changes)
+    assert largest_change(exported(plain, 2), weights) > 1e-5
+    assert plain[0][0]["off_policy/correction_mass"] == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [(Mean(), "shape ()"), (Blind(), "no finite number"), (Ends(), "SystemExit")],
+    ids=["Mean", "Blind", "Ends"],
+)
+def test_a_loss_that_breaks_its_contract_is_an_error_by_its_name(ranks, base, loss, problem):
+    """It is not a skipped step."""
+    for error in ranks.run(base, 2, [step(RAGGED, ADVANTAGES)], loss=loss, raises=True):
+        assert isinstance(error, ComponentError)
+        key, what = str(error).split(": ", 1)
+        assert key == "loss" and problem in what
+        assert what.split()[0].endswith(type(loss).__name__)
+
+
+def test_advantages_of_another_shape_are_an_error_by_that_name(ranks, base):
+    (error,) = ranks.run(base, 1, [step(RAGGED, ADVANTAGES[1:])], raises=True)
+    assert isinstance(error, ComponentError) and str(error).startswith("advantages: shape")
+
+
+def test_a_skipped_step_tells_the_first_token_or_parameter_that_is_no_number(ranks, base):
+    spoiled = ADVANTAGES.copy()
+    spoiled[[4, 2]] = math.nan
+    skipped = RAGGED[2]
+    number = sum(t.group_id == skipped.group_id for t in RAGGED[:2])
+    position = int(np.flatnonzero(skipped.response_mask)[0])
+    place = f"group {skipped.group_id}, response {number}, token {position} (advantage nan)"
+    calls = [step(RAGGED, spoiled), step(RAGGED, ADVANTAGES, 1)]
+    for first, second in ranks.run(base, 2, calls, tokens_per_micro_batch=SMALL):
+        assert first["skipped_because"] == f"the loss is nan at {place}"
+        assert all(causes.keys() == {"skipped"} for causes in first["group_tokens"].values())
+        assert all(causes.keys() == {"trained"} for causes in second["group_tokens"].values())
+        assert second["skipped_because"] == ""
+    for (steep,) in ranks.run(base, 2, calls[1:], loss=Steep()):
+        why = steep["skipped_because"]
+        assert why.startswith("the loss is finite"), why
+        assert re.search(r"gradient of (tok_embeddings|layers\.0)\S*weight has (nan|-?inf)$", why)
+
+
+def test_proximal_logprobs_are_those_of_the_start_of_the_step_in_every_update(ranks, base):
+    """A correction that was made anew after an update would weigh by the moved policy."""
+    loss = DecoupledPPOLoss(max_weight=2.0)
+    calls = [step(RAGGED, ADVANTAGES), *export(1)]
+    options = {"loss": loss, "ppo_epochs": 3, "tokens_per_micro_batch": SMALL}
+    slow = partial(torch.optim.SGD, lr=0.05)
+    results = ranks.run(base, 2, calls, build_optimizer=slow, **options)
+    no_learning = partial(torch.optim.SGD, lr=0.0)
+    still = ranks.run(base, 2, calls[:1], build_optimizer=no_learning, **options)
+    moved, unmoved = results[0][0], still[0][0]
+    assert moved["mismatch/generator_kl"] == pytest.approx(unmoved["mismatch/generator_kl"])
+    assert moved["ratio/max"] != pytest.approx(unmoved["ratio/max"])
+    assert_metrics_close(
+        {k: v for k, v in moved.items() if k.startswith(("mismatch", "off_policy"))},
+        {k: v for k, v in unmoved.items() if k.startswith(("mismatch", "off_policy"))},
+    )
+
+
+def test_tokens_over_the_bound_and_responses_cut_off_train_nothing(ranks, base):
+    """The update is that of the batch in which the policy never sampled them."""
+    trained = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    kept = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    for trajectory in trained:
+        trajectory.token_versions[:] = 1  # of a trainer at version 3 with a bound of 2
+    for trajectory, without in zip(trained[:3], kept[:3], strict=True):
+        trajectory.token_versions[0] = 0
+        without.response_mask[0] = False
+    cut_off = make(30, 4, [True] * 6, finish_reason="length")
+    warm_up = [step(RAGGED, np.zeros(len(RAGGED)), number) for number in range(3)]
+    loss = GRPOLoss()
+    calls = [
+        *warm_up,
+        step([*trained, cut_off], [*ADVANTAGES, 5.0], 3),
+        *export(4),
+    ]
+    options = {"loss": loss, "contract": StalenessContract(2, 1), "mask_overlong": True}
+    results = ranks.run(base, 2, calls, **options)
+    fresh = [t for t in kept if t.response_mask.any()]
+    advantages = [a for t, a in zip(kept, ADVANTAGES, strict=True) if t.response_mask.any()]
+    plain = ranks.step(base, 2, fresh, advantages, loss=loss)
+    assert_weights_close(exported(results, 5), exported(plain, 2))
+    assert results[0][3]["token_versions"] == {1: int(sum(t.response_mask.sum() for t in kept))}
+
+
+def test_fresh_tokens_are_those_of_responses_that_the_trainers_version_sampled(ranks, base):
+    """After a swap within a response, its tokens may rest on the KV of the older weights."""
+    batch = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    long = [trajectory for trajectory in batch if len(trajectory.response_ids) > 1]
+    long[0].token_versions[:] = long[1].token_versions[:] = 1
+    long[2].token_versions[1:] = 1
+    zeros = np.zeros(len(RAGGED))
+    calls = [step(RAGGED, zeros), step(batch, ADVANTAGES, 1), step(RAGGED, zeros, 2)]
+    results = ranks.run(base, 2, calls, logged_responses=99, contract=StalenessContract(9, 1))
+    metrics, after = results[0][1:]
+    told = [row for rows in metrics["token_logprobs"].values() for row in rows]
+    gaps = [
+        np.array(row["trainer_logprobs"]) - trajectory.generator_logprobs
+        for row, trajectory in zip(told, batch, strict=True)
+        if len(trajectory.response_ids) and (trajectory.token_versions == 1).all()
+    ]
+    assert len(gaps) == 2
+    gap = np.concatenate(gaps)
+    assert metrics["mismatch/fresh_tokens"] == len(gap)
+    kl = np.mean(np.expm1(gap) - gap)
+    assert metrics["mismatch/fresh_kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
+    assert metrics["mismatch/generator_kl"] != pytest.approx(kl, rel=1e-2)
+    assert math.isnan(after["mismatch/fresh_kl"])  # at version 2 nothing of RAGGED is fresh
+
+
+def test_logged_responses_tell_the_logprobs_that_the_update_has_used(ranks, base):
+    """Of the first so many, on whichever rank they were; none where nothing was sampled."""
+    calls = [step(RAGGED, ADVANTAGES)]
+    metrics = ranks.run(base, 2, calls, logged_responses=99, tokens_per_micro_batch=SMALL)
+    told = [row for rows in metrics[0][0]["token_logprobs"].values() for row in rows]
+    ratios = []
+    for row, trajectory in zip(told, RAGGED, strict=True):
+        for name in ("generator_logprobs", "reference_logprobs"):
+            known = np.where(trajectory.response_mask, getattr(trajectory, name), np.nan)
+            assert np.array(row[name], float) == pytest.approx(known, abs=1e-6, nan_ok=True)
+        trainer = np.array(row["trainer_logprobs"], float)
+        assert (np.isnan(trainer) == ~trajectory.response_mask).all()
+        ratios += np.exp(trainer - trajectory.generator_logprobs)[trajectory.response_mask].tolist()
+    assert np.mean(ratios) == pytest.approx(metrics[0][0]["ratio/mean"], rel=1e-5)
+    assert max(ratios) == pytest.approx(metrics[0][0]["ratio/max"], rel=1e-5)
+    few = ranks.run(base, 2, calls, logged_responses=3)[0][0]["token_logprobs"]
+    assert {group_id: len(rows) for group_id, rows in few.items()} == {0: 2, 1: 1}
+
+
+def test_each_token_has_the_temperature_it_was_sampled_with(ranks, base):
+    hot = [make(i, prompt, [True] * response) for i, (prompt, response) in enumerate(SHAPES)]
+    for number, trajectory in enumerate(hot):
+        trajectory.temperature = 0.5 + 0.2 * number
+    weights, metrics = expected_update(base, hot, ADVANTAGES)
+    results = ranks.step(base, 1, hot, ADVANTAGES, tokens_per_micro_batch=SMALL)
+    assert_is_update(results, weights, metrics)
+
+
+def test_a_batch_without_a_token_to_train_is_a_skipped_step_with_every_key(ranks, base):
+    cut_off = [make(i, 4, [True] * 6, finish_reason="length") for i in range(4)]
+    calls = [step(cut_off, np.ones(4)), step(RAGGED, ADVANTAGES, 1)]
+    skipped, trained = ranks.run(base, 2, calls, mask_overlong=True)[0]
+    assert "4 were cut off" in skipped["skipped_because"]
+    assert skipped.keys() == trained.keys()
+    assert (skipped["policy_version"], skipped["token_versions"]) == (0, {})
+    assert math.isnan(skipped["off_policy/correction_mass"])
+    assert trained["policy_version"] == 1
+
+
+def test_an_entropy_bonus_raises_the_entropy(ranks, base):
+    calls = [step(RAGGED, np.zeros(len(RAGGED)), i) for i in range(2)]
+    changes = {"penalties": Penalties(entropy_coeff=0.1), "tokens_per_micro_batch": SMALL}
+    first, second = ranks.run(base, 2, calls, **changes)[0]
+    assert first["grad_norm"] > 1e-4
+    assert second["entropy"] > first["entropy"]

@@ -1,0 +1,103 @@
+"""Tokens are scored by the weights and the KV that their engine had, also over swaps and turns."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from lib.token_engine import policy, sample
+
+from grpo_components.trajectory import Trajectory
+from grpo_components.versions.scoring import Scorer, segments
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", name="policies")
+def _policies():
+    return [policy(version) for version in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folders(policies, tmp_path_factory):
+    paths = [tmp_path_factory.mktemp(f"version_{n}") for n in range(len(policies))]
+    for each, path in zip(policies, paths, strict=True):
+        each.save_pretrained(path)
+    return paths
+
+
+def differences(folders, trajectories, recompute=False):
+    """Largest difference in each response."""
+    todo = [part for n, t in enumerate(trajectories) for part in segments(t, n, recompute)]
+    scorer, found = Scorer(), [0.0] * len(trajectories)
+    for version in sorted({part.version for part in todo}):
+        scorer.load(folders[version])
+        pairs = [(part, trajectories[part.response]) for part in todo if part.version == version]
+        scored = 0
+        for part, values in scorer.logprobs(pairs):
+            recorded = trajectories[part.response].generator_logprobs[part.first : part.end]
+            found[part.response] = max(found[part.response], float(abs(values - recorded).max()))
+            scored += 1
+        assert scored == len(pairs)
+    return found
+
+
+TURNS = [True] * 3 + [False] * 2 + [True] * 4 + [False] + [True]
+
+
+def test_all_responses_are_scored_at_once_whatever_their_lengths(policies, folders):
+    responses = [
+        sample(policies, range(1, 2 + n % 5), [n % 3] * (1 + n), temperature=0.5 + n / 8)
+        for n in range(12)
+    ]
+    assert max(differences(folders, responses)) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_response_over_swaps_of_weights_is_scored_by_each_of_them(policies, folders, recompute):
+    versions = [0] * 3 + [1] + [2] * 4 + [3] * 2
+    responses = [
+        sample(policies, [3, 1, 4], versions, recompute=recompute),
+        sample(policies, [1, 5, 9, 2], versions[2:], recompute=recompute),
+        sample(policies, [6, 5], [0] * 6, recompute=recompute),
+    ]
+    assert max(differences(folders, responses, recompute)) < 1e-5
+    wrong = differences(folders, responses, not recompute)
+    assert wrong[0] > 1e-3 < wrong[1] and wrong[2] < 1e-5, "the KV decides"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_turn_is_a_request_of_its_own(policies, folders, recompute):
+    versions = [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    response = sample(policies, [3, 1], versions, TURNS, recompute=recompute)
+    assert max(differences(folders, [response], recompute)) < 1e-5
+
+
+@pytest.mark.parametrize("position, off", [(2, 1), (3, -1), (9, 1)])
+def test_a_token_that_is_labelled_one_version_off_differs(policies, folders, position, off):
+    response = sample(policies, [3, 1, 4], [0] * 3 + [1] * 7)
+    labels = response.token_versions.copy()
+    labels[position] += off
+    mislabelled = dataclasses.replace(response, token_versions=labels)
+    assert max(differences(folders, [mislabelled])) > 1e-3
+    labels[4] = 5
+    with pytest.raises(ValueError, match="token 5 was sampled by version 1 after version 5"):
+        segments(mislabelled, 0, recompute_kv=False)
+
+
+def test_segments_begin_with_turns_and_swaps():
+    none = np.zeros(11, np.float32)
+    versions = np.where(TURNS, [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], -1)
+    response = Trajectory(
+        *(np.arange(2), np.arange(11), np.array(TURNS), none, versions.astype(np.int32)),
+        *(0, 0, 0, 0, "stop"),
+    )
+    parts = [dataclasses.astuple(part) for part in segments(response, 5, recompute_kv=False)]
+    assert parts == [
+        (5, 0, 2, 0, True, True),
+        (5, 2, 3, 1, False, False),
+        (5, 5, 8, 2, True, True),
+        (5, 8, 9, 3, False, False),
+        (5, 10, 11, 3, True, False),
+    ]
+    again = segments(response, 5, recompute_kv=True)
+    assert all(part.begins and not part.continues for part in again)
