@@ -1,15 +1,20 @@
 """Settings and fixtures that all tests share."""
 
 import gc
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["lib.costs", "lib.tiers", "lib.shared_runs", "lib.tune", "lib.finished_runs"]
 
 # The machine may be busy with real engines, so that an example may take long.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,41 +34,19 @@ def pytest_unconfigure():
     gc.unfreeze()  # or libraries report leaks
 
 
-LONGEST = (
-    "equivalence/test_equivalence.py",
-    "models/test_meshes.py",
-    "benchmarks/test_plan.py",
-    "recipes/test_async_grpo.py",
-    "two_nodes/test_two_nodes.py",
-    "recipes/test_replayed_run.py",
-    "survival/test_config_fuzz.py",
-    "recipes/test_run_ends.py",
-    "survival/test_killed_roles.py",
-    "recipes/test_tensor_parallel_run.py",
-    "recipes/test_colocated_run.py",
-)
-"""The files that take longest, the longest first.
-
-On a fresh machine, the first one builds the tiny policy; the next two do without.
-"""
-
-
-def pytest_collection_modifyitems(items):
-    """Start with the longest files, so that no worker is left with one at the end.
-
-    A file is one worker's (`--dist loadfile`): its tests share clusters, engines and runs.
-    """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-
-    def rank(item):
-        longest = [n for n, end in enumerate(LONGEST) if item.path.as_posix().endswith(end)]
-        return longest[0] if longest else len(LONGEST) + (item.path not in slow)
-
-    items.sort(key=rank)
-
-
 @pytest.fixture(scope="session")
 def tiny_policy():
-    """The demo's policy; built once per machine, by one of all workers of all test runs."""
-    with FileLock(Path(tempfile.gettempdir(), f"tiny_policy-{os.getuid()}.lock")):
-        subprocess.run([sys.executable, "-m", "grpo_components.examples.tiny_policy"], check=True)
+    """Folder of the demo's policy, which nothing but tests of the same source uses.
+
+    Built once per machine, by one of all workers of all sessions.
+    """
+    module = "grpo_components.examples.tiny_policy"
+    source = Path(find_spec(module).origin).read_bytes()
+    shared = Path(tempfile.gettempdir(), "torchtune-async-grpo")
+    folder = shared / f"tests-{os.getuid()}" / f"policy-{hashlib.sha256(source).hexdigest()[:8]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists() and (shared / "tiny_policy").exists():
+            shutil.copytree(shared / "tiny_policy", folder)  # the command keeps an equal build
+        subprocess.run([sys.executable, "-m", module, "--output-dir", folder], check=True)
+    return folder

@@ -300,13 +300,14 @@ def main(arguments: list[str] | None = None, ladder: Sequence[Rung] = RUNGS) -> 
         prog=COMMAND, description="Measure every rung of the equivalence ladder; write the table."
     )
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
+    parser.add_argument("--policy", type=Path, help="folder of the tiny policy")
     options = parser.parse_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
     quiet_libraries("WARNING")
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="equivalence-") as scratch:
         try:
-            bench = Bench(Path(scratch))
+            bench = Bench(Path(scratch), options.policy)
         except ValueError as error:  # the tiny policy is not built yet
             console.print(f"{error}\nrun first: python -m grpo_components.examples.tiny_policy")
             return 2

@@ -70,7 +70,7 @@ def _rolled_out(bench: Bench, agent: str | None) -> list[Trajectory]:
         f"environment.agent={__name__}.{agent}",
         "environment.chat_template=plain",
     ]
-    cfg = tiny_config(bench.folder() / "run", *SYNCHRONOUS, *(own if agent else ()))
+    cfg = tiny_config(bench.folder() / "run", *SYNCHRONOUS, *bench.policy, *(own if agent else ()))
     arguments, prompts = tiny_arguments(cfg)
     with closing(RoleProcess(GENERATOR, **arguments.generator)) as generator:
         groups = [

@@ -64,4 +64,6 @@ def adapter_is_merged_weights(bench: Bench) -> float:
 def generator_is_adapted_trainer(bench: Bench) -> float:
     """Compare logprobs of generator and trainer, before and after an adapter was pulled."""
     adapter = ("lora.rank=8", "lora.alpha=16.0")
-    return generator_is_trainer(bench, tiny_config(bench.scratch / "unused", *adapter))
+    return generator_is_trainer(
+        bench, tiny_config(bench.scratch / "unused", *bench.policy, *adapter)
+    )

@@ -18,7 +18,6 @@ from grpo_components.equivalence.rungs import (
     max_difference,
     run,
     saved_weights,
-    synchronous_command,
 )
 from grpo_components.records.resume import last_attempt
 
@@ -41,15 +40,15 @@ def resumed_is_uninterrupted_by_transformers(bench: Bench) -> float:
     policy = ("model._component_=grpo_components.models.hugging_face", "checkpointer=null")
     path = f"model.path={bench.cfg.base_model_path}"
     whole, overrides = bench.folder() / "run", (*policy, path, *sizes)
-    run(synchronous_command(whole, *overrides))
+    run(bench.command(whole, *overrides))
     return _compare(bench, whole, *overrides)
 
 
 def _compare(bench: Bench, whole: Path, *overrides: str) -> float:
     """Kill and resume a run; return how far its weights are from those of an uninterrupted one."""
     resumed, overrides = bench.folder() / "run", (*overrides, *_SAVING)
-    run_and_kill(synchronous_command(resumed, *overrides), "step 1: saved")
-    run(synchronous_command(resumed, *overrides, "resume_from_checkpoint=true"))
+    run_and_kill(bench.command(resumed, *overrides), "step 1: saved")
+    run(bench.command(resumed, *overrides, "resume_from_checkpoint=true"))
     findings, _ = audit(resumed / "receipts.jsonl")
     if findings.broken or last_attempt(resumed) != 1:
         return math.inf

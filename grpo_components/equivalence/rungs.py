@@ -61,11 +61,13 @@ class Bench:
 
     Args:
         scratch: an empty folder.
+        policy: folder of the tiny policy; None is where the demo builds it.
     """
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, policy: Path | None = None) -> None:
         self.scratch = scratch
-        self.cfg = tiny_config(scratch / "unused", *SYNCHRONOUS)
+        self.policy = () if policy is None else (f"base_model_path={policy}",)
+        self.cfg = tiny_config(scratch / "unused", *SYNCHRONOUS, *self.policy)
         self._ranks: list[RoleProcess] = []
         self._runs: list[Path] = []
         self._results: dict[Any, Any] = {}
@@ -118,21 +120,20 @@ class Bench:
         while len(self._runs) <= number:
             output_dir = self.folder() / "run"
             push = "delta" if len(self._runs) % 2 else "whole"
-            run(synchronous_command(output_dir, f"push={push}"))
+            run(self.command(output_dir, f"push={push}"))
             self._runs.append(output_dir)
         return self._runs[number]
+
+    def command(self, output_dir: Path, *overrides: str) -> list[str]:
+        """Return the command line that runs the recipe at max_staleness 0."""
+        command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
+        command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
+        return [*command, f"output_dir={output_dir}", *SYNCHRONOUS, *self.policy, *overrides]
 
     def close(self) -> None:
         """End the trainer processes."""
         for process in self._ranks:
             process.close()
-
-
-def synchronous_command(output_dir: Path, *overrides: str) -> list[str]:
-    """Return the command line that runs the recipe at max_staleness 0."""
-    command = [sys.executable, "-m", "torchtune._cli.tune", "run"]
-    command += ["async_grpo_full_finetune_distributed", "--config", "tiny_async_grpo"]
-    return [*command, f"output_dir={output_dir}", *SYNCHRONOUS, *overrides]
 
 
 def run(command: list[str]) -> None:

@@ -288,7 +288,7 @@ def test_a_real_run_reaches_its_staleness_and_what_is_kept_passes_the_audit_agai
     assert audit_of(tmp_path / cell.folder, unfinished=False) == ""
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 def test_an_atlas_that_is_killed_in_a_run_makes_that_run_again(tmp_path):
     output = tmp_path / "staleness.md"
     given = ("--runs", 1, "--folder", tmp_path / "runs", "--output", output)

@@ -91,7 +91,6 @@ def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Inst
     return Install(venv / "bin")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
 def test_every_command_knows_the_recipe_and_its_configs(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
@@ -128,7 +127,6 @@ def assert_lists_the_recipe_with_every_config_tiny_ones_first(table: str) -> Non
     assert listed[0] == TINY
 
 
-@pytest.mark.slow
 def test_run_executes_a_copied_recipe_with_a_copied_config(wheel_install: Install, tmp_path: Path):
     main = 'if __name__ == "__main__":'
     recipe = RECIPE_FILE.read_text()

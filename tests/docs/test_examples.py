@@ -100,7 +100,8 @@ def test_a_documented_run_passes_the_checks(
     own = [each.replace(SAMPLES, str(here / "data")) for each in own]
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     assert isinstance(config, dict)
-    cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, f"output_dir={here / 'run'}"])
+    folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")
+    cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, *folders])
     checked = preflight.check(cfg)
     check_components(checked)
     build_data(checked)
@@ -124,7 +125,7 @@ def test_a_documented_part_of_a_config_is_accepted(tiny_policy, folder_of, page,
         cfg[key] = value if new else OmegaConf.merge(cfg[key], value)
     if "reward_model" in cfg:  # a folder of the reader
         cfg.reward_model.path = None
-    cfg.output_dir = str(here / "run")
+    cfg.output_dir, cfg.base_model_path = str(here / "run"), str(tiny_policy)
     check_components(preflight.check(cfg))
 
 

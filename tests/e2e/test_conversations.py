@@ -7,7 +7,7 @@ import pytest
 from lib.classifier import random_classifier
 from lib.whole_runs import SHORT, audit, metrics, records, succeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 REWARDS = Path(__file__).parents[2] / "docs" / "rewards.md"
 TOOLS = '''
@@ -63,7 +63,7 @@ WEIGHTS = {"correctness": 1.0, "brevity": 0.1, "printed": 0.5, "reward_model": 0
 
 
 def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_users_own(
-    tune, tmp_path
+    tune, tmp_path, tiny_policy
 ):
     """The user's reward is the one in docs/rewards.md, as printed.
 
@@ -81,7 +81,7 @@ def test_a_tutor_a_tool_a_reward_in_the_sandbox_a_learned_one_and_one_of_the_use
         "rewards.correctness.answer_format=plain",
         *("rewards.brevity._component_=my_rewards.Brevity", "rewards.brevity.max_words=4"),
         "rewards.printed._component_=my_tools.Printed",
-        f"reward_model.path={random_classifier(tmp_path / 'classifier')}",
+        f"reward_model.path={random_classifier(tmp_path / 'classifier', tiny_policy)}",
         *(f"rewards.{name}.weight={WEIGHTS[name]}" for name in ("brevity", "printed")),
         f"reward_model.weight={WEIGHTS['reward_model']}",
         "dynamic_sampling.enabled=true",  # of groups that have no two scores alike, none is dropped

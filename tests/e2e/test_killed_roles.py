@@ -1,14 +1,12 @@
 """Roles die or freeze at chosen moments of a real run: it completes, exactly once, in bounds."""
 
-import os
 import re
-import subprocess
 from collections import Counter
 
 import pytest
-from lib.chaos import TUNE, Fault, forked_recipe
+from lib.chaos import Fault, forked_recipe
 from lib.classifier import random_classifier
-from lib.whole_runs import audit, records
+from lib.whole_runs import audit, finish, records
 
 FAULTS = [
     Fault("replay_buffer", "add", 3),  # while buffering
@@ -23,35 +21,22 @@ FAULTS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_role_dies_and_nothing_is_lost(tiny_policy, tmp_path):
+@pytest.mark.timeout(1800)
+def test_every_role_dies_and_nothing_is_lost(tune, tiny_policy, tmp_path):
     recipe, environment = forked_recipe(tmp_path, FAULTS)
-    output_dir = tmp_path / "run"
-    few = ("groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4", "loss.kl_coeff=0.001")
-    command = [TUNE, "run", recipe, "--config", "tiny_async_grpo", f"output_dir={output_dir}"]
-    done = subprocess.run(
-        [
-            *map(str, command),
-            *few,
-            *("num_steps=12", "num_generators=2", "rollouts_in_flight=4", "save_every_n_steps=3"),
-            # A busy machine restarts slowly: steps wait for groups that would become too old.
-            *("max_restarts=20", "timeouts.heartbeat_s=15", "stale_groups=wait"),
-            # Small steps change few bytes: a new generator or server needs a chain of deltas.
-            *("push=delta", "optimizer.lr=1e-9"),
-            *(
-                f"reward_model.path={random_classifier(tmp_path / 'classifier')}",
-                "reward_model.weight=0.1",
-            ),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=800,
+    process, output_dir = tune(
+        *("groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4", "loss.kl_coeff=0.001"),
+        *("num_steps=12", "num_generators=2", "rollouts_in_flight=4", "save_every_n_steps=3"),
+        # A busy machine restarts slowly: steps wait for groups that would become too old.
+        *("max_restarts=20", "timeouts.heartbeat_s=15", "stale_groups=wait"),
+        # Small steps change few bytes: a new generator or server needs a chain of deltas.
+        *("push=delta", "optimizer.lr=1e-9", "reward_model.weight=0.1"),
+        f"reward_model.path={random_classifier(tmp_path / 'classifier', tiny_policy)}",
+        recipe=recipe,
+        env=environment,
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
+    code, output = finish(process)
+    assert code == 0, output
     struck = [line for line in output.splitlines() if line.startswith("chaos: ")]
     assert len(struck) == len(FAULTS), output
     told = re.findall(

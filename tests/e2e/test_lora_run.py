@@ -1,56 +1,40 @@
-"""Runs with adapters by the real `tune`: killed roles, a replay to the same bits, their size."""
+"""A run with adapters by the real `tune`: a killed role, what is trained, its size."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from lib.chaos import Fault, forked_recipe
-from lib.whole_runs import assert_same_run, audit, metrics, records, rescore, succeed
+from lib.whole_runs import audit, metrics, records
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
-
-KNOBS = (
-    *("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4"),
-    *("lora.rank=4", "lora.alpha=8", "lora.save_merged=true", "optimizer.lr=1e-2"),
-    *("pull_every_m_rollouts=1", "rollouts_in_flight=4", "loss.kl_coeff=0.01", "max_staleness=1"),
-    "push=delta",
-)
-SIZES = "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len"
-TRANSFORMERS = (
-    *("checkpointer=null", "model._component_=grpo_components.models.hugging_face"),
-    "model.path=/tmp/torchtune-async-grpo/tiny_policy",
-    *(f"~model.{key}" for key in f"{SIZES} norm_eps tie_word_embeddings".split()),
-)
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 
-def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, tmp_path):
-    """On a policy of transformers; the ladder has the adapters of torchtune's decoders.
-
-    In the replay, the new generator gets its adapter from the files of `keep_policy_versions`.
-    """
-    recipe, environment = forked_recipe(tmp_path, [Fault("generator_0", "load_weights", 2)])
-    output, original = succeed(tune, *KNOBS, *TRANSFORMERS, recipe=recipe, env=environment)
-    assert re.search(r"^generator_0 is back", output, re.MULTILINE), output
-    assert "reference" not in output.split("step 1/")[0]  # no process of its own
-    code, table = audit(original)
+def test_its_generator_was_killed_and_its_audit_holds(lora_run):
+    assert re.search(r"^generator_0 is back", lora_run.output, re.MULTILINE), lora_run.output
+    code, table = audit(lora_run.folder)
     assert code == 0, table
-    steps = metrics(original)[1:]
+    loads = [e for e in records(lora_run.folder / "logs" / "events.jsonl") if e["event"] == "load"]
+    assert max(event["version"] for event in loads) >= 3
+
+
+def test_the_reference_is_the_policy_without_its_adapter(lora_run):
+    assert "reference" not in lora_run.output.split("step 1/")[0], "no process of its own"
+    steps = metrics(lora_run.folder)[1:]
     assert [record["policy_version"] for record in steps] == [1, 2, 3, 4]
     assert steps[-1]["loss/kl_reference"] > 0
-    assert all(abs(record["mismatch/fresh_kl"]) < 1e-6 for record in steps[:1])
-    base = Path("/tmp/torchtune-async-grpo/tiny_policy/model.safetensors")
-    sizes = [record["push/bytes"] for record in steps if record["push/bytes"]]
-    assert 0 < max(sizes) < 0.05 * base.stat().st_size
-    kept = (f"replay_events={original}", "keep_policy_versions=true")
-    output, replay = succeed(tune, *KNOBS, *TRANSFORMERS, *kept)
-    assert "events in the recorded order" in output
-    code, table = rescore(replay)
-    assert code == 0, table
-    merged = assert_same_run(original, replay, num_steps=4)
-    adapter = load_file(replay / "checkpoints/latest/adapter/adapter_model.safetensors")
-    before = load_file(base)
+    assert abs(steps[0]["mismatch/fresh_kl"]) < 1e-6
+
+
+def test_pushes_have_the_adapter_only_and_the_merged_weights_change_where_it_is(
+    lora_run, tiny_policy
+):
+    base = tiny_policy / "model.safetensors"
+    sizes = [record["push/bytes"] for record in metrics(lora_run.folder)[1:]]
+    assert 0 < max(filter(None, sizes)) < 0.05 * base.stat().st_size
+    latest = lora_run.folder / "checkpoints" / "latest"
+    adapter = load_file(latest / "adapter" / "adapter_model.safetensors")
+    before, merged = load_file(base), load_file(latest / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], merged[name])}
     prefix = "base_model.model."
     assert changed == {
@@ -58,5 +42,3 @@ def test_a_run_with_adapters_survives_a_killed_generator_and_is_replayed(tune, t
         for name in adapter
         if "lora_A" in name
     }
-    loads = [e for e in records(original / "logs" / "events.jsonl") if e["event"] == "load"]
-    assert max(event["version"] for event in loads) >= 3

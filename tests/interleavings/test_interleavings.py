@@ -62,7 +62,7 @@ def test_random_schedules_of_larger_runs_keep_every_rule(bound, logs):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.fault] if n in SLOW else []) for n in RACES]
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] if n in SLOW else []) for n in RACES]
 )
 def test_a_planted_race_is_found_and_its_schedule_shows_it_again(name, logs):
     race = RACES[name]

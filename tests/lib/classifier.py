@@ -2,14 +2,12 @@
 
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
 
-
-def random_classifier(folder):
-    """Save one, with its tokenizer, in a new folder; returns that."""
+def random_classifier(folder, tiny_policy):
+    """Save one, with the tokenizer of that policy, in a new folder; returns that."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
     model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
-    for part in (model, AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR)):
+    for part in (model, AutoTokenizer.from_pretrained(tiny_policy)):
         part.save_pretrained(folder)
     return folder

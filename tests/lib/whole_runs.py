@@ -16,6 +16,34 @@ from lib.chaos import RECIPE, TUNE
 
 __all__ = ["RECIPE", "TUNE"]
 SHORT = ("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=16")
+SYNCHRONOUS = (
+    *SHORT,
+    *("num_generators=2", "num_trainers=2", "max_staleness=0", "pull_every_m_rollouts=1"),
+    *("eval_every_n_steps=2", "save_every_n_steps=2", "optimizer.lr=1e-3", "reward_workers=1"),
+)
+
+AGENTS = (
+    "environment._component_=grpo_components.agents.environment.AgentEnvironment",
+    *("environment.agent=my_agent.run", "environment.chat_template=plain"),
+    "rewards.correctness._component_=grpo_components.agents.rewards.AgentReward",
+    "~rewards.correctness.answer_format",
+)
+LORA = (
+    *("num_steps=4", "groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4"),
+    *("lora.rank=4", "lora.alpha=8", "lora.save_merged=true", "optimizer.lr=1e-2"),
+    *("pull_every_m_rollouts=1", "rollouts_in_flight=4", "loss.kl_coeff=0.01", "max_staleness=1"),
+    "push=delta",
+)
+
+
+def transformers_policy(path):
+    """Overrides that make the tiny policy one of transformers."""
+    sizes = "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len"
+    return (
+        *("checkpointer=null", "model._component_=grpo_components.models.hugging_face"),
+        f"model.path={path}",
+        *(f"~model.{key}" for key in f"{sizes} norm_eps tie_word_embeddings".split()),
+    )
 
 
 def temporary_files(pid):
@@ -66,12 +94,12 @@ def receipts(output_dir):
 
 
 def wait_for_line(process, pattern=r"step +2/"):
-    """Read what a run prints until a line that begins so."""
+    """Read what a run prints until a line that begins so; returns what was read."""
     lines = []
     for line in process.stdout:
         lines.append(line)
         if re.match(pattern, line):
-            return
+            return "".join(lines)
     raise AssertionError("the run ended early:\n" + "".join(lines))
 
 
@@ -98,3 +126,55 @@ def assert_same_run(original, replay, num_steps):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     return after
+
+
+KEYS = {
+    "step",
+    "attempt",
+    "policy_version",
+    "rollout/reward_mean",
+    "rollout/success_rate",
+    "rollout/reward_std",
+    "rollout/zero_variance_fraction",
+    "rollout/cut_off_fraction",
+    "rollout/turns_mean",
+    "rollout/turns_max",
+    "reward_terms/correctness_mean",
+    "reward_terms/correctness_std",
+    "time/wall_clock",
+    "restarts",
+    "rollout/response_tokens_mean",
+    "loss/total",
+    "loss/policy",
+    "loss/kl_reference",
+    "ratio/mean",
+    "ratio/max",
+    "ratio/clip_fraction",
+    "ratio/clip_fraction_low",
+    "ratio/clip_fraction_high",
+    "entropy",
+    "mismatch/generator_kl",
+    "mismatch/fresh_kl",
+    "mismatch/fresh_tokens",
+    "mismatch/ratio_p01",
+    "mismatch/ratio_p50",
+    "mismatch/ratio_p99",
+    "mismatch/effective_sample_size",
+    "off_policy/masked_fraction",
+    "off_policy/correction_mass",
+    "staleness/mean",
+    "staleness/max",
+    "buffer/size",
+    "buffer/dropped_stale",
+    "grad_norm",
+    "lr",
+    "time/step",
+    "time/wait_for_batch",
+    "time/train",
+    "time/train_cpu",
+    "time/update",
+    "time/push",
+    "push/bytes",
+    "throughput/trained_tokens_per_second",
+    "throughput/generated_tokens_per_second",
+}

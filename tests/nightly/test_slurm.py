@@ -193,8 +193,6 @@ def slurm(tiny_policy, tmp_path):
     cluster.close()
 
 
-@pytest.mark.slow
-@pytest.mark.fault
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason=f"a real Slurm: {why_not()}")
 def test_a_requeued_job_of_two_nodes_goes_on_from_its_checkpoint(slurm):

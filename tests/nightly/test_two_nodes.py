@@ -48,7 +48,6 @@ SPLIT = ["cpu_threads.trainer=3", "groups_per_step=4", "group_size=4", "eval_dat
 """With 5 CPUs a machine, the two ranks are on two machines, and so are the generators."""
 SYNCHRONOUS = ["max_staleness=0", "pull_every_m_rollouts=1", "save_every_n_steps=2"]
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(why_not()), reason=f"two machines on one: {why_not()}"),
 ]
@@ -196,7 +195,6 @@ def test_a_synchronous_run_on_two_machines_is_equal_to_one_on_one_to_the_bit(two
     assert_nothing_reserved(two)
 
 
-@pytest.mark.fault
 def test_weights_that_a_trainer_sends_to_another_machine_are_those_of_the_object_store(two):
     mine = [*SYNCHRONOUS, *SPLIT, "num_steps=2"]
     for folder, way in (("/tmp/stored", "object_store"), ("/tmp/sent", "gloo")):
@@ -206,7 +204,6 @@ def test_weights_that_a_trainer_sends_to_another_machine_are_those_of_the_object
     assert_clean(two.a, two.b)
 
 
-@pytest.mark.fault
 def test_a_run_resumed_on_nodes_without_its_checkpoint_outlives_20_seconds_without_a_link(two):
     mine = [*SPLIT, "num_steps=2", "save_every_n_steps=2"]
     code, output = finish(start(two, "/tmp/again", *SYNCHRONOUS[:2], *mine))
@@ -221,7 +218,6 @@ def test_a_run_resumed_on_nodes_without_its_checkpoint_outlives_20_seconds_witho
     assert_clean(two.a, two.b)
 
 
-@pytest.mark.fault
 def test_two_runs_side_by_side_on_a_slow_link_end_well(two):
     two.slow_down()
     small = ["num_generators=1", "num_trainers=1", "num_references=1", "groups_per_step=2"]
@@ -238,7 +234,6 @@ def test_two_runs_side_by_side_on_a_slow_link_end_well(two):
     assert_clean(two.a, two.b)
 
 
-@pytest.mark.fault
 def test_a_run_whose_link_is_down_for_good_ends_with_one_line(make_machines):
     two = make_machines(5, 5)
     run = start(two, "/tmp/cut", *SPLIT, "num_steps=50")
@@ -266,7 +261,6 @@ def is_janitor_in(process, namespace):
     return False
 
 
-@pytest.mark.fault
 @pytest.mark.parametrize(
     "groups_are", ["in the answers", "in the memory of their node", "open sessions of agents"]
 )
@@ -320,7 +314,6 @@ def test_what_a_cluster_lacks_and_a_wrong_token_are_one_line_before_any_role_sta
     assert "starting parameter_server" not in output
 
 
-@pytest.mark.fault
 def test_a_run_of_its_own_listens_on_loopback_only_beside_a_cluster(two):
     sizes = ["num_steps=1", "num_generators=1", "num_trainers=1", "eval_dataset.num_rows=8"]
     run = start(two, "/tmp/private", *sizes, "loss.kl_coeff=0", address="null")

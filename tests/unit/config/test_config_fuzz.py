@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.plain_text import one_line
@@ -30,7 +29,6 @@ from grpo_components.settings import Settings
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "async_grpo_full_finetune_distributed.py"
 CONFIG = ROOT / "recipes" / "configs" / "tiny_async_grpo.yaml"
-pytestmark = pytest.mark.slow
 
 
 class ReachedRayError(BaseException):
@@ -104,7 +102,7 @@ def recipe(tiny_policy, tmp_path_factory):
     """The recipe's entry over the tiny policy with few prompts; called with YAML and overrides."""
     folder = tmp_path_factory.mktemp("fuzz")
     base = folder / "tiny_policy"
-    shutil.copytree(DEFAULT_OUTPUT_DIR, base)
+    shutil.copytree(tiny_policy, base)
     for name in ("train", "held_out"):
         path = base / "data" / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))

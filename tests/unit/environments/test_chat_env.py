@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from grpo_components.environments.chat_env import ChatEnvWorld, chat_env_dataset
 from grpo_components.environments.rewards import EnvironmentReward
-from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -99,7 +98,7 @@ def begun(tiny_policy, rows):
         node = {"_component_": f"my_envs.{name}", **arguments}
         settings = {
             "env": node,
-            "model_path": str(DEFAULT_OUTPUT_DIR),
+            "model_path": str(tiny_policy),
             "chat_template": chat_template,
         }
         prompts = chat_env_dataset(None, source=rows, **settings)
@@ -114,11 +113,11 @@ def reward_of(reply):
     )
 
 
-def test_the_prompt_is_what_the_environment_shows(begun, chatml):
+def test_the_prompt_is_what_the_environment_shows(begun, chatml, tiny_policy):
     prompt, _ = begun("guessing", chatml, system_prompt="Add.")
     text = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n3+0?\n<|im_end|>\n"
     assert prompt["prompt_text"] == f"{text}<|im_start|>assistant\n"
-    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_OUTPUT_DIR)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
     assert tokenizer.decode(prompt["prompt_ids"]) == prompt["prompt_text"]
     assert prompt["chat_env"] == {"query": "3+0?\n", "answer": "3+0\n#### 3"}
 
@@ -169,7 +168,7 @@ def test_a_data_set_of_the_environments_own_is_the_prompts(tiny_policy, tmp_path
     lines = [json.dumps({"query": f"{n}+1?\n", "answer": str(n + 1)}) for n in range(4)]
     (folder / "train.jsonl").write_text("\n".join(lines))
     node = {"_component_": "my_envs.of_files", "folder": str(folder)}
-    settings = {"env": node, "model_path": str(DEFAULT_OUTPUT_DIR), "chat_template": "plain"}
+    settings = {"env": node, "model_path": str(tiny_policy), "chat_template": "plain"}
     prompts = chat_env_dataset(None, num_rows=3, **settings)
     assert [prompt["prompt_text"] for prompt in prompts] == ["0+1?\n", "1+1?\n", "2+1?\n"]
     world = ChatEnvWorld(**settings)
@@ -191,12 +190,12 @@ def test_a_data_set_of_the_environments_own_is_the_prompts(tiny_policy, tmp_path
 )
 def test_another_environment_is_refused(node, problem, tiny_policy):
     with pytest.raises(ValueError, match=problem):
-        ChatEnvWorld(node, str(DEFAULT_OUTPUT_DIR), "plain")
+        ChatEnvWorld(node, str(tiny_policy), "plain")
 
 
-def test_a_row_of_another_data_set_is_refused(begun):
+def test_a_row_of_another_data_set_is_refused(begun, tiny_policy):
     prompt, _ = begun("guessing", "plain")
-    settings = {"model_path": str(DEFAULT_OUTPUT_DIR), "chat_template": "plain"}
+    settings = {"model_path": str(tiny_policy), "chat_template": "plain"}
     node = {"_component_": "my_envs.guessing", "system_prompt": "Add."}
     with pytest.raises(ValueError, match=r"the environment: it shows 'Add\.3"):
         ChatEnvWorld(node, **settings)(prompt, 1)

@@ -10,9 +10,7 @@ import torch
 from grpo_components.equivalence import __main__ as equivalence
 from grpo_components.equivalence import (
     agent_rungs,
-    engine_rungs,
     family_rungs,
-    lora_rungs,
     resume,
     rungs,
 )
@@ -23,25 +21,7 @@ from grpo_components.equivalence.rungs import Bench, max_difference, ragged_batc
 from grpo_components.setting_types import ModelType
 
 PAGE = Path(__file__).parents[3] / "docs" / "equivalence.md"
-SLOW = {  # they start Ray or vLLM
-    rungs.recipe_is_plain_loop,
-    rungs.synchronous_runs_are_identical,
-    resume.resumed_is_uninterrupted,
-    resume.resumed_is_uninterrupted_by_transformers,
-    rungs.generator_is_trainer,
-    engine_rungs.pulled_engine_is_fresh_engine,
-    engine_rungs.engine_pulled_under_load_is_fresh_engine,
-    engine_rungs.two_workers_are_one,
-    family_rungs.reloaded_is_exported,
-    family_rungs.every_family_samples_from_what_it_trained,
-    family_rungs.reloaded_is_exported_by_transformers,
-    family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
-    lora_rungs.adapter_is_merged_weights,
-    lora_rungs.generator_is_adapted_trainer,
-    agent_rungs.session_is_plain_rollout,
-    agent_rungs.continued_session_is_plain_rollout,
-}
-NOT_IN_CI = {  # what they take is long, and other rungs and runs take most of the same way
+NIGHTLY = {  # what they take is long, and other rungs and runs take most of the same way
     resume.resumed_is_uninterrupted_by_transformers,
     family_rungs.reloaded_is_exported_by_transformers,
     agent_rungs.session_is_plain_rollout,
@@ -50,7 +30,7 @@ NOT_IN_CI = {  # what they take is long, and other rungs and runs take most of t
 
 @pytest.fixture(scope="module")
 def bench(tiny_policy, tmp_path_factory):
-    bench = Bench(tmp_path_factory.mktemp("equivalence"))
+    bench = Bench(tmp_path_factory.mktemp("equivalence"), tiny_policy)
     yield bench
     bench.close()
 
@@ -61,10 +41,7 @@ def bench(tiny_policy, tmp_path_factory):
         pytest.param(
             rung,
             id=rung.measure.__name__,
-            marks=[
-                *([pytest.mark.slow] if rung.measure in SLOW else []),
-                *([pytest.mark.fault] if rung.measure in NOT_IN_CI else []),
-            ],
+            marks=[pytest.mark.nightly] if rung.measure in NIGHTLY else [],
         )
         for rung in RUNGS
     ],
@@ -113,12 +90,13 @@ def test_a_failed_rung_is_reported_by_exit_code_table_and_last_line(tiny_policy,
     failing = Rung("one = another", "weights", 1e-5, lambda bench: 1.0)
     good = Rung("nothing = nothing", "nothing", 0.0, lambda bench: 0.0)
     output = tmp_path / "table.md"
-    assert equivalence.main(["--output", str(output)], [good, failing]) == 1
+    arguments = ["--output", str(output), "--policy", str(tiny_policy)]
+    assert equivalence.main(arguments, [good, failing]) == 1
     first, second = output.read_text().splitlines()[-2:]
     assert first == "| 1 | nothing = nothing | nothing | 0 | 0 | yes |"
     assert second == "| 2 | one = another | weights | 1.0e-05 | 1.0e+00 | **NO** |"
     assert "one = another" in capsys.readouterr().err.splitlines()[-1]
-    assert equivalence.main(["--output", str(output)], [good]) == 0
+    assert equivalence.main(arguments, [good]) == 0
     assert "NO" not in output.read_text()
 
 

@@ -11,9 +11,8 @@ from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_components.data.datasets import gsm8k_dataset
-from grpo_components.examples import tiny_policy
+from grpo_components.examples import tiny_policy as module
 from grpo_components.examples.tiny_policy import (
-    DEFAULT_OUTPUT_DIR,
     NAMES,
     RECORD_FILE,
     THINGS,
@@ -28,7 +27,7 @@ STEPS = 2  # enough for tests that need no trained policy
 def build(folder, seed):
     """Build without measuring the success rate, which takes most of a short build."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_policy, "_success_rate", lambda *_: 0.0)
+        patch.setattr(module, "_success_rate", lambda *_: 0.0)
         build_tiny_policy(folder, seed=seed, steps=STEPS)
 
 
@@ -86,7 +85,7 @@ def test_both_tokenizers_agree(folder, torchtune_tokenizer):
     for text in texts:
         ids = torchtune_tokenizer.encode(text, add_bos=True, add_eos=False)
         assert ids == tokenizer.encode(text)
-        assert max(ids) < tiny_policy.ARCHITECTURE["vocab_size"]
+        assert max(ids) < module.ARCHITECTURE["vocab_size"]
         assert torchtune_tokenizer.decode(ids) == text
 
 
@@ -100,11 +99,11 @@ def test_every_config_has_the_same_end_of_text(folder, torchtune_tokenizer):
 def test_a_right_answer_fits_into_a_response(torchtune_tokenizer):
     for problem in all_problems(0):
         ids = torchtune_tokenizer.encode(problem.answer(problem.result), add_bos=False)
-        assert len(ids) <= tiny_policy.MAX_RESPONSE_TOKENS
+        assert len(ids) <= module.MAX_RESPONSE_TOKENS
 
 
 def test_torchtune_and_transformers_compute_the_same_logits(folder, torchtune_tokenizer, tmp_path):
-    sizes = tiny_policy.ARCHITECTURE
+    sizes = module.ARCHITECTURE
     model = qwen2(
         vocab_size=sizes["vocab_size"],
         num_layers=sizes["num_hidden_layers"],
@@ -135,7 +134,7 @@ def test_the_data_files_are_gsm8k_data_sets(folder, torchtune_tokenizer):
         rows = gsm8k_dataset(
             torchtune_tokenizer,
             source=str(folder / "data" / f"{name}.jsonl"),
-            prompt_template=tiny_policy.PROMPT_TEMPLATE,
+            prompt_template=module.PROMPT_TEMPLATE,
         )
         assert [row["prompt_text"] for row in rows] == [problem.prompt for problem in problems]
         assert [row["answer"] for row in rows] == [str(problem.result) for problem in problems]
@@ -147,7 +146,7 @@ def contents(folder):
     return {
         path.relative_to(folder): path.read_bytes()
         for path in files
-        if path.name != tiny_policy.RECORD_FILE
+        if path.name != module.RECORD_FILE
     }
 
 
@@ -170,7 +169,7 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
         (new / "model.safetensors").touch()
         return {"held_out_success": 0.4, "held_out_success_greedy": 1.0, "seconds": 1.0}
 
-    monkeypatch.setattr(tiny_policy, "_build_into", build_into)
+    monkeypatch.setattr(module, "_build_into", build_into)
     first = build_tiny_policy(folder, seed=0, steps=5)
     assert build_tiny_policy(folder, seed=0, steps=5) == first
     assert built == [(0, 5)]
@@ -178,21 +177,21 @@ def test_a_build_is_kept_unless_forced_or_different(tmp_path, monkeypatch):
     build_tiny_policy(folder, seed=1, steps=5)
     build_tiny_policy(folder, seed=1, steps=6)
     assert built == [(0, 5), (0, 5), (1, 5), (1, 6)]
-    assert json.loads((folder / tiny_policy.RECORD_FILE).read_text())["seed"] == 1
+    assert json.loads((folder / module.RECORD_FILE).read_text())["seed"] == 1
     assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_failed_build_changes_nothing(tmp_path, monkeypatch):
     folder = tmp_path / "policy"
     folder.mkdir()
-    (folder / tiny_policy.RECORD_FILE).write_text("{}")
+    (folder / module.RECORD_FILE).write_text("{}")
     (folder / "model.safetensors").write_bytes(b"an earlier build")
     before = contents(folder)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiny_policy, "_warm_start", interrupted)
+    monkeypatch.setattr(module, "_warm_start", interrupted)
     for output_dir in (folder, tmp_path / "new"):
         with pytest.raises(KeyboardInterrupt):
             build_tiny_policy(output_dir, seed=1, steps=1)
@@ -213,10 +212,7 @@ def test_zero_steps_are_refused(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("--steps: 0 given")
 
 
-@pytest.mark.slow
-def test_greedy_answers_are_right_and_samples_only_sometimes():
-    """The policy of the demo and the other tests; built here if it is missing."""
-    assert main([]) == 0
-    record = json.loads((DEFAULT_OUTPUT_DIR / RECORD_FILE).read_text())
+def test_greedy_answers_are_right_and_samples_only_sometimes(tiny_policy):
+    record = json.loads((tiny_policy / RECORD_FILE).read_text())
     assert 0.25 < record["held_out_success"] < 0.5
     assert record["held_out_success_greedy"] > 0.9

@@ -1,7 +1,5 @@
 """A vLLM engine that torchrl wraps, with weights from our parameter server."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +16,6 @@ from grpo_components.interop.weight_sync import (
     load_into_vllm,
 )
 
-BASE = Path("/tmp/torchtune-async-grpo/tiny_policy")
 PROMPTS = ("12 + 7 =", "3 + 4 =", "What is 5?")
 
 
@@ -30,14 +27,14 @@ def test_what_a_wrapped_engine_samples_is_of_the_pulled_weights(tiny_policy, mon
     from vllm import LLM
 
     engine = LLM(
-        str(BASE),
+        str(tiny_policy),
         dtype="float32",
         enforce_eager=True,
         max_model_len=64,
         max_num_seqs=4,
         kv_cache_memory_bytes=2**25,
     )
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
     wrapper = vLLMWrapper(
         engine,
         tokenizer=tokenizer,
@@ -47,14 +44,14 @@ def test_what_a_wrapped_engine_samples_is_of_the_pulled_weights(tiny_policy, mon
         generate_kwargs={"max_tokens": 8, "temperature": 1.0, "seed": 3},
     )
     numbers = torch.Generator().manual_seed(0)
-    stored = load_file(BASE / "model.safetensors")
+    stored = load_file(tiny_policy / "model.safetensors")
     weights = {
         name: tensor + 0.02 * torch.randn(tensor.shape, generator=numbers)
         for name, tensor in stored.items()
     }
     server, bucket = VLLMParameterServer(), pack_bucket(list(weights.items()))
     server.push(4, [bucket], [bucket[0]])
-    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
     for policy, load in ((wrapper, load_into_vllm), (model, load_into_module)):
         scheme = ParameterServerScheme(server.newest, list, load)
         scheme.init_on_receiver(model_id="policy", model=policy)

@@ -190,7 +190,6 @@ def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
     assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["QWEN2 tied", "QWEN3 tied"])
 def test_compiled_layers_softmax_and_loss_make_the_same_update(run, name):
     """The loss has a schedule: a new step is no new graph."""

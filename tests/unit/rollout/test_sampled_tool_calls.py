@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from grpo_components.rewards.pool import RewardPool, RewardSpec
 from grpo_components.rollout.generator_options import EnvironmentOptions, SamplingOptions
 
-BASE = "/tmp/torchtune-async-grpo/tiny_policy"
 # As Qwen2.5's template writes turns, tool calls and results.
 TEMPLATE = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
@@ -60,7 +59,7 @@ def run(task):
 @pytest.fixture
 def caller(tiny_policy, tmp_path):
     """Folder of a model that was fitted to one conversation with a tool call."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
     prompt = f"<|im_start|>system\nadd <|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n"
     prompt += "<|im_start|>assistant\n"
     result = f"\n<|im_start|>user\n<tool_response>\n{RESULT}\n</tool_response><|im_end|>\n"

@@ -40,7 +40,6 @@ def shared_memory(processes):
     return [path for path in paths if path.startswith("/dev/shm/")]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_workers_take_weights_under_load_and_end_together(
     make_engine, checkpoints, force_cuda_defaults, monkeypatch

@@ -10,7 +10,7 @@ from lib.whole_runs import audit, finish, records, wait_for_line
 
 from grpo_components.exchange.books import close_books, reader_of
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 FAULTS = [
     Fault("replay_buffer", "add", 5),

@@ -5,7 +5,7 @@ import re
 import pytest
 from lib.whole_runs import audit, metrics, receipts, records, succeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 ASYNCHRONOUS = (
     *("num_steps=4", "groups_per_step=2", "group_size=4", "eval_dataset.num_rows=2"),
@@ -44,7 +44,6 @@ def test_another_learning_rate_from_a_step_on_differs_first_in_that_step(tune):
     assert code == 0, table
 
 
-@pytest.mark.fault
 def test_a_group_that_is_left_out_makes_the_first_difference_in_its_step(tune):
     _, original = succeed(tune, *ASYNCHRONOUS)
     last = receipts(original)[-1]["trained"][0]["group_id"]
@@ -74,7 +73,6 @@ SYNCHRONOUS = (
 )
 
 
-@pytest.mark.fault
 def test_the_group_that_made_a_run_worse_stands_out(tune, tmp_path):
     """The example of docs/what_if.md: group 14 has the poisoned prompt."""
     (tmp_path / "my_poison.py").write_text(POISON)

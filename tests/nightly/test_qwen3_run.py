@@ -10,9 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
-from grpo_components.examples import tiny_policy
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a busy machine may take long
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 
 SIZES = {"vocab_size": 384, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
 SIZES |= {"head_dim": 32, "intermediate_dim": 128, "max_seq_len": 512, "tie_word_embeddings": True}
@@ -25,9 +23,9 @@ class Digits:
 '''
 
 
-def random_policy(folder):
+def random_policy(tiny_policy, folder):
     """The tiny policy's tokenizer and data, with a random Qwen3."""
-    shutil.copytree(tiny_policy.DEFAULT_OUTPUT_DIR, folder)
+    shutil.copytree(tiny_policy, folder)
     ends = {"eos_token_id": 0, "pad_token_id": 0}
     config = Qwen3Config(
         vocab_size=SIZES["vocab_size"],
@@ -50,9 +48,9 @@ def random_policy(folder):
     model.save_pretrained(folder)
 
 
-def test_two_trainer_ranks_train_a_tiny_qwen3_that_transformers_loads(tune, tmp_path):
+def test_two_trainer_ranks_train_a_tiny_qwen3_that_transformers_loads(tune, tiny_policy, tmp_path):
     base, models = tmp_path / "policy", "grpo_components.models.qwen3"
-    random_policy(base)
+    random_policy(tiny_policy, base)
     (tmp_path / "my_rewards.py").write_text(REWARD)
     _, output_dir = succeed(
         tune,

@@ -12,8 +12,6 @@ import pytest
 
 from grpo_components.rewards.judge import JudgeError, LLMJudge
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]  # the server's start takes a minute
-BASE = "/tmp/torchtune-async-grpo/tiny_policy"
 START_S = 600.0  # a busy machine may take long
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -24,7 +22,7 @@ def url(tiny_policy, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", BASE, "--served-model-name", "tiny", "--api-key", "sk-right"]
+    command += ["--model", str(tiny_policy), "--served-model-name", "tiny", "--api-key", "sk-right"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
     command += ["--kv-cache-memory-bytes", "50M", "--chat-template", TEMPLATE]

@@ -8,15 +8,23 @@ import uuid
 
 import psutil
 import pytest
+
 from lib.forked_run import ForkedRun
 from lib.whole_runs import RECIPE, TUNE, temporary_files
 
 
 @pytest.fixture
 def tune(tiny_policy, tmp_path):
-    """Start `tune run`; returns the process and the run's folder. Checks that nothing is left.
+    """Start `tune run`; returns the process and the run's folder. Checks that nothing is left."""
+    with starter(tiny_policy, tmp_path) as start:
+        yield start
 
-    Its driver is forked, unless it is to start as a `new_interpreter`.
+
+@contextlib.contextmanager
+def starter(tiny_policy, folder):
+    """Give a function that starts runs below a folder; check afterwards that nothing is left.
+
+    The driver of a run is forked, unless it is to start as a `new_interpreter`.
     """
     mark, running, before = uuid.uuid4().hex, [], []
 
@@ -24,12 +32,13 @@ def tune(tiny_policy, tmp_path):
         *overrides,
         recipe=RECIPE,
         config="tiny_async_grpo",
-        cwd=tmp_path,
+        cwd=folder,
         env=(),
         new_interpreter=False,
     ):
-        output_dir = tmp_path / f"run{len(running)}"
-        command = [TUNE, "run", recipe, "--config", config, f"output_dir={output_dir}", *overrides]
+        output_dir = folder / f"run{len(running)}"
+        paths = (f"output_dir={output_dir}", f"base_model_path={tiny_policy}")
+        command = [TUNE, "run", recipe, "--config", config, *paths, *overrides]
         environment = {**os.environ, "GRPO_TEST": mark, **dict(env)}
         if new_interpreter:
             process = subprocess.Popen(
@@ -46,11 +55,13 @@ def tune(tiny_policy, tmp_path):
         before.extend(temporary_files(process.pid))  # of an earlier process with this pid
         return process, output_dir
 
-    yield start
-    for process in running:
-        if process.poll() is None:  # the test failed: let the run clean up
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
+    try:
+        yield start
+    finally:
+        for process in running:
+            if process.poll() is None:  # the test failed: let the run clean up
+                process.send_signal(signal.SIGINT)
+                process.communicate(timeout=60)
     _, left = psutil.wait_procs(processes_of(mark), timeout=10)  # killed, maybe not gone yet
     assert [command_line(process) for process in left] == []
     left = [path for process in running for path in temporary_files(process.pid)]

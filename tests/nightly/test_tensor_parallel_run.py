@@ -8,7 +8,7 @@ import psutil
 import pytest
 from lib.whole_runs import SHORT, audit, finish, metrics, receipts, records, wait_for_line
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_a_killed_generator_takes_its_workers_along_and_the_run_completes(tune):

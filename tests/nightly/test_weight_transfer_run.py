@@ -6,7 +6,7 @@ import pytest
 from lib.chaos import Fault, forked_recipe
 from lib.whole_runs import assert_same_run, audit, metrics, records, succeed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 SMALL = (
     *("groups_per_step=4", "group_size=4", "eval_dataset.num_rows=4", "num_generators=2"),
     *("num_trainers=2", "rollouts_in_flight=4", "pull_every_m_rollouts=1"),
@@ -18,7 +18,6 @@ def loads(output_dir):
     return [(e["role"], e["version"], e["checksum"]) for e in events if e["event"] == "load"]
 
 
-@pytest.mark.fault
 def test_an_asynchronous_run_repeated_over_gloo_has_the_same_bits(tune):
     """Two generators and two trainers: one recording, whose weights were in the object store."""
     _, original = succeed(tune, *SMALL, "num_steps=5")
@@ -32,7 +31,6 @@ def test_an_asynchronous_run_repeated_over_gloo_has_the_same_bits(tune):
     assert max(record["staleness/max"] for record in metrics(original)[1:]) > 0
 
 
-@pytest.mark.fault
 def test_receivers_and_the_sender_die_while_weights_are_on_their_way(tune, tmp_path):
     faults = [
         Fault("generator_1", "answer_request", 3),

@@ -1,0 +1,46 @@
+"""The demo's job, by the real `tune`, on real Ray, vLLM, torchrl and torchtune."""
+
+import pytest
+from lib.whole_runs import KEYS, audit, metrics, records
+
+from grpo_components.twin.fit import fit
+from grpo_components.twin.simulation import simulate
+
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
+
+
+def test_it_learns_asynchronously(demo_run):
+    steps = metrics(demo_run.folder)
+    assert [record["step"] for record in steps] == list(range(101))
+    assert 0.25 <= steps[0]["eval/success_rate"] <= 0.5
+    assert steps[-1]["eval/success_rate"] >= 0.65, "204 prompts: ten standard errors above"
+    assert all(record.keys() >= KEYS for record in steps[1:])
+    assert 0 < max(record["staleness/max"] for record in steps[1:]) <= 2
+    assert all(record["policy_version"] == record["step"] for record in steps)
+
+
+def test_its_audit_holds(demo_run):
+    code, table = audit(demo_run.folder)
+    assert code == 0, table
+
+
+def test_it_tells_what_came_out(demo_run):
+    for words in ("held-out success", "staleness", "tokens per second", "checkpoint", "try next"):
+        assert words in demo_run.output, words
+
+
+def test_the_seconds_of_a_roles_activities_are_those_between_its_heartbeats(demo_run):
+    heartbeats = records(demo_run.folder / "logs" / "heartbeats.jsonl")
+    for role in ("generator_0", "trainer_0", "replay_buffer", "parameter_server"):
+        first, *_, last = (beat for beat in heartbeats if beat["role"] == role)
+        counted = sum(last["seconds"].values()) - sum(first["seconds"].values())
+        assert counted == pytest.approx(last["time"] - first["time"], rel=0.01, abs=0.5), role
+    (*_, share) = (b["sequence_share"] for b in heartbeats if b["role"] == "generator_0")
+    assert 0 < share <= 1
+
+
+def test_its_twin_is_fitted_from_its_files_and_meets_its_step_time(demo_run):
+    run = fit(demo_run.folder)
+    twin = simulate(run.setup, run.times, run.lengths(run.setup, 0))
+    assert twin.step_s == pytest.approx(run.step_s, rel=0.25)
+    assert 0 < twin.staleness_max <= run.setup.max_staleness

@@ -1,0 +1,151 @@
+"""A run with every kind of role, two of which are killed, and its replay to the same bits."""
+
+import ipaddress
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from lib.whole_runs import KEYS, assert_same_run, audit, metrics, receipts, records, rescore
+from safetensors.torch import load_file
+
+from grpo_components.versions.__main__ import main as versions
+
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
+
+
+def test_every_kind_of_role_takes_part_and_what_was_killed_is_back(full_run):
+    roles = {record["role"] for record in records(full_run.folder / "logs" / "roles.jsonl")}
+    assert roles == {
+        *("generator_0", "generator_1", "trainer_0", "trainer_1", "reference_0", "teacher_0"),
+        *("replay_buffer", "parameter_server", "reward_model"),
+    }
+    back = re.findall(r"^(\w+) is back", full_run.output, re.MULTILINE)
+    assert len(back) == 2 and back[0] == "replay_buffer", full_run.output
+
+
+def test_its_audit_holds(full_run):
+    code, table = audit(full_run.folder)
+    assert code == 0, table
+
+
+def test_its_metrics_are_whole_and_reference_and_teacher_measure_the_same_kl(full_run):
+    steps = metrics(full_run.folder)[1:]
+    for record in steps:
+        assert record.keys() >= KEYS
+        # A step of older responses only has no fresh token to compare.
+        assert all(record[key] is not None for key in KEYS if "/fresh_" not in key)
+        assert record["teacher/kl_k3"] == pytest.approx(record["loss/kl_reference"], abs=1e-6)
+    assert steps[0]["loss/kl_reference"] == pytest.approx(0, abs=1e-6)  # the policy is the base
+    assert max(record["loss/kl_reference"] for record in steps) > 1e-7
+    # On the base weights, trainer and generator agree: fp32, < 1e-4 on every token.
+    assert steps[0]["staleness/max"] == 0
+    assert abs(steps[0]["ratio/max"] - 1) < 1e-4
+    assert max(record["staleness/max"] for record in steps) > 0
+    whole = max(record["push/bytes"] for record in steps)
+    assert 0 < min(record["push/bytes"] for record in steps[1:]) < 0.9 * whole
+
+
+def test_weights_change_within_responses_whose_rewards_have_all_terms(full_run):
+    groups = records(full_run.folder / "logs" / "rollouts.jsonl")
+    assert all(len(group["responses"]) == len(group["advantages"]) for group in groups)
+    responses = [response for group in groups for response in group["responses"]]
+    assert any(oldest < newest for oldest, newest in (r["versions"] for r in responses))
+    assert all({"reward_model", "judge"} < r["reward_terms"].keys() for r in responses)
+
+
+def test_generator_trainer_and_reference_have_the_same_logprobs_of_each_token(full_run):
+    """On the base weights, in the first group."""
+    group = records(full_run.folder / "logs" / "rollouts.jsonl")[0]
+    for response in group["responses"]:
+        trainer = response["trainer_logprobs"]
+        sampled = [logprob for logprob in trainer if logprob is not None]
+        assert len(trainer) == len(response["tokens"]) == response["response_tokens"] and sampled
+        for who in ("generator", "reference"):
+            assert response[f"{who}_logprobs"] == pytest.approx(trainer, abs=1e-4)
+    assert "trainer_logprobs" in (full_run.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_judges_price_is_counted(full_run):
+    """What was used by a process that was killed is not counted, nor before the run starts."""
+    costs = [record.get("reward_use/judge_cost", 0.0) for record in metrics(full_run.folder)[1:]]
+    assert 0 < sum(costs) <= 2 * full_run.seen["asked"]
+
+
+def test_whatever_listens_in_a_run_cannot_be_reached_from_elsewhere(full_run):
+    listening = full_run.seen["listening"]
+    addresses = [ipaddress.ip_address(ip.removeprefix("::ffff:")) for _, ip in listening]
+    assert len(addresses) > 5, "Ray, gloo and the roles listen"
+    assert all(address.is_loopback for address in addresses), listening
+
+
+def test_temporary_files_of_a_generator_lie_in_the_folder_that_is_removed(full_run):
+    """A generator may be killed at any time."""
+    started = records(full_run.folder / "logs" / "roles.jsonl")
+    folders = {record["tmp"] for record in started if record["role"].startswith("generator")}
+    assert list(folders) == full_run.seen["temporary"][:1]
+
+
+def test_its_checkpoints_are_the_last_ones(full_run):
+    saved = sorted(path.name for path in (full_run.folder / "checkpoints").iterdir())
+    assert saved == ["latest", "step_4", "step_8"]
+    assert "saved" in full_run.output
+
+
+def test_its_replay_has_the_same_bits(full_run, replayed_run, tiny_policy):
+    """The recorded run pushed deltas, the replay whole weights over gloo; no judge is asked."""
+    assert "events in the recorded order" in replayed_run.output
+    assert "what-if: no key differs" in replayed_run.output
+    back = [re.findall(r"^(\w+) is back", r.output, re.M) for r in (full_run, replayed_run)]
+    assert back[1] == back[0][1:]
+    after = assert_same_run(full_run.folder, replayed_run.folder, num_steps=8)
+    base = load_file(tiny_policy / "model.safetensors")
+    assert any(not torch.equal(base[name], after[name]) for name in base), "nothing was trained"
+
+
+def test_all_tokens_of_the_replay_are_scored_again_with_their_own_versions(replayed_run):
+    code, table = rescore(replayed_run.folder)
+    assert code == 0, table
+    over_swaps = re.search(r"(\d+) responses over a swap", table)
+    assert over_swaps and int(over_swaps[1]) > 0, table
+    trained = sum(sum(r["token_versions"].values()) for r in receipts(replayed_run.folder))
+    assert f"rescored: {trained:,} trained tokens of 8 steps" in table
+
+
+def test_a_kept_version_is_the_checkpoint_of_its_step_and_loads_elsewhere(replayed_run, tmp_path):
+    """Rebuilt from the base model and the changes, with every byte; transformers and vLLM agree."""
+    for step in (4, 8):
+        rebuilt = tmp_path / f"version_{step}"
+        folder = str(replayed_run.folder)
+        assert versions([folder, "--version", str(step), "--to", str(rebuilt)]) == 0
+        saved = replayed_run.folder / "checkpoints" / f"step_{step}"
+        names = {path.name for path in saved.iterdir()} - {"state"}
+        assert {path.name for path in rebuilt.iterdir()} == names
+        for name in names:
+            assert (rebuilt / name).read_bytes() == (saved / name).read_bytes(), name
+    code = LOADS.format(folder=str(rebuilt))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+LOADS = """
+import os
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1",
+                  TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
+tokenizer = AutoTokenizer.from_pretrained({folder!r})
+ids = tokenizer("Question: Tom has 3 apples and gets 4 more. How many now?\\nAnswer:\\n").input_ids
+model = AutoModelForCausalLM.from_pretrained({folder!r}).float()
+llm = LLM({folder!r}, dtype="float32", enforce_eager=True, max_model_len=128,
+          logprobs_mode="processed_logprobs")
+sampling = SamplingParams(temperature=1.0, seed=0, max_tokens=8, logprobs=0)
+output = llm.generate({{"prompt_token_ids": ids}}, sampling, use_tqdm=False)[0].outputs[0]
+whole = torch.tensor([ids + list(output.token_ids)])
+with torch.no_grad():
+    expected = torch.log_softmax(model(whole).logits[0], -1)
+for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs)):
+    assert abs(entry[token].logprob - expected[len(ids) - 1 + i, token].item()) < 1e-4
+"""

@@ -1,0 +1,189 @@
+"""The finished runs that tests share, each made once per session."""
+
+import contextlib
+import random
+import re
+
+import psutil
+import pytest
+
+from lib.chaos import Fault, forked_recipe
+from lib.classifier import random_classifier
+from lib.judge_server import judge_server
+from lib.shared_runs import FinishedRun
+from lib.tune import starter
+from lib.whole_runs import (
+    LORA,
+    SYNCHRONOUS,
+    succeed,
+    temporary_files,
+    transformers_policy,
+    wait_for_line,
+)
+
+
+@pytest.fixture
+def demo_run(shared_runs, tiny_policy):
+    """What `make demo` runs, for 100 steps."""
+
+    def make(folder):
+        with starter(tiny_policy, folder) as tune:
+            output, output_dir = succeed(tune, "num_steps=100", new_interpreter=True)
+        return FinishedRun(output_dir, output)
+
+    with shared_runs.look("demo", make) as run:
+        yield run
+
+
+TALKATIVE = """
+from grpo_components.rollout.multi_turn import Reply
+
+
+class Talkative:
+    def __call__(self, prompt, seed):
+        left = 20 if prompt["prompt_index"] in (6, 7) else 0
+
+        def respond(text):
+            nonlocal left
+            left -= 1
+            return Reply("And? ", done=left < 0, rewards={"odd": len(text) % 2})
+
+        return respond
+"""
+
+
+def full_knobs(folder, tiny_policy, judge_url):
+    """Two of everything, reference, teacher, reward model and judge; some sessions are long.
+
+    Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
+    have their groups in the buffer already. The rollouts that start after them are on the same
+    generators, and pull. Step 4 must train groups 6 and 7, before they are too old; only then is
+    the generator killed that gets the next group, so that no long response begins again.
+
+    Reference and teacher have the base model's weights, one in torchtune's decoder and one in that
+    of transformers: they measure the same KL.
+    """
+    return (
+        *("num_steps=8", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
+        *("rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
+        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=5"),
+        *("stale_groups=wait", "reward_model.weight=0.5", "log_token_logprobs=true"),
+        f"reward_model.path={folder / 'classifier'}",
+        "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+        "environment.max_turns=21",
+        "environment.world._component_=my_worlds.Talkative",
+        *("rollouts_logged_per_step=2", f"teacher.path={tiny_policy}", "teacher.coeff=0.05"),
+        "rewards.judge._component_=grpo_components.rewards.judge.LLMJudge",
+        *("rewards.judge.weight=0.1", "rewards.judge.model=random", "rewards.judge.wall_s=50"),
+        *(f"rewards.judge.base_url={judge_url}", "timeouts.reward_s=60"),
+        *("rewards.judge.rubric='{{ prompt }} {{ response }}'", "rewards.judge.request_s=50"),
+        "rewards.judge.prices.completion=1000000",
+    )
+
+
+@pytest.fixture
+def full_run(shared_runs, tiny_policy):
+    """Every kind of role; weights change within responses; a generator and the buffer are killed.
+
+    It pushes deltas, which the new generator gets from the last whole push on.
+    """
+
+    def make(folder):
+        random_classifier(folder / "classifier", tiny_policy)
+        (folder / "my_worlds.py").write_text(TALKATIVE)
+        faults = [
+            Fault("generator_*", "generate_group", after_step=4, awaited=True),
+            Fault("replay_buffer", "add", 9, awaited=True),
+        ]
+        recipe, environment = forked_recipe(folder, faults)
+        with judge_server() as judge, starter(tiny_policy, folder) as tune:
+            judge.default = lambda _: f"Score: {random.random():.3f}"
+            knobs = full_knobs(folder, tiny_policy, judge.url)
+            process, output_dir = tune(
+                *knobs, "push=delta", config="tiny_async_grpo_2x2", recipe=recipe, env=environment
+            )
+            shown = wait_for_line(process)
+            seen = {"listening": listening(process), "temporary": temporary_files(process.pid)}
+            rest, _ = process.communicate(timeout=1500)
+            assert process.returncode == 0, shown + rest
+            assert not re.search("^warning: ", shown + rest, re.MULTILINE), shown + rest
+            seen |= {"asked": len(judge.requests), "judge": judge.url}
+        return FinishedRun(output_dir, shown + rest, seen)
+
+    with shared_runs.look("full", make) as run:
+        yield run
+
+
+def listening(process):
+    """Name and address of what listens below a process."""
+    found = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sockets = each.net_connections("inet")
+            found += [(each.name(), s.laddr.ip) for s in sockets if s.status == "LISTEN"]
+    return found
+
+
+@pytest.fixture
+def replayed_run(shared_runs, tiny_policy, full_run):
+    """The replay of `full_run`, whose judge is gone: whole pushes over gloo, and all versions kept.
+
+    It asks for a what-if that changes nothing.
+    """
+
+    def make(folder):
+        with starter(tiny_policy, folder) as tune:
+            output, output_dir = succeed(
+                tune,
+                *full_knobs(full_run.folder.parent, tiny_policy, full_run.seen["judge"]),
+                *("weights=gloo", "keep_policy_versions=true"),
+                *(f"replay_events={full_run.folder}", "replay_until=4"),
+                config="tiny_async_grpo_2x2",
+                cwd=full_run.folder.parent,
+            )
+        return FinishedRun(output_dir, output)
+
+    with shared_runs.look("replayed", make) as run:
+        yield run
+
+
+@pytest.fixture
+def split_run(shared_runs, tiny_policy):
+    """A synchronous run whose generators and trainers have processes of their own."""
+
+    def make(folder):
+        with starter(tiny_policy, folder) as tune:
+            output, output_dir = succeed(tune, *SYNCHRONOUS)
+        return FinishedRun(output_dir, output)
+
+    with shared_runs.look("split", make) as run:
+        yield run
+
+
+@pytest.fixture
+def colocated_run(shared_runs, tiny_policy):
+    """The run of `split_run`, whose trainers and generators take turns."""
+
+    def make(folder):
+        with starter(tiny_policy, folder) as tune:
+            output, output_dir = succeed(tune, *SYNCHRONOUS, "colocate=true")
+        return FinishedRun(output_dir, output)
+
+    with shared_runs.look("colocated", make) as run:
+        yield run
+
+
+@pytest.fixture
+def lora_run(shared_runs, tiny_policy):
+    """Adapters on a policy of transformers; the generator is killed while it loads one."""
+
+    def make(folder):
+        recipe, environment = forked_recipe(folder, [Fault("generator_0", "load_weights", 2)])
+        with starter(tiny_policy, folder) as tune:
+            output, output_dir = succeed(
+                tune, *LORA, *transformers_policy(tiny_policy), recipe=recipe, env=environment
+            )
+        return FinishedRun(output_dir, output)
+
+    with shared_runs.look("lora", make) as run:
+        yield run

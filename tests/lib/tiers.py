@@ -1,0 +1,30 @@
+"""Marks each test by what it needs, which its fixtures tell; a test needs the first that fits."""
+
+import pytest
+
+TIERS = {
+    "e2e": ("tune", "shared_runs", "bench"),
+    "ray": ("cluster",),
+    "ranks": ("ranks",),
+    "engine": ("build_engine",),
+}
+"""Marker -> fixtures, the dearest first."""
+NIGHTLY = "nightly"  # the folder, and the marker of what is in it
+
+
+def tier_of(item) -> str | None:
+    """The marker of the dearest thing that a test needs; None where it needs none of these."""
+    names = set(getattr(item, "fixturenames", ()))
+    return next((tier for tier, needs in TIERS.items() if names & set(needs)), None)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """Mark the tests, and begin with those that take longest: they are the ones of whole runs."""
+    ranks = {tier: number for number, tier in enumerate((*TIERS, None))}
+    for item in items:
+        if tier := tier_of(item):
+            item.add_marker(tier)
+        if NIGHTLY in item.path.parts:
+            item.add_marker(NIGHTLY)
+    items.sort(key=lambda item: ranks[tier_of(item)])
