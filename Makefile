@@ -14,14 +14,17 @@ TORCH = $(shell grep '^torch==' requirements/cpu.txt)
 # Files of the user's, such as a run's folder, are nobody's business here.
 TRACKED := $(BIN)/python tests/lib/tracked.py
 TYPED := 'benchmarks/**/*.py' 'grpo_components/**/*.py' 'museum/**/*.py' 'recipes/**/*.py'
+CHECKED := '**/*.py'
+SPELLED = '**'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+UNMARKED := not (engine or ranks or ray or e2e or nightly)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum atlas interleavings crash-anywhere \
-	test test-two-nodes lint typecheck format clean
+.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum atlas interleavings \
+	check test nightly lint typecheck format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,10 +42,6 @@ museum: tiny-policy  ## Plant published silent bugs, see which alarm names each;
 atlas: tiny-policy  ## Map which objective tolerates which staleness; goes on where it stopped; docs/staleness.md (3 hours)
 	@$(BIN)/python benchmarks/staleness_atlas.py
 
-crash-anywhere: install-dev tiny-policy  ## Kill and freeze roles of runs at given and random moments (about 25 minutes)
-	$(BIN)/pytest -m fault tests/recipes tests/grpo_components tests/interleavings tests/benchmarks
-	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=tests python tests/nightly/crash_anywhere.py
-
 interleavings: install-dev  ## Explore all interleavings of small runs, and plant known races (hours)
 	@PYTHONPATH=tests $(BIN)/python -m interleavings.explore --tables
 
@@ -50,19 +49,34 @@ gpu-test:  ## Try what needs GPUs, in an environment with requirements/gpu.txt (
 	@$(if $(wildcard $(BIN)/python),PATH="$(CURDIR)/$(BIN):$$PATH") python tests/gpu/smoke.py
 
 # The type checker uses one core: it runs beside the tests, and says what it found after them.
-test: lint  ## Check style and types, run all tests (about 20 minutes on two cores)
-	@found=$$(mktemp); { $(CHECK_TYPES); } >$$found 2>&1 & types=$$!; \
-	$(PYTEST) -m 'not fault' $$($(TRACKED) 'tests/**/test_*.py'); failed=$$?; \
+with_types = found=$$(mktemp); { $(CHECK_TYPES); } >$$found 2>&1 & types=$$!; \
+	{ $(1); }; failed=$$?; \
 	wait $$types || failed=$$?; echo 'pyright:'; cat $$found; rm $$found; exit $$failed
 
-test-two-nodes: install-dev tiny-policy  ## Run on two machines made of one, with faults (root; about 15 minutes)
-	$(BIN)/pytest tests/two_nodes tests/slurm
+ifdef ROOM
+check: CHECKED = 'grpo_components/$(ROOM)/**/*.py' 'tests/unit/$(ROOM)/**/*.py'
+check: TYPED = 'grpo_components/$(ROOM)/**/*.py'
+check: SPELLED = $(CHECKED)
+check: TESTS = tests/unit/$(ROOM)
+else
+check: TESTS = $$($(TRACKED) 'tests/**/test_*.py')
+endif
+check: lint  ## Check style, types and all that needs no engine, rank or Ray (a minute); ROOM=exchange: of one room
+	@$(call with_types,$(BIN)/pytest -q -m '$(UNMARKED)' $(TESTS))
+
+test: lint  ## Check style and types, run all tests but nightly ones (about 10 minutes on two cores)
+	@$(call with_types,$(PYTEST) -m 'not nightly' $$($(TRACKED) 'tests/**/test_*.py'))
+
+nightly: install-dev tiny-policy  ## Run what is long or needs root: two machines, kills at any moment, all planted bugs (hours)
+	$(BIN)/pytest -m nightly
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=tests python tests/nightly/crash_anywhere.py
+	@$(BIN)/python -m museum
 
 lint: install-dev  ## Check style and spelling
 	@$(TRACKED) --left-out '**/*.py'
-	$(BIN)/ruff check $$($(TRACKED) '**/*.py' pyproject.toml)
-	$(BIN)/ruff format --check $$($(TRACKED) '**/*.py')
-	$(BIN)/codespell $$($(TRACKED) '**')
+	$(BIN)/ruff check $$($(TRACKED) $(CHECKED))
+	$(BIN)/ruff format --check $$($(TRACKED) $(CHECKED))
+	$(BIN)/codespell $$($(TRACKED) $(SPELLED))
 
 typecheck: install-dev  ## Check types
 	$(CHECK_TYPES)

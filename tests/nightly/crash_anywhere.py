@@ -1,4 +1,4 @@
-"""Kills and freezes roles of a run at random moments, run after run: `make crash-anywhere`.
+"""Kills and freezes roles of a run at random moments, run after run: `make nightly`.
 
     PYTHONPATH=tests python tests/nightly/crash_anywhere.py --runs 5 --faults 10 --seed 0
 
