@@ -1,65 +1,78 @@
 """Writes what each test cost: seconds, and seconds of a core in all processes that it started.
 
-A run of all tests leaves `build/test_costs.tsv`, the dearest test first. Core seconds are those of
-the tree of processes below the test's worker, so that servers which outlive a test count where they
-worked. Processes that leave the tree are not counted.
+A run of tests leaves `build/test_costs.tsv`, the dearest test first. Processes of a whole run end in
+no order and are waited for by nobody here: they are looked at twice a second while they live.
 """
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lib.tiers import tier_of
+
 TABLE = Path(__file__).parents[2] / "build" / "test_costs.tsv"
-LOOK_AFTER_S = 0.2
-"""Looking at the tree takes some milliseconds: it is done after tests that take this long."""
+EVERY_S = 0.5
 
 
-def tree_seconds() -> float:
-    """Core seconds of this process, of those below it, and of those that they have waited for."""
-    total = 0.0
-    me = psutil.Process()
-    for process in (me, *me.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
+class Tree:
+    """Core seconds of the processes below this one, also of those that have ended."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, float], float] = {}
+        """(pid, time of its start) -> its own seconds when it was last looked at."""
+
+    def look(self) -> float:
+        """Look at all processes below; returns the seconds of all that were ever seen."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                self.seen[process.pid, process.create_time()] = times.user + times.system
+        return sum(self.seen.values())
+
+    @contextlib.contextmanager
+    def watched(self):
+        """Look again and again, in a thread."""
+        stopped = threading.Event()
+
+        def watch():
+            while not stopped.wait(EVERY_S):
+                self.look()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        yield
+        stopped.set()
+        thread.join()
 
 
 class Costs:
-    """In each worker: measures each test from the end of the one before it."""
+    """In each worker: measures each test."""
 
     def __init__(self) -> None:
-        self.tree = 0.0
-        """At the last look at the whole tree."""
-        self.own = self.own_at_look = 0.0
-        """Of this process and of those that it has waited for: cheap to read."""
+        self.tree = Tree()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        item.cost_s = 0.0
-        if not self.tree:
-            self.tree, self.own = tree_seconds(), sum(os.times()[:4])
-            self.own_at_look = self.own
-        return (yield)
+        item.core_s = {"began": os.times()}
+        if tier_of(item) is None:
+            return (yield)
+        item.core_s["tree"] = self.tree.look()
+        with self.tree.watched():
+            return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        item.cost_s += call.duration
         if report.when == "teardown":
-            report.user_properties.append(("core_s", round(self._core_seconds(item.cost_s), 3)))
+            began, now = item.core_s["began"], os.times()
+            own, waited_for = (sum(now[i : i + 2]) - sum(began[i : i + 2]) for i in (0, 2))
+            below = self.tree.look() - item.core_s["tree"] if "tree" in item.core_s else 0.0
+            report.user_properties.append(("core_s", round(own + max(waited_for, below), 3)))
         return report
-
-    def _core_seconds(self, seconds: float) -> float:
-        before, self.own = self.own, sum(os.times()[:4])
-        if seconds < LOOK_AFTER_S:
-            return self.own - before
-        tree, told = tree_seconds(), before - self.own_at_look
-        spent, self.tree, self.own_at_look = tree - self.tree - told, tree, self.own
-        return max(0.0, spent)
 
 
 class CostTable:
@@ -72,12 +85,10 @@ class CostTable:
     def pytest_runtest_logreport(self, report):
         name = report.nodeid
         self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
-        for key, value in report.user_properties:
-            if key == "core_s" and report.when == "teardown":
-                self.core_s[name] = value
+        self.core_s |= {name: value for key, value in report.user_properties if key == "core_s"}
 
     def pytest_sessionfinish(self):
-        if len(self.core_s) < 2:
+        if not self.core_s:
             return
         TABLE.parent.mkdir(exist_ok=True)
         dearest = sorted(self.core_s, key=lambda name: -self.core_s[name])
@@ -86,9 +97,8 @@ class CostTable:
 
     def pytest_terminal_summary(self, terminalreporter):
         total, wall = sum(self.core_s.values()), sum(self.seconds.values())
-        if self.core_s:
-            text = f"{total:.0f} core seconds in {wall:.0f} s of tests; build/{TABLE.name} has each"
-            terminalreporter.write_line(text)
+        text = f"{total:.0f} core seconds in {wall:.0f} s of tests; build/{TABLE.name} has each"
+        terminalreporter.write_line(text)
 
 
 def pytest_configure(config):

@@ -66,7 +66,7 @@ def full_knobs(folder, tiny_policy, judge_url):
     return (
         *("num_steps=8", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
         *("rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
-        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=5"),
+        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=8"),
         *("stale_groups=wait", "reward_model.weight=0.5", "log_token_logprobs=true"),
         f"reward_model.path={folder / 'classifier'}",
         "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
