@@ -1,7 +1,7 @@
 """Writes what each test cost: seconds, and seconds of a core in all processes that it started.
 
-A run of tests leaves `build/test_costs.tsv`, the dearest test first. Processes of a whole run end in
-no order and are waited for by nobody here: they are looked at twice a second while they live.
+A run of tests leaves `build/test_costs.tsv`, the dearest test first. Processes of a whole run are
+waited for by nobody here: they are looked at twice a second while they live.
 """
 
 import contextlib
@@ -85,7 +85,8 @@ class CostTable:
     def pytest_runtest_logreport(self, report):
         name = report.nodeid
         self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
-        self.core_s |= {name: value for key, value in report.user_properties if key == "core_s"}
+        if report.when == "teardown":
+            self.core_s[name] = dict(report.user_properties)["core_s"]
 
     def pytest_sessionfinish(self):
         if not self.core_s:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from lib.properties import many
 
 from grpo_components.state_files import read_state, write_state
 
@@ -49,7 +50,7 @@ def assert_same(left, right):
         assert repr(left) == repr(right)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=many(100), deadline=None)
 @given(NESTED)
 def test_a_state_comes_back_the_same(tmp_path_factory, state):
     folder = tmp_path_factory.mktemp("state") / "new"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.trajectory import (
     Trajectory,
@@ -64,7 +65,7 @@ def test_unpack_is_the_inverse_of_pack(group):
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
-@settings(max_examples=40)
+@settings(max_examples=many(40))
 @given(st.data())
 def test_joined_packs_are_the_pack_of_all_records_bit_for_bit(with_reference, data):
     """Arrays, dtypes and hash; a group may be empty, and so may a response."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from lib.sessions import (
     CHATML,
     DROPS_THOUGHTS,
@@ -396,7 +397,9 @@ def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=many(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
 def test_each_delivered_token_is_in_one_trajectory_once(make_chat, data):

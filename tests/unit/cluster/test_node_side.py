@@ -11,6 +11,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.cluster import node_side
 from grpo_components.cluster.node_side import (
@@ -25,7 +26,7 @@ from grpo_components.cluster.node_side import (
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=many(30))
 @given(st.lists(st.tuples(st.sampled_from(["logs/a.log", "b", "c/d/e"]), st.binary(max_size=40))))
 def test_files_that_grow_arrive_byte_by_byte(tmp_path_factory, additions):
     node = tmp_path_factory.mktemp("node")

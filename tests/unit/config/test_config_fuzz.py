@@ -16,6 +16,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
@@ -168,7 +169,7 @@ def recipe(tiny_policy, tmp_path_factory):
 
 def fuzz(max_examples):
     return settings(
-        max_examples=max_examples,
+        max_examples=many(max_examples),
         derandomize=True,
         database=None,
         deadline=None,

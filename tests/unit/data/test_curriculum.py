@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.data.curriculum import Curriculum, CurriculumRule, curriculum_of
 from grpo_components.data.prompt_curriculum import PromptCurriculum
@@ -92,7 +93,7 @@ def parts(draw):
     return [(list(islice(rows, size)), draw(st.floats(0.1, 9))) for size in sizes]
 
 
-@settings(max_examples=60)
+@settings(max_examples=many(60))
 @given(rules(), parts(), OPERATIONS, OPERATIONS, st.integers(0, 2**31 - 1))
 def test_draws_follow_from_seed_and_results_alone_through_states_and_receipts(
     rule, parts, before, after, seed

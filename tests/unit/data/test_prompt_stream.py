@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
 from grpo_components.data.prompt_stream import PromptStream
@@ -44,7 +45,7 @@ def test_without_shuffling_the_rows_keep_their_order():
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 @given(
     num_rows=st.integers(1, 6),
     shuffle=st.booleans(),
@@ -126,7 +127,7 @@ def test_parts_of_equal_length_have_different_orders():
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 @given(parts=PARTS, lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_a_restored_mix_yields_what_it_would_have(tmp_path_factory, parts, lengths):
     folder = tmp_path_factory.mktemp("state")

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.config.file_checks import SUFFIXES as CHECKED_SUFFIXES
 from grpo_components.data import rows
@@ -37,7 +38,7 @@ def read(path):
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=many(40))
 @given(
     rows=st.lists(st.fixed_dictionaries({"question": TEXTS, "my answer": TEXTS}), min_size=1),
     suffix=st.sampled_from(SUFFIXES),

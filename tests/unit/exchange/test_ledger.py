@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
@@ -266,7 +267,7 @@ def test_no_wait_ends_while_an_evaluation_keeps_the_weights():
     asyncio.run(run())
 
 
-@settings(max_examples=150)
+@settings(max_examples=many(150))
 @given(
     eta=st.integers(0, 3),
     groups_per_step=st.integers(1, 4),

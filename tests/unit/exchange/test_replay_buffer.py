@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.exchange.replay_buffer import ReplayBuffer
 from grpo_components.exchange.staleness import StalenessContract
@@ -203,7 +204,7 @@ def test_each_wait_ends_with_an_error_that_says_who_waited():
     asyncio.run(run())
 
 
-@settings(max_examples=50)
+@settings(max_examples=many(50))
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=12))
 def test_slots_are_reused_and_nothing_is_lost_or_repeated(rounds):
     async def run():
@@ -220,7 +221,7 @@ def test_slots_are_reused_and_nothing_is_lost_or_repeated(rounds):
     asyncio.run(run())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=many(50), deadline=None)
 @given(st.data())
 def test_held_groups_are_written_as_they_were_whatever_happens_meanwhile(tmp_path_factory, data):
     """And restored bit for bit, beyond the capacity of another buffer if there are more."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.audit.__main__ import audit
 from grpo_components.data.curriculum import CurriculumRule
@@ -412,7 +413,7 @@ def parts_of(entries):
     return [part for entry in entries for part in entry.parts]
 
 
-@settings(max_examples=200)
+@settings(max_examples=many(200))
 @given(schedules())
 def test_every_schedule_ends_within_the_bound_loses_nothing_and_passes_the_audit(schedule):
     """A time-out of ledger or buffer means a deadlock."""
@@ -446,7 +447,7 @@ def assert_trained_once(run):
     assert ledger.issued == ended + len(ledger.living())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=many(80), deadline=None)
 @given(schedules(), st.lists(st.integers(1, 3000), min_size=1, max_size=3), st.data())
 def test_after_kills_and_resumes_no_prompt_is_lost_or_trained_twice(schedule, kill_after, data):
     """From its last checkpoint, each time with another bound, batch size and generators."""
@@ -478,7 +479,7 @@ def test_after_kills_and_resumes_no_prompt_is_lost_or_trained_twice(schedule, ki
         assert_complete(run)
 
 
-@settings(max_examples=20)
+@settings(max_examples=many(20))
 @given(schedules(), st.lists(st.integers(0, 12), min_size=1, max_size=3), st.booleans())
 def test_a_synchronous_curriculum_draws_the_same_whoever_is_faster(schedule, speeds, filters):
     rates = dict.fromkeys(schedule.rates, 0) | {"straggles": 0.1}

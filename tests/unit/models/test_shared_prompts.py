@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from torchtune.models.gemma import gemma
 from torchtune.models.gemma2 import gemma2
 from torchtune.models.llama3_2 import llama3_2
@@ -97,7 +98,7 @@ def assert_exact(name, records, masks, *, chunk=5, recomputes=False):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * largest)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=many(30), deadline=None)
 @given(GROUPS, st.integers(1, 40))
 def test_values_and_gradients_are_those_of_one_row_per_response(groups, chunk):
     assert_exact("qwen2", *sequences(groups), chunk=chunk)
@@ -126,7 +127,7 @@ def test_each_prompt_is_in_the_column_once_and_nothing_after_the_last_wanted_tok
     assert torch.equal(alone.input_pos[alone.positions], batch.input_pos[batch.positions])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=many(50), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2000)), min_size=1, max_size=40))
 def test_attention_pads_at_most_to_twice_the_pairs_of_large_rows(pairs):
     lengths = (3, 30, 300, 300, 1000, 4000)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from omegaconf import OmegaConf
 
 from grpo_components.files import append_line
@@ -87,7 +88,7 @@ def test_all_files_of_a_run_are_moved_with_it(tmp_path):
     assert not (tmp_path / "a" / "checkpoints").exists()
 
 
-@settings(max_examples=20)
+@settings(max_examples=many(20))
 @given(taken=st.sets(st.integers(1, 5)), as_file=st.booleans())
 def test_a_taken_name_is_never_used(tmp_path_factory, taken, as_file):
     parent: Path = tmp_path_factory.mktemp("runs")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.records.step_metrics import deviation, mean, reward_use, rollout_metrics
 from grpo_components.trajectory import Trajectory, pack, summarize
@@ -48,7 +49,7 @@ def counted(groups):
     return Counter(v for t in records for v in t.token_versions[t.response_mask].tolist())
 
 
-@settings(max_examples=40)
+@settings(max_examples=many(40))
 @given(GROUPS, st.integers(50, 60))
 def test_staleness_is_averaged_over_tokens_and_rewards_over_scored_samples(groups, policy_version):
     groups = [[make(*sample) for sample in group] for group in groups]

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
@@ -391,7 +392,7 @@ def plain(events):
     return [{k: v for k, v in e.items() if k not in ("time", "number")} for e in ordered]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 @given(plans(), st.integers(0, 2**32), st.integers(0, 2**32))
 def test_any_run_is_replayed_to_the_same_weights_at_any_pace(plan, seed, other_seed):
     with tempfile.TemporaryDirectory() as name:
@@ -434,7 +435,7 @@ def test_a_replays_own_log_is_a_run_to_replay(tmp_path):
     assert len(weights) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=many(20), deadline=None)
 @given(plans(), st.integers(0, NUM_STEPS - 1), st.booleans(), st.integers(0, 2**32))
 def test_a_what_if_leaves_any_run_at_its_step_and_passes_the_audit(plan, until, keeps_batch, seed):
     what_if = WhatIf(until + 1, keeps_batch and not plan.reuses, ("loss",), plan)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
@@ -48,7 +49,7 @@ def answer(state, responses, reasons=None):
     return lazy_stack(list(slots), 0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=many(30))
 @given(SLOTS)
 def test_a_reset_shows_the_prompts_unpadded_and_in_order(slots):
     state = make([ids for ids, _ in slots]).reset()
@@ -56,7 +57,7 @@ def test_a_reset_shows_the_prompts_unpadded_and_in_order(slots):
     assert not any(bool(slot["done"]) for slot in state.unbind(0))
 
 
-@settings(max_examples=30)
+@settings(max_examples=many(30))
 @given(SLOTS)
 def test_a_step_appends_each_response_to_its_own_prompt_and_ends_the_slot(slots):
     environment = make([ids for ids, _ in slots])
@@ -69,7 +70,7 @@ def test_a_step_appends_each_response_to_its_own_prompt_and_ends_the_slot(slots)
         assert slot["score"] == Score(float(i), {"place": float(i)}, i == 0, None)
 
 
-@settings(max_examples=30)
+@settings(max_examples=many(30))
 @given(SLOTS, st.data())
 def test_the_score_sees_text_answer_and_finish_reason_of_every_slot_in_order(slots, data):
     reason = st.sampled_from(["stop", "length"])

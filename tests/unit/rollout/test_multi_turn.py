@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
@@ -237,7 +238,7 @@ def test_after_an_empty_reply_the_policy_continues_its_own_text(module):
 # ---- limits -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=many(60))
 @example(turns=[(3, 2), (1, 0)], max_turns=6, max_response_tokens=5)  # no room for another token
 @example(turns=[(3, 2), (1, 0)], max_turns=6, max_response_tokens=6)
 @given(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 from safetensors.torch import save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
@@ -104,7 +105,7 @@ def test_the_divergence_is_that_of_the_policys_tokens_in_the_whole_context(model
         assert divergence == pytest.approx(by_hand, abs=1e-4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=many(10), deadline=None)
 @given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=5))
 def test_logprobs_added_in_the_packed_form_are_those_added_to_each_record(reference, masks):
     """And everything else stays the same bits."""

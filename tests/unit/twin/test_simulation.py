@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.twin.advice import advise
 from grpo_components.twin.setup import Setup
@@ -95,7 +96,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     assert runs[0].events != runs[2].events
 
 
-@settings(max_examples=25)
+@settings(max_examples=many(25))
 @given(
     st.integers(0, 3).flatmap(lambda eta: st.tuples(st.just(eta), st.integers(1, eta + 1))),
     st.integers(1, 3),

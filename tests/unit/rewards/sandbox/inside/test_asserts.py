@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.properties import many
 
 from grpo_components.rewards.sandbox.inside.asserts import Remote, decode, encode
 
@@ -17,7 +18,7 @@ plain = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=many(25), deadline=None)
 @given(plain)
 def test_plain_data_arrives_unchanged(value):
     def keep(value):
