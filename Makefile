@@ -62,13 +62,13 @@ else
 check: TESTS = $$($(TRACKED) 'tests/**/test_*.py')
 endif
 check: lint  ## Check style, types and all that needs no engine, rank or Ray (a minute); ROOM=exchange: of one room
-	@$(call with_types,$(BIN)/pytest -q -m '$(UNMARKED)' $(TESTS))
+	@$(call with_types,EXAMPLES=0.1 $(BIN)/pytest -q -m '$(UNMARKED)' $(TESTS))
 
 test: lint  ## Check style and types, run all tests but nightly ones (about 10 minutes on two cores)
 	@$(call with_types,$(PYTEST) -m 'not nightly' $$($(TRACKED) 'tests/**/test_*.py'))
 
 nightly: install-dev tiny-policy  ## Run what is long or needs root: two machines, kills at any moment, all planted bugs (hours)
-	$(BIN)/pytest -m nightly
+	EXAMPLES=3 $(BIN)/pytest -m 'nightly or hypothesis'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=tests python tests/nightly/crash_anywhere.py
 	@$(BIN)/python -m museum
 

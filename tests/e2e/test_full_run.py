@@ -94,7 +94,7 @@ def test_its_checkpoints_are_the_last_ones(full_run):
 
 
 def test_its_replay_has_the_same_bits(full_run, replayed_run, tiny_policy):
-    """The recorded run pushed deltas, the replay whole weights over gloo; no judge is asked."""
+    """The recorded run pushed deltas, the replay whole weights; no judge is asked."""
     assert "events in the recorded order" in replayed_run.output
     assert "what-if: no key differs" in replayed_run.output
     back = [re.findall(r"^(\w+) is back", r.output, re.M) for r in (full_run, replayed_run)]
