@@ -115,7 +115,7 @@ def check_planted(bug: str, report: str, output: str) -> None:
     lines = report.splitlines()
     planted = {line.removeprefix("planted ") for line in lines if line.startswith("planted ")}
     problems = [line for line in lines if not line.startswith("planted ")]
-    problems += [
+    problems = problems or [
         f"museum: bug {bug} is not planted: no process of the run loaded {module}"
         for module in sorted(set(BUGS[bug] if bug else ()) - planted)
     ]

@@ -207,9 +207,9 @@ def main():
     parts = {
         "replayed": gate.replayed_run,
         "killed": gate.killed_roles,
+        "dry_run": gate.dry_runs,
         "tiny_async_grpo_2x2": lambda: gate.golden_run("tiny_async_grpo_2x2"),
         "tiny_async_grpo": lambda: gate.golden_run("tiny_async_grpo"),
-        "dry_run": gate.dry_runs,
     }
     parts = {name: run for name, run in parts.items() if name in (options.only or parts)}
     with ThreadPoolExecutor(2) as pool:  # what takes longest, imports, needs a core each
