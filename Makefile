@@ -23,8 +23,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help gpu-test install install-dev tiny-policy demo equivalence museum atlas interleavings \
-	check test nightly lint typecheck format clean
+.PHONY: help gpu-test install install-dev tiny-policy demo gate gate-goldens equivalence museum atlas \
+	interleavings check test nightly lint typecheck format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,12 @@ help:  ## List the targets
 demo: tiny-policy  ## Learn by asynchronous GRPO on this machine's CPU, from nothing (4 to 8 minutes)
 	@echo '$$ tune run async_grpo_full_finetune_distributed --config tiny_async_grpo'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tune run async_grpo_full_finetune_distributed --config tiny_async_grpo
+
+gate: install-dev tiny-policy  ## Prove that a change moved no number: short runs against goldens (3 minutes)
+	@PYTHONPATH='$(CURDIR)/tests' $(BIN)/python tests/gate/gate.py
+
+gate-goldens: install-dev tiny-policy  ## Make the goldens of `make gate` from this code (3 minutes)
+	@PYTHONPATH='$(CURDIR)/tests' $(BIN)/python tests/gate/gate.py --write
 
 equivalence: tiny-policy  ## Measure what must come out the same; writes docs/equivalence.md (about 3 minutes)
 	@$(BIN)/python -m grpo_components.equivalence

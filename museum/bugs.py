@@ -1,7 +1,8 @@
 """The bugs: each is a change of one function of ours, made in a museum's run only.
 
-A bug maps the modules that it changes to functions, which get the module as soon as it is loaded.
-Nothing heavy may be imported at the top: every process of a run loads this file at its start.
+A bug maps the modules that it changes to functions, which get the module as soon as it is loaded:
+as a `Planting`, through which only what is there can be replaced. Nothing heavy may be imported at
+the top: every process of a run loads this file at its start.
 """
 
 from __future__ import annotations
@@ -9,9 +10,71 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 Patch = Callable[[Any], None]
+
+
+class PlantingError(RuntimeError):
+    """A bug cannot be planted: what it changes is not there, or stays as it was."""
+
+
+class Replaced(NamedTuple):
+    """What a bug put in place of what."""
+
+    owner: Any
+    name: str
+    was: Any
+
+
+class Planting:
+    """A module, or a class of it, to a bug: reads as itself; only own attributes can be replaced.
+
+    A missing one would make the bug a change of nothing, which no alarm could name.
+    """
+
+    def __init__(self, owner: Any, title: str, replaced: list[Replaced]) -> None:
+        vars(self).update(_owner=owner, _title=title, _replaced=replaced)
+
+    def _own(self, name: str) -> Any:
+        if name not in vars(self._owner):
+            raise PlantingError(f"{self._title} has no attribute {name} of its own")
+        return vars(self._owner)[name]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute, a class such that what it has cannot be missed either."""
+        self._own(name)
+        value = getattr(self._owner, name)
+        if not isinstance(value, type):
+            return value
+        return Planting(value, f"{self._title}.{name}", self._replaced)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Replace an attribute that there is."""
+        was = self._own(name)
+        self._replaced.append(Replaced(self._owner, name, was))
+        setattr(self._owner, name, value)
+
+
+def plant(bug: str, module: ModuleType) -> list[Replaced]:
+    """Let a bug change a module that was loaded; returns what it replaced.
+
+    Args:
+        bug: name of the bug.
+        module: one of the modules that it changes.
+
+    Raises:
+        PlantingError: if an attribute to replace does not exist, or nothing was replaced.
+    """
+    replaced: list[Replaced] = []
+    title = f"museum: bug {bug} is not planted: {module.__name__}"
+    BUGS[bug][module.__name__](Planting(module, title, replaced))
+    if not any(vars(owner)[name] is not was for owner, name, was in replaced):
+        raise PlantingError(f"{title} is as it was")
+    return replaced
+
+
 _ENGINE = "grpo_components.rollout.vllm_engine"
 _GENERATOR = "grpo_components.rollout.generator"
 

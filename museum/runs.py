@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from museum.bugs import BUGS, PlantingError
 from museum.exhibits import SHORT, Exhibit
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -50,8 +51,13 @@ def run(
         folder: folder of the run; an older one is removed.
         bug: name of the bug to plant; empty for none.
         resumes: make the run in two parts, the second of which resumes.
+
+    Raises:
+        PlantingError: the bug was not planted.
     """
     shutil.rmtree(folder, ignore_errors=True)
+    report = folder.parent / f"{folder.name}.planted"
+    report.write_text("")
     given = (*SHORT, *overrides, f"output_dir={folder}")
     parts = [given]
     if resumes:
@@ -61,17 +67,18 @@ def run(
         ]
     code, output = 0, ""
     for part in parts:
-        done = _tune(part, bug)
+        done = _tune(part, bug, report)
         code, output = done.returncode, output + done.stdout
         if code:
             break
+    check_planted(bug, report.read_text(), output)
     command = [sys.executable, "-m", "grpo_components.audit", str(folder), "--unfinished"]
     audited = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (audited.stdout + audited.stderr).strip().splitlines()
     return Outcome(code, output, lines[-1] if audited.returncode == 1 else "", _rewards(folder))
 
 
-def _tune(overrides: tuple[str, ...], bug: str) -> subprocess.CompletedProcess[str]:
+def _tune(overrides: tuple[str, ...], bug: str, report: Path) -> subprocess.CompletedProcess[str]:
     tune = shutil.which("tune", path=str(Path(sys.executable).parent))
     assert tune is not None, "the environment has no `tune`"
     path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -79,7 +86,12 @@ def _tune(overrides: tuple[str, ...], bug: str) -> subprocess.CompletedProcess[s
         path.insert(0, str(_ROOT / "museum" / "hook"))
     return subprocess.run(
         [tune, "run", _RECIPE, "--config", "tiny_async_grpo", *overrides],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "GRPO_MUSEUM": bug},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "GRPO_MUSEUM": bug,
+            "GRPO_MUSEUM_REPORT": str(report.absolute()),
+        },
         cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -87,6 +99,28 @@ def _tune(overrides: tuple[str, ...], bug: str) -> subprocess.CompletedProcess[s
         timeout=_TIMEOUT_S,
         check=False,
     )
+
+
+def check_planted(bug: str, report: str, output: str) -> None:
+    """Check that a bug was planted into every module that it changes, and failed nowhere.
+
+    Args:
+        bug: its name; empty for none.
+        report: what the hook reported.
+        output: what the run printed.
+
+    Raises:
+        PlantingError: with what is wrong.
+    """
+    lines = report.splitlines()
+    planted = {line.removeprefix("planted ") for line in lines if line.startswith("planted ")}
+    problems = [line for line in lines if not line.startswith("planted ")]
+    problems = problems or [
+        f"museum: bug {bug} is not planted: no process of the run loaded {module}"
+        for module in sorted(set(BUGS[bug] if bug else ()) - planted)
+    ]
+    if problems:
+        raise PlantingError("\n".join(dict.fromkeys([*problems, output[-2000:]])))
 
 
 def _rewards(folder: Path) -> tuple[float, ...]:

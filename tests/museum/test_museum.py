@@ -4,16 +4,18 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from museum.__main__ import Result, main, page
-from museum.bugs import BUGS
+from museum.bugs import BUGS, PlantingError, plant
 from museum.exhibits import EXHIBITS
-from museum.runs import Outcome, caught
+from museum.runs import Outcome, caught, check_planted
 
 ROOT = Path(__file__).parents[2]
 HOOK = ROOT / "museum" / "hook"
@@ -22,6 +24,26 @@ import json
 import numpy as np
 from grpo_components.objective.advantages import GroupCenteredAdvantages
 print(json.dumps(GroupCenteredAdvantages()(np.array([[1.0, 1.0], [0.0, 1.0]])).tolist()))
+"""
+PLANT_ALL = """
+import importlib, json, sys
+sys.path.append(sys.argv[1])
+from museum.bugs import BUGS, plant
+found = {}
+for bug, modules in BUGS.items():
+    for name in modules:
+        replaced = plant(bug, importlib.import_module(name))
+        changed = [vars(owner)[key] is not was for owner, key, was in replaced]
+        found[f"{bug} {name}"] = all(changed) and len(changed)
+        for owner, key, was in reversed(replaced):
+            setattr(owner, key, was)
+print(json.dumps(found))
+"""
+SWALLOW = """
+try:
+    import grpo_components.errors
+except Exception:
+    pass
 """
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
@@ -49,6 +71,86 @@ def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(bug, e
     )
     found = json.loads(done.stdout)
     assert found == (expected or [[0.5, 0], [-0.5, 0]])
+
+
+def test_every_bug_replaces_something_that_there_is():
+    """In a process without the hook: a bug is planted, looked at, and undone, one after another."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLANT_ALL, str(ROOT)], capture_output=True, text=True, check=True
+    )
+    replaced = json.loads(done.stdout.splitlines()[-1])
+    assert set(replaced) == {f"{bug} {module}" for bug in BUGS for module in BUGS[bug]}
+    assert all(replaced.values())
+
+
+def own_function(bug):
+    """A module like those of the house, into which such a bug is planted by its own patch."""
+    module = ModuleType("ours")
+    module.there, module.Kind = str, type("Kind", (), {"method": lambda self: None})
+    return module, {bug: {"ours": MISSING[bug]}}
+
+
+MISSING = {
+    "of_a_module": lambda ours: setattr(ours, "gone", str),
+    "of_a_class": lambda ours: setattr(ours.Kind, "gone", str),
+    "inherited": lambda ours: setattr(ours.Kind, "__init__", str),
+    "read": lambda ours: ours.gone,
+    "read_of_a_class": lambda ours: ours.Kind.gone,
+    "nothing": lambda ours: None,
+    "itself": lambda ours: setattr(ours, "there", str),
+}
+
+
+@pytest.mark.parametrize("bug", MISSING)
+def test_a_bug_of_something_that_is_not_there_is_an_error_with_its_name(bug, monkeypatch):
+    module, bugs = own_function(bug)
+    monkeypatch.setattr("museum.bugs.BUGS", bugs)
+    missing = "__init__" if bug == "inherited" else "gone"
+    owner = "ours.Kind" if bug in ("of_a_class", "inherited", "read_of_a_class") else "ours"
+    what = "is as it was" if bug in ("nothing", "itself") else f"has no attribute {missing} of its"
+    with pytest.raises(PlantingError, match=f"^museum: bug {bug} is not planted: {owner} {what}"):
+        plant(bug, module)
+
+
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [
+        (
+            "lost",
+            "lost is not planted: grpo_components.errors has no attribute gone of its own",
+        ),
+        ("unknown", "unknown is not planted: there is none of this name"),
+    ],
+)
+def test_no_process_survives_a_bug_that_is_not_planted(bug, said, tmp_path):
+    """Also if the import's error is swallowed; and the report has it, for the museum."""
+    copy = shutil.copytree(ROOT / "museum", tmp_path / "museum")
+    with (copy / "bugs.py").open("a") as file:
+        file.write('\nBUGS["lost"] = {"grpo_components.errors": lambda m: setattr(m, "gone", 1)}\n')
+    report = tmp_path / "report"
+    named = {
+        "PYTHONPATH": str(copy / "hook"),
+        "GRPO_MUSEUM": bug,
+        "GRPO_MUSEUM_REPORT": str(report),
+    }
+    for command in ("import grpo_components.errors", SWALLOW):
+        done = subprocess.run(
+            [sys.executable, "-c", command],
+            env={**os.environ, **named},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1 and said in done.stderr
+        with pytest.raises(PlantingError, match=said):
+            check_planted("", report.read_text(), "")
+
+
+def test_a_bug_must_have_been_planted_into_every_module_that_it_changes():
+    module = next(iter(BUGS["wrong_axis"]))
+    check_planted("", "", "")
+    check_planted("wrong_axis", f"planted {module}\nplanted {module}\n", "")
+    with pytest.raises(PlantingError, match=f"no process of the run loaded {module}\nstep 1"):
+        check_planted("wrong_axis", "", "step 1")
 
 
 def test_a_bug_is_caught_only_by_the_alarm_that_the_table_names():
