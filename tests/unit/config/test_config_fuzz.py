@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
+from grpo_components.errors import ConfigError
 from grpo_components.examples.tiny_policy import DEFAULT_OUTPUT_DIR
-from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.plain_text import one_line
 from grpo_components.rewards.reward_trial import RewardTrial
@@ -79,13 +79,13 @@ class OnceTried:
         if key not in self._found:
             self._found[key] = self._try(given)
         if self._found[key]:
-            raise ComponentError(*self._found[key])
+            raise ConfigError(*self._found[key])
 
     def _try(self, given):
         trial = RewardTrial(*given)
         try:
             trial.finish()
-        except ComponentError as error:
+        except ConfigError as error:
             return str(error), error.user_traceback
         finally:
             trial.close()
