@@ -86,7 +86,7 @@ class OnceTried:
         try:
             trial.finish()
         except ConfigError as error:
-            return str(error), error.user_traceback
+            return error.args
         finally:
             trial.close()
         return None
