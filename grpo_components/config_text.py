@@ -34,7 +34,7 @@ def check_command(argv: Sequence[str]) -> None:
         argv: arguments after the program's name: `--config FILE key=value ...`.
 
     Raises:
-        ValueError: a check fails, or the file cannot be read; names the key, or the line.
+        ConfigError: a check fails, or the file cannot be read; names the key, or the line.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config")
@@ -223,7 +223,7 @@ def check_yaml(text: str, key: str = "") -> None:
         key: key of the value; empty for a whole config.
 
     Raises:
-        ValueError: a check fails; names the key, and line and column of text that is not YAML.
+        ConfigError: a check fails; names the key, and line and column of text that is not YAML.
     """
     reader = _Reader(key, yaml.SafeLoader(""))
     try:
@@ -256,7 +256,7 @@ def check_values(given: Any) -> None:
         given: mappings, lists and scalars of a config.
 
     Raises:
-        ValueError: a value is nested too deeply, is too long a number, or has an interpolation
+        ConfigError: a value is nested too deeply, is too long a number, or has an interpolation
             that is not `${key}`, refers to itself, or becomes too long; names the key.
     """
     pending: list[tuple[str, Any, int]] = [("", given, 0)]

@@ -8,17 +8,35 @@ from typing import Any, Literal, NoReturn
 from grpo_components.plain_text import one_line, shortened
 
 
-def fail(key: str, problem: str, allowed: str) -> NoReturn:
-    """Raise the one-line error of a wrong config: its key, the problem, and what is allowed.
+class ConfigError(ValueError):
+    """A value or a component of the config is wrong; restarting a role would not help.
 
-    Raises:
-        ValueError: always, with at most `MAX_MESSAGE` characters: a long problem is shortened.
+    Its text is one line of at most `MAX_MESSAGE` characters; the fields have all of it.
+
+    Args:
+        key: config key of the value, or of the component.
+        problem: what is wrong.
+        allowed: what would be right.
+        user_traceback: traceback of the component's own code; empty if it raised nothing.
     """
-    key, problem, allowed = (one_line(text) for text in (key, problem, allowed))
-    key = shortened(key, 100)
-    rest = MAX_MESSAGE - len(f"{key}: ; allowed: ")
-    allowed = shortened(allowed, max(120, rest - len(problem)))
-    raise ValueError(f"{key}: {shortened(problem, rest - len(allowed))}; allowed: {allowed}")
+
+    def __init__(self, key: str, problem: str, allowed: str, user_traceback: str = "") -> None:
+        super().__init__(key, problem, allowed, user_traceback)  # as pickle calls it again
+        self.key, self.problem, self.allowed = key, problem, allowed
+        self.user_traceback = user_traceback
+
+    def __str__(self) -> str:
+        fields = (one_line(text) for text in (self.key, self.problem, self.allowed))
+        key, problem, allowed = fields
+        key = shortened(key, 100)
+        rest = MAX_MESSAGE - len(f"{key}: ; allowed: ")
+        allowed = shortened(allowed, max(120, rest - len(problem)))
+        return f"{key}: {shortened(problem, rest - len(allowed))}; allowed: {allowed}"
+
+
+def fail(key: str, problem: str, allowed: str) -> NoReturn:
+    """Raise a `ConfigError`."""
+    raise ConfigError(key, problem, allowed)
 
 
 def shown(value: Any) -> str:

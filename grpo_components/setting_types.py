@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, Literal, NotRequired, Required, Type
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -19,6 +20,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import TypedDict
+
+from grpo_components.errors import ConfigError, shown
 
 SECTION = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _ARGUMENTS = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -113,6 +116,16 @@ ModelType = Literal[
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _each_once(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        problem = f"{shown(names)} given, with a name twice"
+        raise ConfigError("lora.target_modules", problem, "each name once")
+    return names
+
+
+LoraTargets = Annotated[list[LoraTarget], Field(min_length=1), AfterValidator(_each_once)]
 
 
 @with_config(_ARGUMENTS)

@@ -21,6 +21,7 @@ from grpo_components.setting_types import (
     FlagOrPath,
     GpuShare,
     LoraTarget,
+    LoraTargets,
     LrSchedulerArguments,
     ModelArguments,
     OptimizerArguments,
@@ -67,9 +68,7 @@ class LoraSettings(BaseModel):
     model_config = SECTION
     rank: Annotated[int, Field(ge=1, le=512)]  # the largest that vLLM takes
     alpha: Annotated[float, Field(gt=0, le=1e6)]
-    target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = Field(
-        default_factory=lambda: list(get_args(LoraTarget))
-    )
+    target_modules: LoraTargets = Field(default_factory=lambda: list(get_args(LoraTarget)))
     dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0
     save_merged: bool = False
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_components.agents.requests import RequestError
 from grpo_components.data.prompts import reads_parts
+from grpo_components.errors import ConfigError
 
 PLAIN = "plain"
 """Name of the template that writes the contents of all messages one after the other."""
@@ -135,13 +136,13 @@ def _template_text(tokenizer: Any, template: str | None) -> str:
         if found is None:
             problem = "null given, and the model's tokenizer has no chat template"
             other = allowed.removeprefix("null, ")
-            raise ValueError(f"environment.chat_template: {problem}; allowed: {other}")
+            raise ConfigError("environment.chat_template", problem, other)
         return found
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"{template!r} given, {error}"
-        raise ValueError(f"environment.chat_template: {problem}; allowed: {allowed}") from error
+        raise ConfigError("environment.chat_template", problem, allowed) from error
 
 
 def _text_of(content: Any) -> str:

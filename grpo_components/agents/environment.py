@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_components.errors import ConfigError
+
 _MOST_CALLS = 100
 
 
@@ -44,7 +46,7 @@ class AgentEnvironment:
         self.chat_template, self.tool_parser = chat_template, tool_parser
         if type(max_calls) is not int or max_calls < 1:
             allowed = "a whole number of at least 1"
-            raise ValueError(f"environment.max_calls: {max_calls!r} given; allowed: {allowed}")
+            raise ConfigError("environment.max_calls", f"{max_calls!r} given", allowed)
         self.max_calls = max_calls
 
 
@@ -56,4 +58,4 @@ def _checked_agent(agent: Any) -> str | list[str]:
     if isinstance(command, Sequence) and not isinstance(command, str) and command:
         return [str(part) for part in command]
     allowed = "the dotted path of a function, or `command` with a list of texts"
-    raise ValueError(f"environment.agent: {agent!r:.100} given; allowed: {allowed}")
+    raise ConfigError("environment.agent", f"{agent!r:.100} given", allowed)

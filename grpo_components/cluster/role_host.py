@@ -28,8 +28,7 @@ import ray
 from grpo_components.cluster.interfaces import network_environment
 from grpo_components.cluster.node_side import open_run_folder, open_scratch
 from grpo_components.cluster.nodes import this_node
-from grpo_components.errors import RoleFailedError
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import ConfigError, RoleFailedError
 from grpo_components.plain_text import PlainFormatter
 from grpo_components.quiet import quiet_libraries
 from grpo_components.rendezvous import Rendezvous, open_rendezvous
@@ -235,7 +234,7 @@ def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
         logging.getLogger(role).exception("%s failed", method)
         what = f"failed: {type(error).__name__}: {error}"
         kind = "waited" if isinstance(error, TimeoutError) else "raised"
-        if isinstance(error, ComponentError):
+        if isinstance(error, ConfigError):
             what, kind = str(error), "refused"
         raise RoleFailedError(role, what, log_file, kind) from error
 

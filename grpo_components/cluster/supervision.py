@@ -20,6 +20,7 @@ from yaml import YAMLError
 from grpo_components.config_text import check_command
 from grpo_components.errors import (
     MAX_MESSAGE,
+    ConfigError,
     DisagreementError,
     DryRunEnd,
     FailedSamplesError,
@@ -28,13 +29,12 @@ from grpo_components.errors import (
     SkippedStepsError,
     StarvedError,
 )
-from grpo_components.objective.component_errors import ComponentError
 from grpo_components.plain_text import one_line, plain, shortened
 from grpo_components.terminal import leave_terminal
 
 _WITHOUT_TRACEBACK = (
     *(ReplayError, StarvedError, SkippedStepsError, FailedSamplesError, DisagreementError),
-    *(ComponentError, TimeoutError, OSError),
+    *(ConfigError, TimeoutError, OSError),
 )
 """Errors that are not bugs: shown in one line, like a role's failure."""
 _ENDS = {signal.SIGTERM: ("terminated", 143), signal.SIGHUP: ("terminal closed", 129)}

@@ -30,8 +30,8 @@ def try_agents(cfg: Settings, limit_s: float) -> None:
         limit_s: seconds for the import.
 
     Raises:
-        ValueError: a setting is wrong, or does not go with agents; names its key.
-        ComponentError: the agent cannot be imported.
+        ConfigError: a setting is wrong, or does not go with agents; names its key.
+        ConfigError: the agent cannot be imported.
     """
     _check_settings(cfg)
     environment: AgentEnvironment = build_environment(cfg.environment)

@@ -27,7 +27,7 @@ def check_types(key: str, component: Any, given: Mapping[str, Any]) -> None:
         given: arguments of the component in the config; `_component_` is skipped.
 
     Raises:
-        ValueError: an argument has another type; names its key.
+        ConfigError: an argument has another type; names its key.
     """
     hints, defaults = _hints(component), _defaults(component)
     for name, value in given.items():

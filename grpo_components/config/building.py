@@ -7,6 +7,7 @@ import json
 import math
 import netrc
 import os
+import re
 import sys
 from collections.abc import Mapping
 from numbers import Integral
@@ -24,7 +25,7 @@ from grpo_components.config.column_checks import check_columns
 from grpo_components.config.lora_checks import check_adapters
 from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
-from grpo_components.errors import MAX_MESSAGE, fail
+from grpo_components.errors import ConfigError, fail
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes, shapes_of
 from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.hugging_face_check import check_hugging_face
@@ -33,7 +34,6 @@ from grpo_components.models.routers import check_has_routers
 from grpo_components.models.tensor_parallel import transformers_plan
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.offline.partial_runs import RecordedPrompts
-from grpo_components.plain_text import one_line, shortened
 from grpo_components.setting_types import HUGGING_FACE
 from grpo_components.settings import Settings
 from grpo_components.training.model_match import sliding_window
@@ -41,6 +41,9 @@ from grpo_components.training.model_match import sliding_window
 # Named, not imported: it needs torchrl, whose import takes seconds. A test checks that it exists.
 SHIPPED_ENVIRONMENT = {"_component_": "grpo_components.rollout.environments.SingleTurnEnvironment"}
 
+_ACCEPTED = "what the component accepts"
+_KEY_FIRST = re.compile(r"([a-z_]\w*(?:\.[^\s:,]+)*(?:, [a-z_]\w*)*): |(dataset|ptx) ")
+"""Matches the key, or names of arguments, with which the text of an error starts."""
 _MAX_SCHEDULER_STEPS = 1000
 """Maximum number of scheduler steps that are tried before the run."""
 
@@ -55,23 +58,41 @@ def build(key: str, node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         kwargs: keyword arguments, added to those of the node.
 
     Raises:
-        ValueError: the component raised any error; names the key.
+        ConfigError: the component raised any error; names the key.
     """
     try:
         return config.instantiate(node, *args, **kwargs)
     except ValueError as error:
-        text = str(error)
-        if key == "eval_dataset" and text.startswith("dataset"):
-            # One function builds both data sets.
-            text = f"eval_{text}".replace("allowed: dataset.", "allowed: eval_dataset.")
-        text = text if text.startswith(key) else f"{key}: {text}"
-        raise ValueError(shortened(one_line(text), MAX_MESSAGE)) from error
+        raise refused_by(key, node, error) from error
     except BaseException as error:  # a component may raise anything, even SystemExit
         if isinstance(error, KeyboardInterrupt):
             raise
-        what = f"{type(error).__name__}: {error}"
-        problem = f"{key}: {node._component_} cannot be built: {what}"
-        raise ValueError(shortened(one_line(problem), MAX_MESSAGE)) from error
+        problem = f"{node._component_} cannot be built: {type(error).__name__}: {error}"
+        raise ConfigError(key, problem, _ACCEPTED) from error
+
+
+def refused_by(key: str, node: Mapping[Any, Any], error: ValueError) -> ConfigError:
+    """Return what a component raised about its arguments, under the component's key.
+
+    Args:
+        key: config key of the component.
+        node: section with `_component_` and its arguments.
+        error: what it raised; a text should be "argument: what is wrong; allowed: ...".
+    """
+    if isinstance(error, ConfigError):
+        where, problem, allowed = error.key, error.problem, error.allowed
+    else:
+        text, _, allowed = str(error).partition("; allowed: ")
+        named = _KEY_FIRST.match(text)
+        where = "" if named is None else named[1] or named[2]
+        problem = text if named is None else text[named.end() :]
+    if key == "eval_dataset":  # one function builds both data sets
+        where, allowed = (re.sub(r"^dataset\b", key, text) for text in (where, allowed))
+    if re.split("[,.]", where)[0] in node:
+        where = f"{key}.{where}"
+    elif where != key and not where.startswith(f"{key}."):
+        where, problem = key, f"{where}: {problem}" if where else problem
+    return ConfigError(where, problem, allowed or _ACCEPTED)
 
 
 def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
@@ -81,7 +102,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         cfg: settings checked by preflight.
 
     Raises:
-        ValueError: a component is no tokenizer or no data set, a row lacks a column that a reward
+        ConfigError: a component is no tokenizer or no data set, a row lacks a column that a reward
             takes, or a prompt does not fit into the policy's context with its response; names the
             key, for a prompt also file, row and field.
     """
@@ -110,7 +131,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         recorded.check(most, name, vocab_size)
     longest = cfg.ptx and cfg.ptx.get("max_tokens")
     if isinstance(longest, int) and longest > most:
-        raise ValueError(f"ptx.max_tokens: {longest} given; allowed: at most {most}, {name}")
+        raise ConfigError("ptx.max_tokens", f"{longest} given", f"at most {most}, {name}")
     limit = _lowest({"generator.max_model_len": cfg.generator.max_model_len, **trained})
     for key, dataset in data.items():
         if isinstance(dataset, PromptMix):
@@ -151,7 +172,7 @@ def _check_rows(key: str, component: str, dataset: Any) -> None:
             return
         problem = "gives two rows with the same prompt_index" if rows else "gives no rows"
     allowed = f"rows by index, each with {', '.join(fields)}, and a max_prompt_length"
-    raise ValueError(f"{key}: {component} {problem}; allowed: {allowed}")
+    raise ConfigError(key, f"{component} {problem}", allowed)
 
 
 def _check_types(key: str, component: str, dataset: Any) -> None:
@@ -169,7 +190,7 @@ def _check_types(key: str, component: str, dataset: Any) -> None:
             kinds = (
                 "prompt_index a whole number, prompt_ids a list of whole numbers, prompt_text text"
             )
-            raise ValueError(f"{key}: {problem}; allowed: {kinds}")
+            raise ConfigError(key, problem, kinds)
 
 
 def _check_prompts(
@@ -185,21 +206,21 @@ def _check_prompts(
     if styled and node._component_.startswith("grpo_components.") and chat != "torchtune":
         problem = f"{chat or 'null'} given with tokenizer.prompt_template, which it ignores"
         allowed = "torchtune, or tokenizer.prompt_template: null"
-        raise ValueError(f"{key}.chat_template: {problem}; allowed: {allowed}")
+        raise ConfigError(f"{key}.chat_template", problem, allowed)
     name, most = limit
     most -= cfg.generator.max_response_tokens
     for prompt in map(prompts.__getitem__, range(len(prompts))):
         ids = prompt["prompt_ids"]
         if not 0 < len(ids) <= most:
-            problem = f"has {len(ids)} tokens; allowed: 1 to {most}, {name} minus "
-            problem += "generator.max_response_tokens"
+            problem = f"has {len(ids)} tokens"
+            allowed = f"1 to {most}, {name} minus generator.max_response_tokens"
         elif vocab_size is not None and max(ids) >= vocab_size:
-            problem = f"has the token {max(ids)}; allowed: below {vocab_size}, the vocab_size of "
-            problem += "base_model_path"
+            problem = f"has the token {max(ids)}"
+            allowed = f"below {vocab_size}, the vocab_size of base_model_path"
         else:
             continue
-        where = f"{key} {node.get('source', node._component_)}, row {prompt['prompt_index'] + 1}"
-        raise ValueError(f"{where}, field question: the prompt {problem}")
+        where = f"{node.get('source', node._component_)}, row {prompt['prompt_index'] + 1}"
+        raise ConfigError(key, f"{where}, field question: the prompt {problem}", allowed)
 
 
 def shared_prompts(dataset: Any, held_out: Any) -> str:
@@ -284,7 +305,7 @@ def check_components(cfg: Settings) -> None:
         cfg: settings checked by preflight.
 
     Raises:
-        ValueError: the optimizer or scheduler cannot be built or fails, the model differs from the
+        ConfigError: the optimizer or scheduler cannot be built or fails, the model differs from the
             checkpoint's, or the logger has no login; names the key.
     """
     _check_wandb_login(cfg.metric_logger)
@@ -308,15 +329,16 @@ def check_components(cfg: Settings) -> None:
         raise
     except Exception as error:  # torchtune's converter fails on names of another family
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"checkpointer.model_type: {kind} given, and {cfg.model._component_} cannot be saved "
-            f"as such, {what}; allowed: the family of both model and {base / 'config.json'}"
+        raise ConfigError(
+            "checkpointer.model_type",
+            f"{kind} given, and {cfg.model._component_} cannot be saved as such, {what}",
+            f"the family of both model and {base / 'config.json'}",
         ) from error
     try:
         check_names_and_shapes(shapes_of(converted), checkpoint_shapes(base))
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
-        raise ValueError(f"model: {problem}; allowed: the builder of {base}") from error
+        raise ConfigError("model", problem, f"the builder of {base}") from error
     if cfg.loss["load_balancing_coeff"] > 0:
         check_has_routers(model)
         if cfg.compile:
@@ -340,7 +362,7 @@ def _check_step(name: str, optimizer: torch.optim.Optimizer, parameter: torch.nn
     except (Exception, SystemExit) as error:  # a user's optimizer may raise anything
         what = f"{name} fails in a step, {type(error).__name__}: {error}"
         allowed = "one for dense gradients, without a closure"
-        raise ValueError(f"optimizer: {what}; allowed: {allowed}") from error
+        raise ConfigError("optimizer", what, allowed) from error
 
 
 def _check_schedule(name: str, scheduler: Any, optimizer: Any, num_steps: int) -> None:
@@ -354,7 +376,7 @@ def _check_schedule(name: str, scheduler: Any, optimizer: Any, num_steps: int) -
         scheduler.state_dict()
     except (Exception, SystemExit) as error:  # a user's scheduler may raise anything
         problem = f"{name} cannot be stepped, {type(error).__name__}: {error}"
-        raise ValueError(f"lr_scheduler: {problem}; allowed: {allowed}") from error
+        raise ConfigError("lr_scheduler", problem, allowed) from error
 
 
 def _check_wandb_login(node: DictConfig) -> None:
@@ -367,7 +389,8 @@ def _check_wandb_login(node: DictConfig) -> None:
     except (FileNotFoundError, netrc.NetrcParseError):
         known = False
     if not (known or os.environ.get("WANDB_API_KEY") or sys.stdin.isatty()):
-        raise ValueError(
-            "metric_logger: Weights & Biases has no login here; allowed: `wandb login` first, or "
-            "WANDB_API_KEY, or WANDB_MODE=offline in the environment"
+        raise ConfigError(
+            "metric_logger",
+            "Weights & Biases has no login here",
+            "`wandb login` first, or WANDB_API_KEY, or WANDB_MODE=offline in the environment",
         )

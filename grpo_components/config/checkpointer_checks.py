@@ -26,7 +26,7 @@ def checkpoint_files(node: DictConfig, base: Path, run_folder: str) -> list[Path
         run_folder: `output_dir` of the run, which is checked elsewhere.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     path = node["_component_"]
     if path.startswith("torchtune.") and path.rpartition(".")[2] != "FullModelHFCheckpointer":
@@ -69,7 +69,7 @@ def check_writable(key: str, folder: Path) -> None:
         folder: absolute path of the folder, which need not exist.
 
     Raises:
-        ValueError: the folder is not writable; names the key.
+        ConfigError: the folder is not writable; names the key.
     """
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):

@@ -13,7 +13,7 @@ def check_colocated(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a key does not go with turns; names the key.
+        ConfigError: a key does not go with turns; names the key.
     """
     if not settings.colocate:
         return

@@ -45,7 +45,7 @@ def check_columns(cfg: Settings, data: Mapping[str, Any]) -> None:
         data: data sets by their key in the config.
 
     Raises:
-        ValueError: a column is missing; names the reward, the data set and the row.
+        ConfigError: a column is missing; names the reward, the data set and the row.
     """
     used = {
         key: dataset

@@ -23,7 +23,8 @@ from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_component
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.teacher_checks import try_teacher
 from grpo_components.data.columns import reward_input
-from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
+from grpo_components.errors import fail
+from grpo_components.objective.component_errors import name_of, named_failure
 from grpo_components.objective.composition import objective_losses
 from grpo_components.objective.contracts import (
     advantages_of,
@@ -71,7 +72,7 @@ def try_components(
         A warning for each thing that is allowed, and was a mistake elsewhere: see `doubts.py`.
 
     Raises:
-        ValueError: one line with the key of the component, what it did, and what is allowed.
+        ConfigError: one line with the key of the component, what it did, and what is allowed.
     """
     doubts: list[str] = []
     check_components(cfg)
@@ -134,7 +135,7 @@ def _try_objective(cfg: Settings, objective: Objective) -> list[str]:
     for key, component in parts.items():
         if not (callable(component) or key == "ptx"):
             problem = f"{getattr(cfg, key)._component_} makes a {type(component).__name__}"
-            raise ComponentError(f"{key}: {problem}; allowed: a class whose objects can be called")
+            fail(key, problem, "a class whose objects can be called")
     ours = {key: _sent(key, part) for key, part in parts.items() if part is not None}
     for step in dict.fromkeys((0, cfg.num_steps - 1)):
         inputs = made_inputs(
@@ -250,7 +251,7 @@ def _shaped(
             shaped = cast("NDArray[np.float64]", np.asarray(shaping(batch, step)))
         if shaped.shape != rewards.shape or shaped.dtype.kind != "f":
             problem = f"shape {list(shaped.shape)} for {list(rewards.shape)} rewards"
-            raise ComponentError(f"reward_shaping: {name} returned {problem}; allowed: the same")
+            fail("reward_shaping", f"{name} returned {problem}", "the same")
     return shaped
 
 
@@ -260,7 +261,7 @@ def _try_ptx(ptx: Any) -> None:
         batch, coeff = ptx.batch(0), float(ptx.coeff)
         right = bool(batch) and all(isinstance(sample, TrainSample) for sample in batch)
         if not (right and coeff >= 0 and sum(sample.num_tokens for sample in batch)):
-            raise ComponentError(f"ptx: {name} gives no examples with tokens; allowed: {allowed}")
+            fail("ptx", f"{name} gives no examples with tokens", allowed)
 
 
 def _check_tokenizer(name: str, tokenizer: Any) -> None:
@@ -270,7 +271,7 @@ def _check_tokenizer(name: str, tokenizer: Any) -> None:
         ids = tokenizer.encode("1 + 1", add_bos=False, add_eos=False)
         whole = all(type(token_id) is int for token_id in (*ids, *tokenizer.stop_tokens))
         if not whole or not isinstance(decode(list(ids)), str):
-            raise ComponentError(f"tokenizer: {name} makes no token ids; allowed: {allowed}")
+            fail("tokenizer", f"{name} makes no token ids", allowed)
 
 
 def _check_logger(path: str) -> None:
@@ -288,12 +289,12 @@ def check_logger(path: str, logger: Any) -> None:
         logger: logger that the component made, or its class.
 
     Raises:
-        ComponentError: a method is missing; names it.
+        ConfigError: a method is missing; names it.
     """
     for method in ("log_dict", "close"):
         if not callable(getattr(logger, method, None)):
             allowed = "one of torchtune.training.metric_logging, or one like it"
-            raise ComponentError(f"metric_logger: {path} has no {method}; allowed: {allowed}")
+            fail("metric_logger", f"{path} has no {method}", allowed)
 
 
 def _begin_rewards(cfg: Settings, dataset: Any) -> RewardTrial | None:

@@ -42,7 +42,7 @@ def check_together(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     _check_products(settings)
     _check_memory(settings)

@@ -15,8 +15,8 @@ from grpo_components.config.building import (
     nested_components,
     runs_agents,
 )
+from grpo_components.errors import ConfigError, fail
 from grpo_components.objective.component_errors import (
-    ComponentError,
     named_failure,
     place_in,
     stack_text,
@@ -43,7 +43,7 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
         prompts: rows of the data set; the environment must work with at least one of them.
 
     Raises:
-        ComponentError: the environment, its world or a tool fails, hangs or breaks its contract;
+        ConfigError: the environment, its world or a tool fails, hangs or breaks its contract;
             says how, with the traceback of its own code.
     """
     limit_s = cfg.timeouts.rollout_s
@@ -75,7 +75,7 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
         for tool, attempt in _tool_trials(env).items():
             thread.begin()
             call(attempt, called=f"{name}, tool {tool},", allowed=_ERRORS)
-        problems: list[ComponentError] = []
+        problems: list[ConfigError] = []
         for row, prompt in enumerate(prompts):
             asked = {**prompt, "seed": row}
             response = tokenizer.encode(str(prompt["answer"]), add_bos=False, add_eos=False)
@@ -84,15 +84,15 @@ def try_environment(cfg: Settings, tokenizer: Any, prompts: Sequence[dict[str, A
             try:
                 _roll_out(name, env, call, [asked] * num_slots, response)
                 break
-            except ComponentError as error:
+            except ConfigError as error:
                 problems.append(error)
                 env = call(build)
         else:
             raise problems[0]
     except HungCallError as error:
         stack = users_part(error.stack)
-        problem = f"{key}: {name} hangs{place_in(stack)}: {error}"
-        raise ComponentError(f"{problem}; allowed: {_IN_TIME}", stack_text(stack)) from error
+        problem = f"{name} hangs{place_in(stack)}: {error}"
+        raise ConfigError(key, problem, _IN_TIME, stack_text(stack)) from error
     thread.leave(getattr(env, "close", lambda: None))
 
 
@@ -113,15 +113,15 @@ def _check_kind(name: str, env: Any, num_slots: int) -> None:
     missing = [method for method in ("ask", "reset", "step") if not hasattr(env, method)]
     if missing:
         made = f"{name} makes a {type(env).__name__} without {missing[0]}"
-        raise ComponentError(f"environment: {made}; allowed: {_ALLOWED}")
+        fail("environment", made, _ALLOWED)
     from torchrl.envs import EnvBase  # takes seconds; only needed for a user's environment
 
     if not isinstance(env, EnvBase):
         made = f"{name} makes a {type(env).__name__}"
-        raise ComponentError(f"environment: {made}; allowed: {_ALLOWED}")
+        fail("environment", made, _ALLOWED)
     if tuple(env.batch_size) != (num_slots,):
         problem = f"{name} has batch size {list(env.batch_size)} for {num_slots} slots"
-        raise ComponentError(f"environment: {problem}; allowed: [num_slots]")
+        fail("environment", problem, "[num_slots]")
 
 
 def _roll_out(
@@ -137,7 +137,7 @@ def _roll_out(
     for slot, prompt in zip(slots, prompts, strict=True):
         if not np.array_equal(slot.get("tokens", torch.empty(0)), prompt["prompt_ids"]):
             problem = f"{name} does not start with the prompt's tokens as `tokens`"
-            raise ComponentError(f"environment: {problem}; allowed: {_ALLOWED}")
+            fail("environment", problem, _ALLOWED)
         tokens_so_far.append(slot["tokens"].tolist() + response)
         size = len(response)
         slot.update(
@@ -163,4 +163,4 @@ def _check_turn(name: str, after: Any, known: list[int]) -> None:
     elif bool(after["done"]) and not ("score" in given and isinstance(after["score"], Score)):
         problem = "ends a slot without a Score as its score"
     if problem:
-        raise ComponentError(f"environment: {name} {problem}; allowed: {_ALLOWED}")
+        fail("environment", f"{name} {problem}", _ALLOWED)

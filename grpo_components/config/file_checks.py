@@ -28,7 +28,7 @@ def check_files(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     base = Path(settings.base_model_path)
     if not base.is_dir():
@@ -74,7 +74,7 @@ def check_against_model(settings: Settings, hf_config: dict[str, Any]) -> None:
         hf_config: `config.json` of the base model.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     engine, vocab = settings.generator, hf_config.get("vocab_size")
     for token in engine.stop_token_ids or ():

@@ -22,7 +22,7 @@ def check_tensor_parallel(workers: int, hf_config: dict[str, Any]) -> None:
         hf_config: `config.json` of the checkpoint.
 
     Raises:
-        ValueError: the workers cannot share a layer; names the size, and the numbers that can.
+        ConfigError: the workers cannot share a layer; names the size, and the numbers that can.
     """
     if not (problem := _unsplit(workers, hf_config)):
         return
@@ -39,7 +39,7 @@ def check_cpu_engine(hf_config: dict[str, Any]) -> None:
         hf_config: `config.json` of the checkpoint.
 
     Raises:
-        ValueError: the family is not computed exactly, or a width of its experts does not fit.
+        ConfigError: the family is not computed exactly, or a width of its experts does not fit.
     """
     family = hf_config.get("model_type")
     if (found := _WRONG_ON_CPU.get(str(family))) is not None:

@@ -17,7 +17,7 @@ def check_gpus(settings: Settings, *, here: bool) -> None:
         here: whether the roles run on this machine; a joined cluster counts its GPUs itself.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     if here and not torch.cuda.is_available():
         fail("device", f"cuda given, and PyTorch {torch.__version__} finds no GPU", "cpu")

@@ -29,14 +29,11 @@ def check_lora(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     lora = lora_options(settings.lora)
     if lora is None:
         return
-    if len(set(lora.target_modules)) < len(lora.target_modules):
-        problem = f"{shown(list(lora.target_modules))} given, with a name twice"
-        fail("lora.target_modules", problem, "each name once")
     checkpointer = settings.checkpointer  # none for a transformers model
     model_type = checkpointer["model_type"] if checkpointer else ""
     if fused := fused_targets(model_type, lora):
@@ -63,7 +60,7 @@ def check_adapters(settings: Settings, model: nn.Module) -> None:
         model: model that the config builds, on the meta device; it gets the adapters.
 
     Raises:
-        ValueError: the layers of an adapter are not those of the base model; names one.
+        ConfigError: the layers of an adapter are not those of the base model; names one.
     """
     lora = lora_options(settings.lora)
     if lora is None:

@@ -30,7 +30,7 @@ def check_model(node: DictConfig, model: nn.Module, model_type: str, base: Path)
         base: folder of the base model.
 
     Raises:
-        ValueError: the models differ; names the first such key of `model`, its value, and the
+        ConfigError: the models differ; names the first such key of `model`, its value, and the
             value in config.json of the base model.
     """
     hf_config = read_hf_config(base)

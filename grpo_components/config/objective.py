@@ -71,7 +71,7 @@ def build_objective(
         dataset: data set of the prompts to train on.
 
     Raises:
-        ValueError: a component cannot be built or breaks its kind's contract; names its key.
+        ConfigError: a component cannot be built or breaks its kind's contract; names its key.
         DryRunEnd: with `dry_run: true`, after the trial; says what the run would do.
     """
     if cfg.what_if:  # its components are tried before the first part starts, too

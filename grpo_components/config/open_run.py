@@ -65,7 +65,7 @@ def open_run(
         recipe: path of the recipe's file, for the snapshot of the code; None if it is not known.
 
     Raises:
-        ValueError: the checkpoint does not exist, or the data set has changed.
+        ConfigError: the checkpoint does not exist, or the data set has changed.
     """
     _check_prompts(cfg, prompts)
     ledger.reuse = build_reuse(cfg)

@@ -36,7 +36,7 @@ def check_inputs(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: output_dir is refused; names output_dir and the other key.
+        ConfigError: output_dir is refused; names output_dir and the other key.
     """
     output_dir = real_path(settings.output_dir)
     alone = "a folder for this run alone"
@@ -71,7 +71,7 @@ def check_folder(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: the folder is refused; names output_dir.
+        ConfigError: the folder is refused; names output_dir.
     """
     output_dir = real_path(settings.output_dir)
     refuse_folder_in_use(output_dir)  # before its contents are read

@@ -46,7 +46,7 @@ def check_packages(timeout_s: float) -> None:
         timeout_s: limit of the attempt to import them, in seconds.
 
     Raises:
-        ValueError: an installed package fails; names each, and the command that removes them.
+        ConfigError: an installed package fails; names each, and the command that removes them.
     """
     specs = {name: importlib.util.find_spec(name) for name in _TOLERATED}
     present = tuple((name, spec.origin) for name, spec in specs.items() if spec is not None)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_components.errors import fail, shown
+from grpo_components.errors import ConfigError, fail, shown
 
 PATH_KEYS = ("path", "dir", "file", "folder", "source", "eval_only", "train_from", "replay_events")
 """Words that end the keys of paths (`path`, `merges_file`), also among a component's arguments."""
@@ -24,7 +24,7 @@ def expand_paths(values: dict[str, Any]) -> dict[str, Any]:
         values: values of a config, with interpolations replaced.
 
     Raises:
-        ValueError: a path cannot be looked up: it is too long, has a null byte, an unknown user or
+        ConfigError: a path cannot be looked up: it is too long, has a null byte, an unknown user or
             a circle of links, or lies in a folder without permission; names the key.
     """
     expanded = {key: _expanded(key, value) for key, value in values.items()}
@@ -46,7 +46,7 @@ def read_hf_config(key: str, folder: Path) -> dict[str, Any]:
         folder: folder with the file.
 
     Raises:
-        ValueError: the file cannot be read, is no JSON object, or has a size that is not a whole
+        ConfigError: the file cannot be read, is no JSON object, or has a size that is not a whole
             number above 0; names the key.
     """
     path, allowed = folder / "config.json", "a folder with the config.json of its model"
@@ -93,6 +93,8 @@ def _checked(key: str, text: str) -> str:
             fail(key, f"{shown(text)} given, and there is no user {user[1:]}", "a path")
         Path(path).resolve()
         Path(path).exists()
+    except ConfigError:
+        raise
     except OSError as error:
         fail(key, f"{shown(text)} given: {error.strerror}", "a path that can be looked up")
     except RuntimeError:  # pathlib's error at a circle of links
@@ -100,7 +102,5 @@ def _checked(key: str, text: str) -> str:
     except UnicodeError:
         fail(key, f"{shown(text)} given, which cannot be a file name", "a path")
     except ValueError as error:
-        if str(error).startswith(key):  # from `fail` above
-            raise
         fail(key, f"{shown(text)} given: {error}", "a path that can be looked up")
     return path

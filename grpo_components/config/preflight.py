@@ -35,7 +35,7 @@ def read_config(cfg: DictConfig) -> Settings:
         cfg: the result of torchtune's `config.parse`.
 
     Raises:
-        ValueError: one line, "key: what is wrong; allowed: ...", for the first problem.
+        ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
     """
     settings = check(cfg)
     quiet_libraries(settings.log_level)
@@ -66,7 +66,7 @@ def check(cfg: DictConfig) -> Settings:
         cfg: the result of torchtune's `config.parse`.
 
     Raises:
-        ValueError: one line, "key: what is wrong; allowed: ...", for the first problem.
+        ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
     """
     settings = settings_of(cfg)
     if settings.device == "cuda":
@@ -91,7 +91,7 @@ def settings_of(cfg: DictConfig) -> Settings:
         cfg: the result of torchtune's `config.parse`.
 
     Raises:
-        ValueError: one line, "key: what is wrong; allowed: ...", for the first problem.
+        ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
     """
     values = read_settings(_resolved(cfg)).model_dump()
     settings = read_settings(expand_paths(values))

@@ -39,8 +39,8 @@ def check_same_prompts(settings: Settings) -> None:
         settings: settings whose components can be imported.
 
     Raises:
-        ValueError: the data sets differ; names the first such key of `eval_dataset`, and the key of
-            `dataset`.
+        ConfigError: the data sets differ; names the first such key of `eval_dataset`, and the key
+            of `dataset`.
     """
     only_one = settings.eval_only or settings.rollout_only or settings.train_from
     if only_one or settings.eval.allow_other_prompts:

@@ -19,7 +19,7 @@ def build_prompts(cfg: Settings, dataset: Any) -> PromptStream | PromptCurriculu
         dataset: data set to train on.
 
     Raises:
-        ValueError: the data set is too large for a curriculum.
+        ConfigError: the data set is too large for a curriculum.
     """
     if cfg.curriculum is None:
         return PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
@@ -37,7 +37,7 @@ def check_curriculum(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     rule = settings.curriculum
     if rule is None:

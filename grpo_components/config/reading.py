@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from grpo_components.config.moved import REMOVED
-from grpo_components.errors import fail, shown
+from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.settings import Settings
 
 _MISSING: Any = object()
@@ -29,7 +29,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
         given: config as plain values, with interpolations replaced.
 
     Raises:
-        ValueError: there is an unknown key, or else a wrong value; names the first one.
+        ConfigError: there is an unknown key, or else a wrong value; names the first one.
     """
     rewards = given.get("rewards")
     if isinstance(rewards, Mapping):
@@ -46,6 +46,8 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
 def _refuse(given: Mapping[str, Any], error: Mapping[str, Any]) -> NoReturn:
     """Raise our one-line error for an item of `ValidationError.errors()`."""
     kind, context = error["type"], error.get("ctx", {})
+    if isinstance(own := context.get("error"), ConfigError):  # a validator of ours raised it
+        raise own
     is_unknown = kind == "extra_forbidden"
     names, schemas = _find(error["loc"][:-1] if is_unknown else error["loc"])
     prefix = "".join(f"{name}." for name in names)

@@ -40,7 +40,7 @@ def check_replay(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: the run cannot be replayed; names the first reason found.
+        ConfigError: the run cannot be replayed; names the first reason found.
     """
     if settings.replay_events is None:
         return

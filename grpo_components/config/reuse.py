@@ -26,7 +26,7 @@ def check_reuse(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     rule = settings.replay_generation
     if rule is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from grpo_components.config.building import (
     build,
     nested_components,
     parameters_of,
+    refused_by,
 )
 from grpo_components.config.column_checks import call_of, columns_taken
 from grpo_components.config.moved import moved_to
@@ -52,7 +52,7 @@ def check_components(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a check fails; names the key of the component or its argument.
+        ConfigError: a check fails; names the key of the component or its argument.
     """
     if os.getcwd() not in sys.path:
         # At the end, as in torchtune: a user's datasets.py must not hide the package of that name.
@@ -84,8 +84,7 @@ def _check_reward(key: str, node: DictConfig, settings: Settings) -> None:
     try:  # our rewards are built quickly, and check their arguments
         made = config.instantiate(OmegaConf.create(arguments))
     except ValueError as error:
-        separator = "." if re.split("[,:.]", str(error))[0] in arguments else ": "
-        raise ValueError(f"{key}{separator}{error}") from error
+        raise refused_by(key, arguments, error) from error
     if getattr(made, "wall_s", 0) >= limit_s:  # else slow programs would make failed samples
         problem = f"{made.wall_s:g} given with timeouts.reward_s: {limit_s:g}"
         fail(f"{key}.wall_s", problem, "a number below timeouts.reward_s")
@@ -132,7 +131,7 @@ def imported_component(key: str, path: str) -> Any:
         path: dotted path.
 
     Raises:
-        ValueError: it cannot be imported; says what is there.
+        ConfigError: it cannot be imported; says what is there.
     """
     if moved := moved_to(path):
         fail(key, f"{path} has moved", moved)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo_components.config.paths import read_hf_config
-from grpo_components.errors import fail, shown
+from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes
 from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.hugging_face_check import check_hugging_face
@@ -28,7 +28,7 @@ def check_teacher(settings: Settings, policy_config: dict[str, Any]) -> None:
         policy_config: `config.json` of the base model.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     if settings.teacher is None:
         return
@@ -56,7 +56,7 @@ def try_teacher(settings: Settings, path: str) -> None:
         path: folder of the teacher.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     try:
         with torch.device("meta"):
@@ -65,9 +65,11 @@ def try_teacher(settings: Settings, path: str) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         check_names_and_shapes(checkpoint_shapes(Path(path)), shapes)
         check_hugging_face(model, _longest(settings))
-    except ValueError as error:  # these checks name keys of the policy, or none
-        problem, _, allowed = str(error).partition(": ")[2].partition("; allowed: ")
-        fail(_KEY, f"{path}: {problem}", allowed or "weights of the config.json beside them")
+    except ConfigError as error:  # it names a key of the policy
+        fail(_KEY, f"{path}: {error.problem}", error.allowed)
+    except ValueError as error:
+        problem = str(error).removeprefix("weights: ")
+        fail(_KEY, f"{path}: {problem}", "weights of the config.json beside them")
 
 
 def _check_token_ids(base: Path, folder: Path) -> None:

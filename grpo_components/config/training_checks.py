@@ -27,7 +27,7 @@ def check_training(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: a check fails; names the key.
+        ConfigError: a check fails; names the key.
     """
     _check_ranks(settings)
     if settings.device == "cpu":
@@ -53,7 +53,7 @@ def check_heads(tensor: int, hf_config: dict[str, Any]) -> None:
         hf_config: `config.json` of the checkpoint.
 
     Raises:
-        ValueError: `tensor` does not divide a number of the checkpoint; names that number.
+        ConfigError: `tensor` does not divide a number of the checkpoint; names that number.
     """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = hf_config.get(name) or tensor

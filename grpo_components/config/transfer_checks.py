@@ -13,7 +13,7 @@ def check_transfer(settings: Settings) -> None:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ValueError: `weights` cannot be what it is; names the other key.
+        ConfigError: `weights` cannot be what it is; names the other key.
     """
     way = settings.weights
     if way == "object_store":

@@ -42,8 +42,8 @@ def check_what_if(settings: Settings) -> Settings:
         The settings of the recorded run if it has to be repeated up to a step; else the given ones.
 
     Raises:
-        ValueError: a key cannot change in the middle of a run, or the step or a group is not one of
-            the recorded run's; names the key.
+        ConfigError: a key cannot change in the middle of a run, or the step or a group is not one
+            of the recorded run's; names the key.
     """
     until, without = settings.replay_until, settings.replay_without
     if settings.replay_events is None or until is None:

@@ -17,6 +17,7 @@ from grpo_components.data.columns import OWN_FIELDS, filled, plain_value
 from grpo_components.data.prompts import Encode, prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
 from grpo_components.data.rows import Row, read_rows
+from grpo_components.errors import ConfigError
 from grpo_components.shapes import AnyText, described_as, fits, read_as
 
 Prompt = dict[str, Any]
@@ -199,7 +200,7 @@ class _PromptBuilder:
     def _check_columns(self) -> None:
         for name in sorted(self.columns.keys() - self.fields_read):
             allowed = ", ".join(sorted(self.fields_read))
-            raise ValueError(f"dataset.columns.{name}: unknown field; allowed: {allowed}")
+            raise ConfigError(f"dataset.columns.{name}", "unknown field", allowed)
 
 
 _STRICT = ConfigDict(strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 from grpo_components.data.curriculum import Curriculum, CurriculumRule
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
 from grpo_components.data.prompt_stream import Prompt, converted
+from grpo_components.errors import ConfigError
 
 
 class PromptCurriculum:
@@ -64,7 +65,5 @@ class PromptCurriculum:
         """
         if state["num_rows"] != self._num_rows:
             had, has = (" + ".join(map(str, n)) for n in (state["num_rows"], self._num_rows))
-            raise ValueError(
-                f"dataset: it has {has} rows; allowed: the {had} rows of the checkpoint"
-            )
+            raise ConfigError("dataset", f"it has {has} rows", f"the {had} rows of the checkpoint")
         self.curriculum.load_state_dict(state)

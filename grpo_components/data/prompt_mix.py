@@ -13,6 +13,7 @@ from torchtune import config
 from torchtune.config._utils import _get_component_from_path
 
 from grpo_components.data.columns import other_columns
+from grpo_components.errors import ConfigError
 
 Prompt = dict[str, Any]
 
@@ -98,18 +99,18 @@ def mixed_dataset(
         ValueError: a part cannot be built; the message names it.
     """
     if not isinstance(parts, Mapping) or not parts:
-        raise ValueError(f"dataset.parts: {parts} given; allowed: a `_component_` for each name")
+        raise ConfigError("dataset.parts", f"{parts} given", "a `_component_` for each name")
     built: dict[str, MixedPart] = {}
     first_index = 0
     for name, node in parts.items():
         key = f"dataset.parts.{name}"
         if not isinstance(node, Mapping) or "_component_" not in node:
-            raise ValueError(f"{key}: {node} given; allowed: _component_, its arguments and weight")
+            raise ConfigError(key, f"{node} given", "_component_, its arguments and weight")
         weight = node.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             weight = math.nan
         if not 0 < weight < math.inf:
-            raise ValueError(f"{key}.weight: {node['weight']} given; allowed: a number above 0")
+            raise ConfigError(f"{key}.weight", f"{node['weight']} given", "a number above 0")
         arguments = {argument: node[argument] for argument in node if argument != "weight"}
         try:
             offered = {"tools": tools} if takes_tools(node) and tools else {}

@@ -10,6 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from grpo_components.data.part_turns import PartTurns
 from grpo_components.data.prompt_mix import MixedPart, PromptMix
+from grpo_components.errors import ConfigError
 
 Prompt = dict[str, Any]
 _SEED_STRIDE = 1_000_003
@@ -59,8 +60,8 @@ class PromptStream:
         had, has = ([p["num_rows"] for p in state["parts"]], [p.num_rows for p in self._passes])
         if had != has:
             rows, before = (" + ".join(map(str, numbers)) for numbers in (has, had))
-            raise ValueError(
-                f"dataset: it has {rows} rows; allowed: the {before} rows of the checkpoint"
+            raise ConfigError(
+                "dataset", f"it has {rows} rows", f"the {before} rows of the checkpoint"
             )
         self._turns.taken = list(state["drawn"])
         for part, position in zip(self._passes, state["parts"], strict=True):

@@ -11,6 +11,8 @@ from typing import Any
 from torchtune.data import Message
 from transformers import AutoTokenizer
 
+from grpo_components.errors import ConfigError
+
 Encode = Callable[[str], tuple[list[int], str]]
 """Function that turns a question into the token ids [P] of its prompt, and the prompt's text."""
 _TOOLS = "{tools}"
@@ -45,7 +47,7 @@ def prompt_encoder(
     """
     if not isinstance(template, str) or template.count("{question}") != 1:
         allowed = "a text that contains {question} once"
-        raise ValueError(f"dataset.prompt_template: {template!r} given; allowed: {allowed}")
+        raise ConfigError("dataset.prompt_template", f"{template!r} given", allowed)
     texts = {"prompt_template": template, "system_prompt": system_prompt or ""}
     described = _TOOLS in template + texts["system_prompt"] or _has_schemas(texts.values(), tools)
     filled = {key: _with_tools(key, text, tools) for key, text in texts.items()}
@@ -54,7 +56,7 @@ def prompt_encoder(
     if chat_template is None:
         if system_prompt is not None:
             allowed = "null, or a chat_template with it"
-            raise ValueError(f"dataset.system_prompt: needs a chat_template; allowed: {allowed}")
+            raise ConfigError("dataset.system_prompt", "needs a chat_template", allowed)
         encode = _plain(tokenizer)
     elif chat_template == "torchtune":
         encode = _torchtune_chat(tokenizer, system_prompt)
@@ -66,7 +68,7 @@ def prompt_encoder(
 def _with_tools(key: str, text: str, tools: Sequence[Mapping[str, Any]]) -> str:
     if _TOOLS in text and not tools:
         problem = f"has {_TOOLS}, and environment.world has no tools"
-        raise ValueError(f"dataset.{key}: {problem}; allowed: a text without {_TOOLS}")
+        raise ConfigError(f"dataset.{key}", problem, f"a text without {_TOOLS}")
     return text.replace(_TOOLS, "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
@@ -84,7 +86,7 @@ def _plain(tokenizer: Any) -> Encode:
 def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
     if not hasattr(tokenizer, "tokenize_messages"):
         problem = f"torchtune given, but {type(tokenizer).__name__} cannot encode messages"
-        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or a model folder")
+        raise ConfigError("dataset.chat_template", problem, "null, or a model folder")
     system = [] if system_prompt is None else [Message(role="system", content=system_prompt)]
 
     def encode(text: str) -> tuple[list[int], str]:
@@ -107,7 +109,7 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
         end = next((place for place, (a, b) in pairs if a != b), None)
         if end is None:
             limit = f"tokenizer.max_seq_len, {tokenizer.max_seq_len}, is shorter than a prompt"
-            raise ValueError(f"dataset.chat_template: {limit}; allowed: null there")
+            raise ConfigError("dataset.chat_template", limit, "null there")
         return first[:end], tokenizer.decode(first[:end])
 
     return encode
@@ -142,7 +144,7 @@ def _hugging_face_chat(
     for name, mark in marks.items():
         if mark not in rendered:
             problem = f"the template of {folder} leaves out the {name}"
-            raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
+            raise ConfigError("dataset.chat_template", problem, "null, or torchtune")
 
     def encode(text: str) -> tuple[list[int], str]:
         prompt = render(text, system_prompt)
@@ -165,7 +167,7 @@ def _chat_tokenizer(folder: str) -> tuple[Any, str]:
     """Load the tokenizer of a model folder; return it with its chat template."""
     if not folder or not Path(folder).is_dir():
         allowed = "null, torchtune, or a model folder such as ${base_model_path}"
-        raise ValueError(f"dataset.chat_template: {folder!r} given; allowed: {allowed}")
+        raise ConfigError("dataset.chat_template", f"{folder!r} given", allowed)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         template = tokenizer.get_chat_template() if tokenizer.chat_template else None
@@ -174,5 +176,5 @@ def _chat_tokenizer(folder: str) -> tuple[Any, str]:
         raise ValueError(f"dataset.chat_template: {problem}") from error
     if not template:
         problem = f"the tokenizer of {folder} has no chat template"
-        raise ValueError(f"dataset.chat_template: {problem}; allowed: null, or torchtune")
+        raise ConfigError("dataset.chat_template", problem, "null, or torchtune")
     return tokenizer, template

@@ -21,6 +21,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from grpo_components.data.rows import Row
+from grpo_components.errors import ConfigError
 from grpo_components.shapes import AnyText, described_as, read_as
 
 _PARTITION = re.compile(r"(\d+)(?:-(\d+))?/(\d+)")
@@ -83,7 +84,7 @@ def _condition(key: str, name: str, wanted: Any) -> Callable[[Row, str], bool]:
             pattern = re.compile(wanted)
         except re.error as error:
             problem = f"{wanted!r} given: {error}"
-            raise ValueError(f"{key}: {problem}; allowed: a regular expression") from None
+            raise ConfigError(key, problem, "a regular expression") from None
         return lambda row, column: _matches(row, column, pattern)
     sign = 1 if name == "min" else -1
     return lambda row, column: _is_at_least(row, column, sign, sign * wanted)
@@ -126,7 +127,7 @@ class Partition:
         last = last or first
         if not 1 <= first <= last <= self._parts:
             allowed = "parts of n, counted from 1, such as 1-9/10 or 10/10"
-            raise ValueError(f"dataset.partition: {text!r} given; allowed: {allowed}")
+            raise ConfigError("dataset.partition", f"{text!r} given", allowed)
         self._used = range(first, last + 1)
 
     def __call__(self, question: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_components.data.rows import Row, read_rows
+from grpo_components.errors import ConfigError
 from grpo_components.training.supervised import SupervisedExamples
 
 
@@ -42,12 +43,10 @@ def supervised_dataset(
             or the source, row (from 1) and field.
     """
     if type(max_tokens) is not int or max_tokens < 1:
-        raise ValueError(
-            f"ptx.max_tokens: {max_tokens!r} given; allowed: a whole number at least 1"
-        )
+        raise ConfigError("ptx.max_tokens", f"{max_tokens!r} given", "a whole number at least 1")
     if not isinstance(prompt_template, str) or prompt_template.count("{prompt}") != 1:
         allowed = "a text that contains {prompt} once"
-        raise ValueError(f"ptx.prompt_template: {prompt_template!r} given; allowed: {allowed}")
+        raise ConfigError("ptx.prompt_template", f"{prompt_template!r} given", allowed)
     examples: list[tuple[list[int], list[int]]] = []
     for number, values in enumerate(read_rows(source, name, split), start=1):
         where = f"ptx {source}, row {number}"

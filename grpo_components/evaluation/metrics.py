@@ -101,7 +101,7 @@ def check_keep_best(cfg: Settings) -> None:
         cfg: config, each value within its own bounds.
 
     Raises:
-        ValueError: a key has a wrong value; names the key.
+        ConfigError: a key has a wrong value; names the key.
     """
     metric, samples = cfg.keep_best, cfg.eval.samples_per_prompt
     allowed = ["eval/success_rate", "eval/reward_mean"]

@@ -14,7 +14,7 @@ from torch import nn
 from torchtune.models import convert_weights
 from torchtune.training.checkpointing import ModelType
 
-from grpo_components.errors import fail
+from grpo_components.errors import ConfigError, fail
 from grpo_components.exchange.weights import StateDict
 from grpo_components.models.hugging_face_policy import is_transformers
 from grpo_components.models.hugging_face_weights import to_file_names
@@ -112,7 +112,8 @@ def hf_converter(model_type: str, base_model_path: Path) -> Callable[[StateDict]
             dim=dim,
             head_dim=head_dim,
         )
-    raise ValueError(
-        f"checkpointer.model_type: {model_type} cannot be converted to Hugging Face names exactly; "
-        "allowed: LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2, QWEN3"
+    raise ConfigError(
+        "checkpointer.model_type",
+        f"{model_type} cannot be converted to Hugging Face names exactly",
+        "LLAMA2, LLAMA3, LLAMA3_2, MISTRAL, GEMMA, PHI3_MINI, PHI4, QWEN2, QWEN3",
     )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_components.errors import ConfigError
 from grpo_components.models.hugging_face_policy import (
     base_of,
     is_transformers,
@@ -180,7 +181,7 @@ class ResponseLogprobs:
         self._batch = batch
         if self._limit is not None and batch.longest > self._limit:
             problem = f"a sequence of {batch.longest} tokens given"
-            raise ValueError(f"model.max_seq_len: {problem}; allowed: at most {self._limit}")
+            raise ConfigError("model.max_seq_len", problem, f"at most {self._limit}")
         try:
             if is_transformers(self._model):
                 return self._model(

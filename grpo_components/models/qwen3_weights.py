@@ -12,6 +12,7 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 from torchtune.training import FormattedCheckpointFiles
 from torchtune.training.checkpointing._utils import safe_torch_load
 
+from grpo_components.errors import ConfigError
 from grpo_components.exchange.weights import StateDict
 
 _HEAD = "lm_head.weight"
@@ -57,7 +58,7 @@ class Qwen3Checkpointer:
         recipe_checkpoint: str | None = None,
     ) -> None:
         if model_type != "QWEN3":
-            raise ValueError(f"checkpointer.model_type: {model_type} given; allowed: QWEN3")
+            raise ConfigError("checkpointer.model_type", f"{model_type} given", "QWEN3")
         if isinstance(checkpoint_files, Mapping):
             numbered = FormattedCheckpointFiles.from_dict(dict(checkpoint_files))
             checkpoint_files = numbered.build_checkpoint_filenames()
@@ -84,4 +85,4 @@ def _own_name(name: str, file: Path) -> str:
         return get_mapped_key(name, _FROM_HF)
     except Exception as error:  # torchtune raises no narrower one
         problem = f"QWEN3 given, and {file} has {name}"
-        raise ValueError(f"checkpointer.model_type: {problem}; allowed: a Qwen3 model") from error
+        raise ConfigError("checkpointer.model_type", problem, "a Qwen3 model") from error

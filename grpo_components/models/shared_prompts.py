@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchtune.modules import MultiHeadAttention
 
+from grpo_components.errors import ConfigError
 from grpo_components.models.qwen3 import Qwen3Attention
 
 CPU = torch.device("cpu")
@@ -206,7 +207,7 @@ def share_prompts(model: nn.Module) -> None:
         attention = layer.attn
         if type(attention) not in _CAN_SHARE or not attention.is_causal:
             problem = f"attention by {type(attention).__name__}, which cannot share prompts"
-            raise ValueError(f"model: {problem}; allowed: torchtune's causal MultiHeadAttention")
+            raise ConfigError("model", problem, "torchtune's causal MultiHeadAttention")
         attention._attention_call = attend
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.errors import ConfigError
+
 
 class GroupNormalizedAdvantages:
     """Normalizes rewards within each group: A_i = (r_i - mean(r)) / (std(r) + eps).
@@ -144,5 +146,5 @@ def _deviation(centred: NDArray[np.float64], count: NDArray[np.int64]) -> NDArra
 
 def _positive(key: str, value: float) -> float:
     if not value > 0:
-        raise ValueError(f"{key}: {value} given; allowed: a number > 0")
+        raise ConfigError(key, f"{value} given", "a number > 0")
     return value

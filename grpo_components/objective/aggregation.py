@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.errors import ConfigError
+
 
 class TokenMean:
     """Gives all tokens of the update the same weight: w_s = 1 / sum of T over its responses.
@@ -63,7 +65,7 @@ class ConstantLength:
     def __init__(self, length: int) -> None:
         # To Python a bool is an int, but in a config it is not a number.
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"aggregation.length: {length} given; allowed: a whole number >= 1")
+            raise ConfigError("aggregation.length", f"{length} given", "a whole number >= 1")
         self.length = length
 
     def __call__(self, token_counts: NDArray[np.int64]) -> NDArray[np.float64]:

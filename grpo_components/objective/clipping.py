@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.schedules import Schedule, Scheduled, as_schedule
 
 
@@ -82,7 +83,7 @@ def checked_clip_low(value: Scheduled) -> Schedule:
     """
     schedule = as_schedule("loss.clip_low", value)
     if not (schedule.lowest > 0 and schedule.highest <= 1):
-        raise ValueError(f"loss.clip_low: {value} given; allowed: above 0, at most 1")
+        raise ConfigError("loss.clip_low", f"{value} given", "above 0, at most 1")
     return schedule
 
 
@@ -94,7 +95,7 @@ def checked_clip_high(value: Scheduled) -> Schedule:
     """
     schedule = as_schedule("loss.clip_high", value)
     if not schedule.lowest > 0:
-        raise ValueError(f"loss.clip_high: {value} given; allowed: a number > 0")
+        raise ConfigError("loss.clip_high", f"{value} given", "a number > 0")
     return schedule
 
 
@@ -107,5 +108,5 @@ def checked_dual_clip(value: float | None) -> float | None:
     # To Python a bool is an int, but in a config it is not a number.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 1 < value < float("inf")):
-        raise ValueError(f"loss.dual_clip: {value} given; allowed: a number > 1, or null")
+        raise ConfigError("loss.dual_clip", f"{value} given", "a number > 1, or null")
     return value

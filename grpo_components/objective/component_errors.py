@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from grpo_components.errors import ConfigError
 from grpo_components.plain_text import shortened
 
 _PACKAGE = Path(__file__).parents[1]
@@ -23,21 +24,6 @@ MAX_FAILURE_CHARS = 1000
 MAX_TRACEBACK_CHARS = 6000
 """Length to which a traceback is cut: it ends with the text of the error."""
 _MAX_FRAMES = 20
-
-
-class ComponentError(ValueError):
-    """Raised when a component of the config breaks the contract of its kind.
-
-    Restarting its role would not help.
-
-    Args:
-        message: one line, "key: what is wrong; allowed: ...".
-        user_traceback: traceback of the component's own code, see `user_traceback`; may be empty.
-    """
-
-    def __init__(self, message: str, user_traceback: str = "") -> None:
-        super().__init__(message)
-        self.user_traceback = user_traceback
 
 
 def name_of(component: Any) -> str:
@@ -57,7 +43,7 @@ def named_failure(
     kinds: tuple[type[BaseException], ...] = (SystemExit,),
     allowed: str = "one that raises nothing",
 ) -> Generator[None]:
-    """Context manager: turn a component's error into a `ComponentError` that says where it was.
+    """Context manager: turn a component's error into a `ConfigError` that says where it was.
 
     The message has the component's key and name, and the file and line of the error.
 
@@ -70,11 +56,11 @@ def named_failure(
     """
     try:
         yield
-    except ComponentError:
+    except ConfigError:
         raise
     except kinds as error:
-        problem = f"{key}: {name} raised {describe(error)}; allowed: {allowed}"
-        raise ComponentError(problem, user_traceback(error)) from error
+        problem = f"{name} raised {describe(error)}"
+        raise ConfigError(key, problem, allowed, user_traceback(error)) from error
 
 
 def describe(error: BaseException, max_chars: int = MAX_ERROR_CHARS, where: str = "") -> str:

@@ -40,7 +40,7 @@ def objective_losses(
         weighted policy loss.
 
     Raises:
-        ComponentError: the loss does not return what its contract demands.
+        ConfigError: the loss does not return what its contract demands.
     """
     kept = None if weights is None else weights != 0
     tokens = inputs if kept is None else _with_masked_tokens_neutral(inputs, kept)

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_components.objective.component_errors import ComponentError, name_of, named_failure
+from grpo_components.errors import ConfigError
+from grpo_components.objective.component_errors import name_of, named_failure
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 
 
@@ -26,7 +27,7 @@ def checked_losses(name: str, returned: Any, inputs: LossInputs) -> tuple[Tensor
         inputs: what the loss was called with.
 
     Raises:
-        ComponentError: the loss returned something else; the message says what.
+        ConfigError: the loss returned something else; the message says what.
     """
     like = inputs.trainer_logprobs
     wanted = f"[{len(like)}]"
@@ -66,7 +67,7 @@ def check_numbers(name: str, losses: Tensor, inputs: LossInputs) -> None:
         inputs: what the loss was called with; all of its numbers are finite.
 
     Raises:
-        ComponentError: there is no gradient, or a number is not finite; the message has the first.
+        ConfigError: there is no gradient, or a number is not finite; the message has the first.
     """
     allowed = "finite losses that depend on trainer_logprobs with a finite gradient"
     found = torch.autograd.grad(losses.sum(), inputs.trainer_logprobs, allow_unused=True)
@@ -93,7 +94,7 @@ def checked_weights(name: str, returned: Any, log_ratios: Tensor) -> Tensor:
         The weights [N], of the log ratios' dtype and without gradient.
 
     Raises:
-        ComponentError: the correction returned something else; the message says what.
+        ConfigError: the correction returned something else; the message says what.
     """
     allowed = "[N] floating-point weights >= 0, one for each token"
     if not isinstance(returned, Tensor) or returned.shape != log_ratios.shape:
@@ -114,7 +115,7 @@ def check_first_weights(name: str, weights: Tensor, log_ratios: Tensor) -> None:
             the weight is not checked, since the correction is not to blame.
 
     Raises:
-        ComponentError: a weight is refused; the message has the first.
+        ConfigError: a weight is refused; the message has the first.
     """
     wrong = weights[log_ratios.isfinite() & ~((weights >= 0) & weights.isfinite())]
     if len(wrong):
@@ -135,7 +136,7 @@ def checked_aggregation(
         The weights [S].
 
     Raises:
-        ComponentError: the aggregation returned something else; the message says what.
+        ConfigError: the aggregation returned something else; the message says what.
     """
     name = name_of(aggregation)
     with named_failure("aggregation", name):
@@ -164,7 +165,7 @@ def advantages_of(
         [B, G] advantages, floating point.
 
     Raises:
-        ComponentError: the component returned something else; the message says what.
+        ConfigError: the component returned something else; the message says what.
     """
     name = name_of(advantages)
     with named_failure("advantages", name):
@@ -215,5 +216,5 @@ def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]" if shape else "()"
 
 
-def _refused(key: str, name: str, problem: str, allowed: str) -> ComponentError:
-    return ComponentError(f"{key}: {name} returned {problem}; allowed: {allowed}")
+def _refused(key: str, name: str, problem: str, allowed: str) -> ConfigError:
+    return ConfigError(key, f"{name} returned {problem}", allowed)

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from grpo_components.errors import StarvedError
+from grpo_components.errors import ConfigError, StarvedError
 
 
 class DynamicSampling:
@@ -27,9 +27,8 @@ class DynamicSampling:
     def __init__(self, max_discarded: int) -> None:
         # To Python a bool is an int, but in a config it is not a count.
         if isinstance(max_discarded, bool) or not max_discarded >= 1 or max_discarded % 1:
-            raise ValueError(
-                f"dynamic_sampling.max_discarded: {max_discarded} given; "
-                "allowed: a whole number >= 1"
+            raise ConfigError(
+                "dynamic_sampling.max_discarded", f"{max_discarded} given", "a whole number >= 1"
             )
         self.max_discarded = max_discarded
         self._successes: Counter[int] = Counter()

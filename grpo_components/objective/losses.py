@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.clipping import (
     checked_clip_high,
     checked_clip_low,
@@ -257,7 +258,7 @@ class DecoupledPPOLoss:
         self.dual_clip = checked_dual_clip(dual_clip)
         self.max_weight = _positive_or_none("loss.max_weight", max_weight)
         if proximal not in ("recomputed", "loglinear"):
-            raise ValueError(f"loss.proximal: {proximal} given; allowed: recomputed, loglinear")
+            raise ConfigError("loss.proximal", f"{proximal} given", "recomputed, loglinear")
         self.needs_proximal = proximal == "recomputed"
 
     def __call__(self, tokens: LossInputs) -> tuple[Tensor, TokenMetrics]:
@@ -292,5 +293,5 @@ def _kept(tokens: LossInputs) -> Tensor:
 
 def _positive_or_none(key: str, value: float | None) -> float | None:
     if value is not None and not value > 0:
-        raise ValueError(f"{key}: {value} given; allowed: a number > 0, or null")
+        raise ConfigError(key, f"{value} given", "a number > 0, or null")
     return value

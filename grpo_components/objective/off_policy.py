@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.losses import LossInputs
 
 MAX_LOG_RATIO = 20.0
@@ -132,7 +133,7 @@ class MaskedIS:
     ) -> None:
         self.low, self.high = _checked_band(low, high)
         if level not in ("token", "sequence"):
-            raise ValueError(f"off_policy.level: {level!r} given; allowed: token, sequence")
+            raise ConfigError("off_policy.level", f"{level!r} given", "token, sequence")
         self.level = level
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -215,9 +216,7 @@ class OffPolicySequenceMask:
 
     def __init__(self, threshold: float = 0.5) -> None:
         if not 0 < threshold < float("inf"):
-            raise ValueError(
-                f"off_policy.threshold: {threshold} given; allowed: a finite number > 0"
-            )
+            raise ConfigError("off_policy.threshold", f"{threshold} given", "a finite number > 0")
         self.threshold = threshold
 
     def __call__(self, log_ratios: Tensor, sequence_ids: Tensor, advantages: Tensor) -> Tensor:
@@ -302,14 +301,14 @@ def _sums(log_ratios: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _checked_cap(cap: float) -> float:
     if not cap >= 1:
-        raise ValueError(f"off_policy.cap: {cap} given; allowed: a number >= 1")
+        raise ConfigError("off_policy.cap", f"{cap} given", "a number >= 1")
     return cap
 
 
 def _checked_band(low: float, high: float) -> tuple[float, float]:
     # Ratio 1 must lie strictly inside, so that an on-policy token is never masked.
     if not 0 <= low < 1:
-        raise ValueError(f"off_policy.low: {low} given; allowed: at least 0, below 1")
+        raise ConfigError("off_policy.low", f"{low} given", "at least 0, below 1")
     if not high > 1:
-        raise ValueError(f"off_policy.high: {high} given; allowed: a number > 1")
+        raise ConfigError("off_policy.high", f"{high} given", "a number > 1")
     return low, high

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.kl import ESTIMATORS
 from grpo_components.objective.losses import LossInputs, TokenMetrics
 from grpo_components.objective.schedules import Scheduled, as_schedule
@@ -34,13 +35,13 @@ class Penalties:
     ) -> None:
         self.kl_coeff = as_schedule("loss.kl_coeff", kl_coeff)
         if not self.kl_coeff.lowest >= 0:
-            raise ValueError(f"loss.kl_coeff: {kl_coeff} given; allowed: 0 or a number > 0")
+            raise ConfigError("loss.kl_coeff", f"{kl_coeff} given", "0 or a number > 0")
         if kl_estimator not in ESTIMATORS:
             allowed = ", ".join(ESTIMATORS)
-            raise ValueError(f"loss.kl_estimator: {kl_estimator} given; allowed: {allowed}")
+            raise ConfigError("loss.kl_estimator", f"{kl_estimator} given", allowed)
         for name, coeff in (("entropy", entropy_coeff), ("load_balancing", load_balancing_coeff)):
             if not coeff >= 0:
-                raise ValueError(f"loss.{name}_coeff: {coeff} given; allowed: 0 or a number > 0")
+                raise ConfigError(f"loss.{name}_coeff", f"{coeff} given", "0 or a number > 0")
         self.needs_reference = self.kl_coeff.highest > 0
         """Whether the KL coefficient is above 0 at any step."""
         self.entropy_coeff = entropy_coeff

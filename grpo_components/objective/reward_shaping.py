@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.kl import ESTIMATORS
 from grpo_components.objective.schedules import Schedule, as_schedule
 
@@ -76,18 +77,20 @@ class RewardShaping:
     ) -> None:
         self.kl_coeff = as_schedule("reward_shaping.kl_coeff", kl_coeff)
         if self.kl_coeff.lowest < 0:
-            raise ValueError(
-                f"reward_shaping.kl_coeff: {self.kl_coeff.lowest} given; allowed: numbers >= 0"
+            raise ConfigError(
+                "reward_shaping.kl_coeff", f"{self.kl_coeff.lowest} given", "numbers >= 0"
             )
         if not 0 <= overlong_tokens <= max_response_tokens or overlong_tokens % 1:
-            raise ValueError(
-                f"reward_shaping.overlong_tokens: {overlong_tokens} given; allowed: a whole number "
-                f"from 0 to max_response_tokens ({max_response_tokens})"
+            raise ConfigError(
+                "reward_shaping.overlong_tokens",
+                f"{overlong_tokens} given",
+                f"a whole number from 0 to max_response_tokens ({max_response_tokens})",
             )
         if not 0 <= overlong_penalty < np.inf:
-            raise ValueError(
-                f"reward_shaping.overlong_penalty: {overlong_penalty} given; "
-                "allowed: a finite number >= 0"
+            raise ConfigError(
+                "reward_shaping.overlong_penalty",
+                f"{overlong_penalty} given",
+                "a finite number >= 0",
             )
         self.max_response_tokens = max_response_tokens
         self.overlong_tokens, self.overlong_penalty = overlong_tokens, overlong_penalty

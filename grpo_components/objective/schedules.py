@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from grpo_components.errors import ConfigError
+
 Shape = Literal["constant", "linear", "cosine"]
 
 CHANGING_KEYS = ("schedule", "start", "end", "num_steps", "warmup_steps")
@@ -95,15 +97,15 @@ def as_schedule(key: str, value: Scheduled) -> Schedule:
     shape = settings.get("schedule")
     if not (isinstance(shape, str) and shape in KEYS):
         given = f"{shape!r} given" if "schedule" in settings else "missing"
-        raise ValueError(f"{key}.schedule: {given}; allowed: {', '.join(KEYS)}")
+        raise ConfigError(f"{key}.schedule", given, ", ".join(KEYS))
     for name in settings:
         if name not in KEYS[shape]:
             allowed = ", ".join(KEYS[shape])
-            raise ValueError(f"{key}.{name}: unknown with schedule {shape}; allowed: {allowed}")
+            raise ConfigError(f"{key}.{name}", f"unknown with schedule {shape}", allowed)
     for name in KEYS[shape][:-1]:
         if name not in settings:
             allowed = "a whole number >= 1" if name == "num_steps" else "a finite number"
-            raise ValueError(f"{key}.{name}: missing; allowed: {allowed}")
+            raise ConfigError(f"{key}.{name}", "missing", allowed)
     start = _number(f"{key}.start", settings["start"])
     warmup_steps = _count(f"{key}.warmup_steps", settings.get("warmup_steps", 0), at_least=0)
     if shape == "constant":
@@ -116,11 +118,11 @@ def as_schedule(key: str, value: Scheduled) -> Schedule:
 def _number(key: str, value: object, allowed: str = "a finite number") -> float:
     # To Python a bool is an int, but in a config it is not a number.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{key}: {value!r} given; allowed: {allowed}")
+        raise ConfigError(key, f"{value!r} given", allowed)
     return float(value)
 
 
 def _count(key: str, value: object, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"{key}: {value!r} given; allowed: a whole number >= {at_least}")
+        raise ConfigError(key, f"{value!r} given", f"a whole number >= {at_least}")
     return value

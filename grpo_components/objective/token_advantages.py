@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.schedules import Schedule, as_schedule
 from grpo_components.trajectory import Trajectory
 
@@ -56,11 +57,11 @@ class TokenNormalizedAdvantages:
     ) -> None:
         self.kl_coeff = as_schedule("advantages.kl_coeff", kl_coeff)
         if self.kl_coeff.lowest < 0:
-            raise ValueError(
-                f"advantages.kl_coeff: {self.kl_coeff.lowest} given; allowed: numbers >= 0"
+            raise ConfigError(
+                "advantages.kl_coeff", f"{self.kl_coeff.lowest} given", "numbers >= 0"
             )
         if not eps > 0:
-            raise ValueError(f"advantages.eps: {eps} given; allowed: a number > 0")
+            raise ConfigError("advantages.eps", f"{eps} given", "a number > 0")
         self.eps = eps
 
     @property

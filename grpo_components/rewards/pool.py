@@ -19,8 +19,8 @@ from multiprocessing.connection import Pipe
 from traceback import StackSummary
 from typing import Any
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import (
-    ComponentError,
     place_in,
     stack_text,
     users_part,
@@ -109,7 +109,7 @@ class RewardPool:
     the deadline for any other reason has failed.
 
     A reward that misses its first deadlines and has never answered would fail every sample of the
-    run. So it ends the run: `score` raises a `ComponentError` that names it and its line.
+    run. So it ends the run: `score` raises a `ConfigError` that names it and its line.
 
     Args:
         rewards: spec of each reward, by name.
@@ -165,7 +165,7 @@ class RewardPool:
         Raises:
             RewardPoolError: the rewards cannot be built, their processes cannot start, or the pool
                 is closed.
-            ComponentError: a reward has missed its first deadlines and never answered.
+            ConfigError: a reward has missed its first deadlines and never answered.
         """
         scores = [each if isinstance(each, Future) else self.begin(each) for each in samples]
         try:
@@ -255,11 +255,11 @@ class RewardPool:
         where, lines = place_in(stack), stack_text(stack)
         missed = self._thread.num_missed = getattr(self._thread, "num_missed", 0) + 1
         if name not in self._answered | worker.answered and missed >= _MISSES_OF_A_HANG:
-            problem = f"rewards.{name}: {self._rewards[name].component} hangs{where}: no answer"
-            limit = f"{self._timeout_s:g} s each (timeouts.reward_s)"
-            problem += f" for the first {missed} samples, {limit}; allowed: one that answers"
-            self._log.error("%s\n%s", problem, lines)
-            raise ComponentError(problem, lines)
+            problem = f"{self._rewards[name].component} hangs{where}: no answer for the first "
+            problem += f"{missed} samples, {self._timeout_s:g} s each (timeouts.reward_s)"
+            error = ConfigError(f"rewards.{name}", problem, "one that answers", lines)
+            self._log.error("%s\n%s", error, lines)
+            raise error
         error = f"reward {name}: TimeoutError{where}: no score after {self._timeout_s:g} s\n{lines}"
         return Score(math.nan, {}, False, error.strip())
 

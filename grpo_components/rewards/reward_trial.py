@@ -12,10 +12,9 @@ import sys
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from grpo_components.errors import MAX_MESSAGE
+from grpo_components.errors import MAX_MESSAGE, ConfigError
 from grpo_components.objective.component_errors import (
     MAX_ERROR_CHARS,
-    ComponentError,
     defined_at,
     describe,
     place_in,
@@ -23,7 +22,6 @@ from grpo_components.objective.component_errors import (
     user_traceback,
     users_part,
 )
-from grpo_components.plain_text import shortened
 from grpo_components.rewards.pool import RewardInput, RewardSpec
 from grpo_components.rewards.scoring import arguments_for
 from grpo_components.rewards.stuck_stack import StuckStack, answer_on
@@ -72,7 +70,7 @@ class RewardTrial:
         """Wait until each reward has returned a finite number.
 
         Raises:
-            ComponentError: a reward cannot be built, failed for all samples, or missed a deadline.
+            ConfigError: a reward cannot be built, failed for all samples, or missed a deadline.
         """
         name, doing, limit_s = next(iter(self._rewards), ""), "built", self._start_s
         while True:
@@ -105,12 +103,10 @@ class RewardTrial:
 
     def _error(
         self, name: str, problem: str, allowed: str, user_traceback: str = ""
-    ) -> ComponentError:
-        message = f"rewards.{name}: {self._rewards[name].component} {problem}"
-        if "; allowed: " not in message:  # a reward of ours says what it allows
-            ending = f"; allowed: {allowed}"
-            message = shortened(message, MAX_MESSAGE - len(ending)) + ending
-        return ComponentError(message, user_traceback)
+    ) -> ConfigError:
+        what, _, own = problem.partition("; allowed: ")  # a reward of ours says what it allows
+        what = f"{self._rewards[name].component} {what}"
+        return ConfigError(f"rewards.{name}", what, own or allowed, user_traceback)
 
 
 def _problem_of(reward: Any, sample: RewardInput) -> tuple[str, str]:

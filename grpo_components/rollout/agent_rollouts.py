@@ -19,8 +19,7 @@ from grpo_components.agents.server import AgentServer
 from grpo_components.agents.session import Session, SessionLimits
 from grpo_components.agents.tool_calls import TurnParser
 from grpo_components.data.columns import other_columns, reward_input
-from grpo_components.errors import ReplayError
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool
 from grpo_components.rollout.collector import SlotRollout, sampling_seed
 from grpo_components.rollout.generator_options import (
@@ -84,7 +83,7 @@ class AgentRollouts:
             EngineStoppedError: the engine's thread has ended.
             AgentServerError: the server's thread has ended.
             RewardPoolError: the rewards cannot be computed at all.
-            ComponentError: the agent cannot be imported, or a reward never answered.
+            ConfigError: the agent cannot be imported, or a reward never answered.
             ReplayError: in a replay, an agent made another call than in the recorded run.
         """
         with self._engine.use.rollout(), self._server.watched() as watched:
@@ -123,9 +122,9 @@ class AgentRollouts:
             outcome = await self._processes.run(task, variables, self._timeout_s, session.failure)
         except AgentImportError as error:
             line, _, trace = str(error).partition("\n")
-            raise ComponentError(
-                f"{line}; allowed: a function that can be imported", trace
-            ) from error
+            key = "environment.agent"
+            problem, allowed = line.removeprefix(f"{key}: "), "a function that can be imported"
+            raise ConfigError(key, problem, allowed, trace) from error
         finally:
             self._server.close_session(session)
         await session.settle()

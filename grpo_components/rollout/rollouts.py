@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.component_errors import (
-    ComponentError,
     failure_text,
     place_in,
     stack_text,
@@ -114,7 +114,7 @@ class Rollouts:
         Raises:
             EngineStoppedError: the engine's thread has ended.
             RewardPoolError: the rewards cannot be computed at all.
-            ComponentError: a reward never answered.
+            ConfigError: a reward never answered.
         """
         size = 1 if self._environment.slots_apart else len(samples)
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -149,7 +149,7 @@ class Rollouts:
             if longest > self._sampling.max_response_tokens:
                 limit = f"generator.max_response_tokens is {self._sampling.max_response_tokens}"
                 raise ValueError(f"the response has {longest} tokens, but {limit}")
-        except (EngineStoppedError, RewardPoolError, ComponentError):
+        except (EngineStoppedError, RewardPoolError, ConfigError):
             raise
         except Exception as error:  # from a user's environment: these samples fail
             # The state of the environment is unknown, so the next group gets a new environment.

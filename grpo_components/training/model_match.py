@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
+from grpo_components.errors import ConfigError
 from grpo_components.models.qwen3 import Qwen3Attention
 
 HF_MODEL_TYPES = {
@@ -58,9 +59,10 @@ def read_hf_config(base: Path) -> Any:
         return AutoConfig.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # bad values in the file cause errors of many types
         cause = " ".join(str(error).split())[:120]
-        raise ValueError(
-            f"base_model_path: transformers cannot read {base / 'config.json'}: {cause}; allowed: "
-            "the folder of a Hugging Face model"
+        raise ConfigError(
+            "base_model_path",
+            f"transformers cannot read {base / 'config.json'}: {cause}",
+            "the folder of a Hugging Face model",
         ) from error
 
 

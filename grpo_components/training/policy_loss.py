@@ -69,7 +69,7 @@ class PolicyLoss:
             (None without a correction).
 
         Raises:
-            ComponentError: the loss or the correction breaks its contract.
+            ConfigError: the loss or the correction breaks its contract.
         """
         inputs, distilled = with_teacher(inputs, self._teacher_coeff)
         weights = None

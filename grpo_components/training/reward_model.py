@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from grpo_components.errors import ConfigError
 from grpo_components.hub import reachable_or_cached
 from grpo_components.models.loading import DTYPES
 from grpo_components.models.micro_batches import padded_micro_batches
@@ -67,14 +68,14 @@ class RewardModel:
         config = self._model.config
         if config.num_labels != 1:
             labels = f"{path} has {config.num_labels} outputs"
-            raise ValueError(f"reward_model.path: {labels}; allowed: a classifier with one")
+            raise ConfigError("reward_model.path", labels, "a classifier with one")
         missing = sorted(loading["missing_keys"])
         if missing:  # e.g. a language model: its score head would be random
             problem = f"{path} has no weights for {', '.join(missing)[:MAX_ERROR_CHARS]}"
-            raise ValueError(f"reward_model.path: {problem}; allowed: a trained classifier")
+            raise ConfigError("reward_model.path", problem, "a trained classifier")
         if chat_template and not self._tokenizer.chat_template:
             problem = f"true given, but the tokenizer of {path} has no chat template"
-            raise ValueError(f"reward_model.chat_template: {problem}; allowed: false")
+            raise ConfigError("reward_model.chat_template", problem, "false")
         self._pad_id: int | None = config.pad_token_id
         self._chat_template, self._token_budget = chat_template, tokens_per_micro_batch
         positions = _num_positions(self._model)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import fail
 from grpo_components.objective.contracts import checked_aggregation
 from grpo_components.objective.token_advantages import TokenAdvantages
 from grpo_components.trajectory import PackedTrajectories, Trajectory, response_numbers, unpack
@@ -67,13 +67,13 @@ def make_samples(
         num_logged: number of first responses of whose first trajectory token logprobs are logged.
 
     Raises:
-        ComponentError: the shape of `advantages` is not [S].
+        ConfigError: the shape of `advantages` is not [S].
     """
     responses = response_numbers(batch).tolist()
     num_responses = len(set(responses))
     if np.shape(advantages) != (num_responses,):
         problem = f"shape {np.shape(advantages)} given for {num_responses} responses"
-        raise ComponentError(f"advantages: {problem}; allowed: one number per response")
+        fail("advantages", problem, "one number per response")
     samples: list[TrainSample] = []
     first_of_group: dict[int, int] = {}
     for trajectory, response in zip(unpack(batch), responses, strict=True):
@@ -108,7 +108,7 @@ def set_loss_weights(part: Sequence[TrainSample], aggregation: Any) -> None:
         aggregation: function from [S] trained tokens of each response to [S] weights of a token.
 
     Raises:
-        ComponentError: the aggregation does not return what its contract demands.
+        ConfigError: the aggregation does not return what its contract demands.
     """
     _, index = np.unique([sample.response for sample in part], return_inverse=True)
     counts = np.zeros(index.max() + 1, np.int64)
@@ -130,7 +130,7 @@ def spread_advantages(
         step: number of training steps done before this one.
 
     Raises:
-        ComponentError: the number of advantages is not the number of trained tokens.
+        ConfigError: the number of advantages is not the number of trained tokens.
     """
     if token_advantages is None:
         for sample in samples:
@@ -142,7 +142,7 @@ def spread_advantages(
     for sample, part in zip(samples, parts, strict=True):
         if part.shape != (sample.num_tokens,):
             problem = f"per_token returned shape {part.shape} for {sample.num_tokens} tokens"
-            raise ComponentError(f"advantages: {problem}; allowed: one number per token")
+            fail("advantages", problem, "one number per token")
         sample.advantages = part.astype(np.float32)
     _add_call_advantages(samples)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import fail
 from grpo_components.objective.losses import LossInputs
 from grpo_components.training.sample import TrainSample
 
@@ -60,7 +60,7 @@ class UpdateWatch:
             first_of: name of the loss if this is its first update, else empty.
 
         Raises:
-            ComponentError: in its first update, the loss returned no finite number.
+            ConfigError: in its first update, the loss returned no finite number.
         """
         if first_of:
             self._check_first(first_of)
@@ -77,7 +77,7 @@ class UpdateWatch:
         return "the norm of the gradient overflows, although each of its numbers is finite"
 
     def _check_first(self, name: str) -> None:
-        """Raise a ComponentError if no token with finite inputs has a finite loss; collective."""
+        """Raise a ConfigError if no token with finite inputs has a finite loss; collective."""
         given = good = 0
         for _, inputs, weights, losses in self._seen:
             fields = [getattr(inputs, field) for field in _INPUTS.values()]
@@ -89,7 +89,7 @@ class UpdateWatch:
         given, good = (sum(counts) for counts in zip(*gathered, strict=True))
         if given and not good:
             problem = f"no finite number for any of the {given} tokens of its first batch"
-            raise ComponentError(f"loss: {name} returned {problem}; allowed: finite losses")
+            fail("loss", f"{name} returned {problem}", "finite losses")
 
     def _first_bad_token(self) -> _Found | None:
         found: list[tuple[tuple[int, int, int], int, int]] = []

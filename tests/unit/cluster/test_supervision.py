@@ -15,13 +15,13 @@ from yaml import YAMLError
 from grpo_components.cluster.role_host import named_failure
 from grpo_components.cluster.supervision import exit_code, root_cause, undisturbed
 from grpo_components.errors import (
+    ConfigError,
     DryRunEnd,
     FailedSamplesError,
     RoleFailedError,
     SkippedStepsError,
     StarvedError,
 )
-from grpo_components.objective.component_errors import ComponentError
 
 REFUSED = RoleFailedError("trainer_0", "loss: my.Loss returned shape ()", "/a.log", "refused")
 DEAD = RoleFailedError("generator_0", "died", "/runs/a/logs/generator_0.log", "died")
@@ -147,7 +147,7 @@ def test_an_expected_failure_is_1_and_its_cause_without_a_traceback(error, line,
 
 
 def test_a_component_that_fails_in_a_loop_is_1_and_one_line_and_in_setup_2(capsys):
-    error = ComponentError("advantages: my.Ranks returned shape [3]; allowed: [B, G]")
+    error = ConfigError("advantages", "my.Ranks returned shape [3]", "[B, G]")
     assert exit_code(raising(ExceptionGroup("loops", [error]))) == 1
     assert exit_code(raising(error)) == 2
     assert capsys.readouterr() == ("", f"error: {error}\nconfig error: {error}\n")
@@ -155,7 +155,7 @@ def test_a_component_that_fails_in_a_loop_is_1_and_one_line_and_in_setup_2(capsy
 
 def test_a_component_that_raised_before_the_start_shows_its_traceback_then_the_line(capsys):
     trace = 'Traceback (most recent call last):\n  File "/here/my.py", line 3, in f\nKeyError: 1\n'
-    error = ComponentError("loss: my.Loss raised KeyError (/here/my.py:3): 1; allowed: ...", trace)
+    error = ConfigError("loss", "my.Loss raised KeyError (/here/my.py:3): 1", "...", trace)
     assert exit_code(raising(error)) == 2
     assert capsys.readouterr() == ("", f"{trace}config error: {error}\n")
 
@@ -168,7 +168,10 @@ def test_the_end_of_a_dry_run_is_0_and_its_text_goes_to_stdout(capsys):
 @pytest.mark.parametrize(
     ("error", "kind", "what"),
     [
-        (ComponentError("loss: my.Loss returned None"), "refused", "loss: my.Loss returned None"),
+        (
+            ConfigError("loss", "my.Loss returned None", "a pair"),
+            *("refused", "loss: my.Loss returned None; allowed: a pair"),
+        ),
         (SystemExit(0), "raised", "failed: SystemExit: 0"),
         (TimeoutError("a collective"), "waited", "failed: TimeoutError: a collective"),
         (KeyError("x"), "raised", "failed: KeyError: 'x'"),

@@ -2,10 +2,13 @@
 
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from lib.config_errors import refused_key
 from omegaconf import OmegaConf
 
 from grpo_components.config import preflight
@@ -66,28 +69,48 @@ def cfg(tiny_config, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def check(cfg):
-    """Check `cfg` with overrides as on the command line; returns the typed settings."""
+def merged(cfg):
+    """`cfg` with overrides as on the command line, one or more in each text; `~key` removes one."""
 
-    def check(*overrides):
-        given = OmegaConf.from_dotlist(list(overrides))
+    def merged(*texts):
+        overrides = [each for text in texts for each in re.split(r" (?=~|[a-z_][\w.]*=)", text)]
+        given = OmegaConf.from_dotlist([each for each in overrides if each and each[0] != "~"])
         for key in ("loss", "off_policy"):
             if isinstance(given.get(key), str):  # torchtune's short form for a component
                 given[key] = {"_component_": given[key]}
-        return preflight.check(OmegaConf.merge(cfg, given))
+        whole = OmegaConf.merge(cfg, given)
+        for key in (each[1:] for each in overrides if each.startswith("~")):
+            parent, _, name = key.rpartition(".")
+            del (OmegaConf.select(whole, parent) if parent else whole)[name]
+        return whole
 
-    return check
+    return merged
 
 
 @pytest.fixture
-def refusal(check):
-    """The one line with which `cfg` is refused with overrides."""
+def read(merged):
+    """Check `cfg` with overrides, but for its files, GPUs and components; returns the settings."""
+    return lambda *overrides: preflight.settings_of(merged(*overrides))
 
-    def refusal(*overrides):
-        with pytest.raises(ValueError) as refused:
-            check(*overrides)
-        message = str(refused.value)
-        assert "\n" not in message and "; allowed: " in message and len(message) <= 285
-        return message
 
-    return refusal
+@pytest.fixture
+def check(merged):
+    """Check `cfg` with overrides; returns the typed settings."""
+    return lambda *overrides: preflight.check(merged(*overrides))
+
+
+@pytest.fixture
+def refused(check):
+    """The key for which `cfg` is refused with overrides."""
+    return lambda *overrides: refused_key(check, *overrides)
+
+
+@pytest.fixture
+def num_gpus(monkeypatch):
+    """Let this machine have a number of GPUs."""
+
+    def has(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return has

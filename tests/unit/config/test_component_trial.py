@@ -1,4 +1,4 @@
-"""What is no component of its kind is refused by its key before anything starts; ours pass."""
+"""Every component is called once before the start: what breaks its kind's contract is refused."""
 
 import random
 import re
@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
 from grpo_components.config.building import build_data
 from grpo_components.config.component_trial import check_logger
+from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.objective import build_objective
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -183,17 +185,91 @@ class Rates:
 """
 
 
+WORLDS = """
+import threading
+from typing import Literal
+
+from grpo_components.rollout.multi_turn import Reply
+from grpo_components.rollout.tools import ToolUse
+
+
+def right(prompt, seed):
+    return lambda text: Reply("again", done=text == prompt["level"])
+
+
+def make_right():
+    return right
+
+
+def asks_for_a_column(prompt, seed):
+    return lambda text: Reply(prompt["colour"])  # raises
+
+
+def make_asking():
+    return asks_for_a_column
+
+
+def hangs(prompt, seed):
+    threading.Event().wait(60)  # hangs
+
+
+def make_hanging():
+    return hangs
+
+
+def fine(text: str, number: int, kind: Literal["a", "b"], names: list[str], more: dict | None):
+    assert (text, number, kind, names, more) == ("1", 1, "a", ["1"], {})
+    return "fine"
+
+
+def picky(day):
+    raise ValueError("no such day")
+
+
+def broken(word: str) -> str:
+    return {}[word]  # raises in a tool
+
+
+def silent(word: str = "x"):
+    return None
+
+
+def leaving():
+    raise SystemExit(0)
+
+
+def tools(names):
+    return ToolUse({name: globals()[name] for name in names})
+"""
+
+
+AGENTS = """
+NUMBER = 3
+def run(task): return 1.0
+def two(task, other): return 1.0
+def none(): return 1.0
+class Agent:
+    def __init__(self, task): pass
+"""
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """Stand where a user stands who has components of their own."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_parts.py").write_text(OWN)
     (folder / "own_rewards.py").write_text(REWARDS)
+    (folder / "my_worlds.py").write_text(WORLDS)
+    (folder / "fine_agent.py").write_text(AGENTS)
+    (folder / "broken_agent.py").write_text("import nothing_of_this_name\n")
+    (folder / "broken.jinja").write_text("{% for m in messages %}{{ m.content }}")
+    (folder / "raising.jinja").write_text("{{ raise_exception('no users') }}")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         yield folder
-    for name in ("own_parts", "own_rewards", "my_losses", "my_rewards", "my_environments"):
+    own = {"own_parts", "own_rewards", "my_losses", "my_rewards", "my_environments", "my_worlds"}
+    for name in own | {"fine_agent", "broken_agent", "doubtful"}:
         sys.modules.pop(name, None)
 
 
@@ -237,68 +313,28 @@ def component(key, path, **arguments):
     )
 
 
-def refusal(tried, *overrides):
-    with pytest.raises(ValueError) as refused:
-        tried(*overrides)
-    message = str(refused.value)
-    assert "\n" not in message and len(message) <= 300 and "allowed: " in message, message
-    return message
-
-
-LOSSES = {
-    "mean": "shape ()",
-    "wide": "shape [10, 1]",
-    "detached": "without a gradient",
-    "entropy": "gradient misses",
-    "nan": "losses with nan",
-    "alone": "a pair",
-    "whole": "int64",
-    "metric": "loss/own of shape ()",
-    "float": "loss/own of type float",
-    "taken": "loss/total",
-    "steep": "with the gradient",
-    "late": "shape [9]",
-    "ends": "SystemExit",
-    "raises": "ZeroDivisionError",
-}
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_loss_that_does_not_give_a_loss_for_each_token_is_refused(tried, kind):
-    message = refusal(tried, *component("loss", "own_parts.Loss", kind=kind))
-    assert message.startswith("loss: own_parts.Loss ") and LOSSES[kind] in message
-
-
-def test_a_users_error_shows_its_own_file_and_line(tried, own):
-    message = refusal(tried, *component("loss", "own_parts.Loss", kind="raises"))
-    line = next(n for n, text in enumerate(OWN.splitlines(), 1) if "# line 40" in text)
-    assert f"({own / 'own_parts.py'}:{line})" in message
-
-
 @pytest.mark.parametrize(
-    ("key", "path", "kind", "what"),
+    ("key", "path", "kinds"),
     [
-        ("advantages", "own_parts.Advantages", "groups", "shape [3], float64 for [3, 8] rewards"),
-        ("advantages", "own_parts.Advantages", "flat", "shape [24]"),
-        ("advantages", "own_parts.Advantages", "turned", "shape [8, 3]"),
-        ("advantages", "own_parts.Advantages", "list", "type list"),
-        ("advantages", "own_parts.Advantages", "whole", "int64"),
-        ("advantages", "own_parts.Advantages", "none", "None"),
-        ("advantages", "own_parts.Advantages", "unguarded", "nan for response 0 of a group"),
-        ("advantages", "own_parts.Advantages", "ends", "SystemExit"),
-        ("off_policy", "own_parts.Weights", "one", "shape ()"),
-        ("off_policy", "own_parts.Weights", "mask", "bool"),
-        ("off_policy", "own_parts.Weights", "negative", "the weight -"),
-        ("off_policy", "own_parts.Weights", "nan", "the weight nan"),
-        ("off_policy", "own_parts.Weights", "ends", "SystemExit"),
-        ("aggregation", "own_parts.Shares", "sum", "for the token counts of [5]"),
-        ("aggregation", "own_parts.Shares", "nan", "no finite number"),
-        ("aggregation", "own_parts.Shares", "text", "type str"),
+        (
+            "loss",
+            "own_parts.Loss",
+            "mean wide detached entropy nan alone whole metric float taken steep late ends raises",
+        ),
+        (
+            "advantages",
+            "own_parts.Advantages",
+            "groups flat turned list whole none unguarded ends",
+        ),
+        ("off_policy", "own_parts.Weights", "one mask negative nan ends"),
+        ("aggregation", "own_parts.Shares", "sum nan text"),
+        ("rewards.correctness", "own_rewards.Reward", "text nan none ends dies hangs unbuilt"),
     ],
 )
-def test_a_part_of_the_objective_with_another_output_is_refused(tried, key, path, kind, what):
-    message = refusal(tried, *component(key, path, kind=kind))
-    assert message.startswith(f"{key}: {path} ") and what in message
+def test_a_component_with_another_output_than_its_kind_is_refused(tried, key, path, kinds):
+    for kind in kinds.split():
+        error = refusal_of(tried, *component(key, path, kind=kind), "timeouts.reward_s=1")
+        assert error.key == key and error.problem.startswith(path), kind
 
 
 @pytest.mark.parametrize(
@@ -326,48 +362,31 @@ def test_a_part_of_the_objective_with_another_output_is_refused(tried, key, path
         ("metric_logger", "torch.nn.CrossEntropyLoss"),
         ("lr_scheduler", "own_parts.Rates"),
         ("loss", "own_parts.Unsent"),
+        ("rewards.correctness", "builtins.print"),
+        # they cannot judge the answers of the data
+        ("rewards.correctness", "grpo_components.rewards.code_tests.CodeTests"),
+        ("rewards.correctness", "grpo_components.rewards.countdown.CountdownCorrectness"),
     ],
 )
 def test_what_is_no_such_component_is_refused_by_its_key(tried, key, path):
-    assert refusal(tried, *component(key, path)).startswith(f"{key}: ")
+    assert refused_key(tried, *component(key, path)) == key
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        ("text", "ValueError"),
-        ("nan", "gave nan"),
-        ("none", "TypeError"),
-        ("ends", "SystemExit"),
-        ("dies", "ended its process"),
-        ("hangs", "within 1 s"),
-        ("unbuilt", "cannot be built, SystemExit"),
-    ],
-)
-def test_a_reward_that_gives_no_number_is_refused(tried, kind, what):
-    own = component("rewards.correctness", "own_rewards.Reward", kind=kind)
-    message = refusal(tried, *own, "timeouts.reward_s=1")
-    assert message.startswith("rewards.correctness: own_rewards.Reward ") and what in message
+def test_a_users_error_shows_its_own_file_and_line_and_its_traceback(tried, own):
+    error = refusal_of(tried, *component("loss", "own_parts.Loss", kind="raises"))
+    line = next(n for n, text in enumerate(OWN.splitlines(), 1) if "# line 40" in text)
+    assert f"({own / 'own_parts.py'}:{line})" in error.problem
+    assert "ZeroDivisionError" in error.user_traceback
 
 
 def test_a_judge_that_is_down_is_refused_before_the_start(tried):
     own = component("rewards.judge", "grpo_components.rewards.judge.LLMJudge", model="m")
     own += ("rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0")
-    message = refusal(tried, *own, "rewards.judge.rubric='{{ response }}'")
-    assert message.startswith("rewards.judge: ") and "JudgeError" in message
-    assert "127.0.0.1:9" in message
+    assert refused_key(tried, *own, "rewards.judge.rubric='{{ response }}'") == "rewards.judge"
 
 
-@pytest.mark.parametrize("name", ["code_tests.CodeTests", "countdown.CountdownCorrectness"])
-def test_a_reward_of_ours_that_cannot_judge_the_answers_of_the_data_is_refused(tried, name):
-    message = refusal(tried, *component("rewards.correctness", f"grpo_components.rewards.{name}"))
-    assert message.startswith("rewards.correctness: ") and "ValueError" in message
-    assert "answer: " in message
-
-
-def test_a_function_that_makes_no_reward_is_refused(tried):
-    message = refusal(tried, *component("rewards.correctness", "builtins.print"))
-    assert message.startswith("rewards.correctness: builtins.print makes a NoneType")
+def test_what_a_function_makes_for_a_logger_is_looked_at():
+    assert refused_key(check_logger, "builtins.print", None) == "metric_logger"
 
 
 def test_what_contributing_prints_is_let_through(tried, own):
@@ -378,11 +397,6 @@ def test_what_contributing_prints_is_let_through(tried, own):
     tried(*component("loss", "my_losses.TruncatedImportance", max_ratio=2.0), weighs)
     tried(*component("rewards.correctness", "my_rewards.Brevity", max_words=40))
     tried("environment=my_environments.after_the_thought")
-
-
-def test_what_a_function_makes_for_a_logger_is_looked_at():
-    with pytest.raises(ValueError, match=r"metric_logger: builtins\.print has no log_dict"):
-        check_logger("builtins.print", None)
 
 
 @pytest.mark.parametrize(
@@ -424,13 +438,122 @@ class Clipped:
 """
 
 
-def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_does(
-    tried, tmp_path, monkeypatch
-):
-    (tmp_path / "doubtful.py").write_text(NOT_DETACHED)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_what_looks_wrong_is_a_warning_with_the_component_and_nothing_of_ours_does(tried, own):
+    (own / "doubtful.py").write_text(NOT_DETACHED)
     assert tried("loss.kl_coeff=0.1").doubts == ()
     doubtful = component("loss", "doubtful.Clipped")
     (line,) = tried(*doubtful).doubts
     assert line.startswith("warning: loss: ") and "Clipped: a token whose ratio" in line
     assert tried(*doubtful, "max_staleness=0", "pull_every_m_rollouts=1").doubts == ()
+
+
+# ---- worlds and their tools ---------------------------------------------------------------------
+
+
+class Tokenizer:
+    stop_tokens = (0,)
+
+    def encode(self, text, **_):
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+
+@pytest.fixture
+def attempt(settings_with, own):
+    """Try the environment of several turns with a world."""
+    prompt = {"prompt_index": 0, "prompt_ids": [5, 6], "prompt_text": "?", "answer": "3"}
+
+    def attempt(maker, timeout_s=600.0, **arguments):
+        environment = {
+            "_component_": "grpo_components.rollout.multi_turn.MultiTurnEnvironment",
+            "max_turns": 2,
+            "world": {"_component_": f"my_worlds.{maker}", **arguments},
+        }
+        cfg = settings_with(environment=environment, timeouts={"rollout_s": timeout_s})
+        try_environment(cfg, Tokenizer(), [prompt | {"level": "3"}])
+
+    return attempt
+
+
+def test_a_world_that_answers_and_tools_that_refuse_their_arguments_pass(attempt):
+    attempt("make_right")
+    attempt("tools", names=["fine", "picky"])
+
+
+@pytest.mark.parametrize(
+    ("maker", "tool", "mark"),
+    [
+        ("make_asking", None, "# raises"),
+        ("make_hanging", None, "# hangs"),
+        ("tools", "broken", "# raises in a tool"),
+        ("tools", "silent", None),
+        ("tools", "leaving", "raise SystemExit(0)"),
+    ],
+)
+def test_a_world_or_tool_that_would_fail_samples_is_refused_with_its_line(
+    attempt, own, maker, tool, mark
+):
+    names = {"names": ["fine", tool]} if tool else {}
+    timeout_s = 1.0 if maker == "make_hanging" else 600.0
+    error = refusal_of(attempt, maker, timeout_s, **names)
+    assert error.key == "environment.world" and (tool or maker) in error.problem
+    if mark:
+        file = own / "my_worlds.py"
+        line = next(n for n, text in enumerate(WORLDS.splitlines(), 1) if mark in text)
+        assert f"({file}:{line})" in error.problem
+        first = next(s for s in error.user_traceback.splitlines() if s.startswith("  File "))
+        assert first.startswith(f'  File "{file}", line {line}, in ')
+
+
+# ---- agents -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def agent(settings_with, tiny_policy, own):
+    """Try an environment that runs an agent."""
+
+    def agent(**changes):
+        environment = {
+            "_component_": "grpo_components.agents.environment.AgentEnvironment",
+            **{"agent": "fine_agent.run", "chat_template": "plain"},
+        }
+        given = {key: changes.pop(key) for key in ("reward_model", "rollout_only") & changes.keys()}
+        try_environment(settings_with(environment=environment | changes, **given), None, [])
+
+    return agent
+
+
+def test_a_right_agent_is_taken(agent):
+    agent()
+    agent(agent={"command": [sys.executable, "x.py"]}, tool_parser="hermes")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        *(
+            ({"agent": wrong}, "environment.agent")
+            for wrong in (
+                *("fine_agent.nobody", "fine_agent.runs", "fin_agent.run", "fine_agent.two"),
+                *("fine_agent.none", "fine_agent.Agent", "fine_agent.NUMBER", "broken_agent.run"),
+                *("no_such_module.run", "nothing", {"command": []}, {"command": "python x.py"}),
+                *({"program": ["x"]}, {"command": ["no-such-program"]}),
+                {"command": ["./fine_agent.py"]},
+            )
+        ),
+        ({"tool_parser": "hermez"}, "environment.tool_parser"),
+        ({"tool_parser": "zzzz"}, "environment.tool_parser"),
+        ({"chat_template": None}, "environment.chat_template"),
+        ({"chat_template": "no.jinja"}, "environment.chat_template"),
+        ({"chat_template": "broken.jinja"}, "environment.chat_template"),
+        ({"chat_template": "raising.jinja"}, "environment.chat_template"),
+        ({"max_calls": 0}, "environment.max_calls"),
+        ({"max_calls": "many"}, "environment.max_calls"),
+        ({"reward_model": {"path": "/a/model"}}, "reward_model.path"),
+        ({"rollout_only": True}, "rollout_only"),
+    ],
+)
+def test_a_wrong_setting_of_an_agent_is_refused_by_its_key(agent, changes, key):
+    assert refused_key(agent, **changes) == key

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from grpo_components.cluster.supervision import exit_code
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import ConfigError
 from grpo_components.objective.schedules import as_schedule
 from grpo_components.plain_text import one_line
 from grpo_components.rewards.reward_trial import RewardTrial
@@ -78,14 +78,14 @@ class OnceTried:
         if key not in self._found:
             self._found[key] = self._try(given)
         if self._found[key]:
-            raise ComponentError(*self._found[key])
+            raise ConfigError(*self._found[key])
 
     def _try(self, given):
         trial = RewardTrial(*given)
         try:
             trial.finish()
-        except ComponentError as error:
-            return str(error), error.user_traceback
+        except ConfigError as error:
+            return error.args
         finally:
             trial.close()
         return None

@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from lib.config_errors import refusal_of
 from lib.tracked import tracked
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_components.config.reading import read_settings
+from grpo_components.errors import ConfigError
 from grpo_components.settings import Settings
 
 CONFIGS = tracked("recipes/configs/*.yaml")
@@ -48,17 +50,7 @@ NULL = {
 
 @pytest.fixture
 def refusal(values_with):
-    def refusal(changes):
-        with pytest.raises(ValueError) as refused:
-            read_settings(with_changes(values_with, changes))
-        message = str(refused.value)
-        assert "\n" not in message and len(message) <= 285
-        key, _, rest = message.partition(": ")
-        problem, found, allowed = rest.partition("; allowed: ")
-        assert found, message
-        return key, problem, allowed
-
-    return refusal
+    return lambda changes: refusal_of(read_settings, with_changes(values_with, changes))
 
 
 def with_changes(values_with, changes):
@@ -89,13 +81,12 @@ def test_a_bound_is_accepted_and_more_is_refused_with_the_bound(key, refusal, va
     read_settings(with_changes(values_with, change(schema["maximum"])))
     for low in (schema.get("minimum"), schema.get("exclusiveMinimum")):
         if low is not None:
-            assert refusal(change(low - step))[0] == key
-    found, problem, allowed = refusal(change(schema["maximum"] + step))
-    assert found == key and "given" in problem
+            assert refusal(change(low - step)).key == key
+    error = refusal(change(schema["maximum"] + step))
     most = f"{schema['maximum']:{'d' if step == 1 else '.10g'}}"
-    assert schema.get("allowed", f"at most {most}") in allowed
+    assert error.key == key and schema.get("allowed", f"at most {most}") in error.allowed
     for wrong in ("8", True, math.nan, math.inf, [1], 2**1000):
-        assert refusal(change(wrong))[0] == key
+        assert refusal(change(wrong)).key == key
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -110,60 +101,80 @@ def test_the_shipped_configs_are_read_and_come_back(path):
 
 
 @pytest.mark.parametrize(
-    ("key", "wrong", "allowed"),
+    ("key", "wrong"),
     [
-        ("group_size", 1, "a whole number at least 2"),
-        ("group_size", 8.0, "a whole number"),
-        ("group_size", None, "a whole number"),
-        ("seed", -1, "at least 0 and at most 2147483647"),
-        ("device", "gpu", "cpu | cuda"),
-        ("dtype", "fp16", "fp32 | bf16"),
-        ("log_level", "warning", "DEBUG | INFO | WARNING | ERROR"),
-        ("stale_groups", "keep", "drop | wait"),
-        ("checkpoint_failure", "ignore", "error | warn"),
-        ("shuffle", 1, "true | false"),
-        ("output_dir", "", "a path"),
-        ("resume_from_checkpoint", 3, "true | false, or a path"),
-        ("eval_only", "", "true | false, or a path"),
-        ("keep_last_n", 0, "at least 1 and at most 2147483647, or null"),
-        ("profiler.enabled", 1, "true | false"),
-        ("optimizer.lr", 0, "a number above 0 and at most 1000, or a schedule"),
-        ("optimizer.lr", "1e-6", "a number above 0"),
-        ("loss.clip_low", 1.5, "above 0 and at most 1"),
-        ("generator.temperature", 0, "at least 0.01 and at most 2, or a schedule"),
-        ("generator.max_response_tokens", LINEAR, "a whole number at least 1"),
-        ("generator.stop_token_ids", ["a"], "a list of token ids, or null"),
-        ("generator", 7, "a mapping with max_response_tokens, temperature"),
-        ("eval.temperature", 1e-5, "0, or a number of 0.01 to 2"),
-        ("clip_grad_norm", 0, "above 0 and at most 1e+30, or null"),
-        ("checkpointer.model_type", "QWEN4", "LLAMA2 | LLAMA3"),
-        ("checkpointer.model_type", ["QWEN2"], "| QWEN2 | QWEN3"),
-        ("tokenizer.special_tokens_path", -1, "a path, or null"),
-        ("dataset.num_rows", 0, "or null"),
-        ("rewards", None, "one `_component_` or more"),
-        ("rewards", {}, "one `_component_` or more"),
-        ("rewards", [{"_component_": "a"}], "one `_component_` or more"),
-        ("rewards.correctness", 3, "`_component_` and its arguments"),
-        ("rewards.correctness.is_success", 1, "true | false"),
-        ("model", None, "`_component_` and its arguments"),
-        ("model", "Qwen", "`_component_` and its arguments"),
-        ("model", {"_component_": None}, "`_component_` and its arguments"),
-        ("model._component_", 3, "a dotted path"),
-        ("lr_scheduler", "cosine", "`_component_` and its arguments, or null"),
-        ("ptx.examples_per_update", 1.5, "a whole number at least 1"),
+        ("group_size", 1),
+        ("group_size", 8.0),
+        ("group_size", "eight"),
+        ("group_size", None),
+        ("seed", -1),
+        ("device", "gpu"),
+        ("dtype", "fp16"),
+        ("log_level", "warning"),
+        ("stale_groups", "keep"),
+        ("checkpoint_failure", "ignore"),
+        ("shuffle", 1),
+        ("output_dir", ""),
+        ("resume_from_checkpoint", 3),
+        ("eval_only", ""),
+        ("keep_last_n", 0),
+        ("profiler.enabled", 1),
+        ("optimizer.lr", 0),
+        ("optimizer.lr", "1e-6"),
+        ("loss.clip_low", 1.5),
+        ("generator.temperature", 0),
+        ("generator.max_response_tokens", LINEAR),
+        ("generator.stop_token_ids", ["a"]),
+        ("generator", 7),
+        ("eval.temperature", 1e-5),
+        ("timeouts.rollout_s", 0),
+        ("timeouts.rollout_s", -1),
+        ("timeouts.rollout_s", "soon"),
+        ("clip_grad_norm", 0),
+        ("checkpointer.model_type", "QWEN4"),
+        ("checkpointer.model_type", ["QWEN2"]),
+        *(("checkpointer.model_type", name) for name in ("GEMMA2", "LLAMA3_VISION", "REWARD")),
+        ("tokenizer.special_tokens_path", -1),
+        ("dataset.num_rows", 0),
+        ("rewards", None),
+        ("rewards", {}),
+        ("rewards", [{"_component_": "a"}]),
+        ("rewards.correctness", 3),
+        ("rewards.correctness.is_success", 1),
+        ("model", None),
+        ("model", "Qwen"),
+        ("model", {"_component_": None}),
+        ("model._component_", 3),
+        ("lr_scheduler", "cosine"),
+        ("ptx.examples_per_update", 1.5),
+        ("lora", {"rank": 8, "alpha": 16, "target_modules": ["q"]}),
+        ("packing", True),
+        ("packing", False),
     ],
 )
-def test_a_wrong_value_names_its_key_and_what_is_allowed(key, wrong, allowed, refusal):
-    found, problem, told = refusal({key: wrong})
-    assert found == key and " given" in problem and allowed in told
+def test_a_wrong_value_is_refused_by_its_key(key, wrong, refusal):
+    assert refusal({key: wrong}).key == key + ".target_modules" * (key == "lora")
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("GEMMA2", "norms"), ("LLAMA3_VISION", "multimodal"), ("REWARD", "scores")]
+    ("key", "wrong", "allowed"),
+    [
+        ("group_size", 1, "a whole number at least 2 and at most 65536"),
+        ("optimizer.lr", 0, "a number above 0 and at most 1000, or a schedule"),
+        ("keep_last_n", 0, "a whole number at least 1 and at most 2147483647, or null"),
+        ("device", "gpu", "cpu | cuda"),
+        ("eval_only", "", "true | false, or a path"),
+        ("eval.temperature", 1e-5, "0, or a number of 0.01 to 2, or null"),
+        ("model", None, "`_component_` and its arguments"),
+        ("rewards", {}, "one `_component_` or more, each under a name"),
+        ("generator.stop_token_ids", ["a"], "a list of token ids, or null"),
+        ("curriculum", 7, "a mapping with low, high, floor, decay, or null"),
+        ("user", 7, "a mapping with any keys"),
+        ("output_dir", "", "a path"),
+    ],
 )
-def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(name, why, refusal):
-    key, problem, allowed = refusal({"checkpointer.model_type": name})
-    assert key == "checkpointer.model_type" and why in problem and "QWEN2" in allowed
+def test_what_is_allowed_is_said_in_words_made_from_the_types(key, wrong, allowed, refusal):
+    assert refusal({key: wrong}).allowed == allowed
 
 
 def test_a_key_that_is_left_out_has_a_default_or_is_named(values_with):
@@ -173,18 +184,11 @@ def test_a_key_that_is_left_out_has_a_default_or_is_named(values_with):
         given.pop(key, None)
         try:
             assert key in read_settings(given).model_dump()
-        except ValueError as refused:
-            assert str(refused).startswith(f"{key}: missing; allowed: ")
+        except ConfigError as refused:
+            assert (refused.key, refused.problem) == (key, "missing")
             required.add(key)
     assert {"output_dir", "model", "rewards", "group_size", "generator"} <= required
     assert not {"timeouts", "reward_model", "lr_scheduler"} & required
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_a_removed_key_is_refused_with_what_became_of_it(values_with, value):
-    with pytest.raises(ValueError, match=r"^packing: removed: ") as refused:
-        read_settings(values_with(packing=value))
-    assert "prompt" in str(refused.value) and len(str(refused.value)) <= 300
 
 
 def test_a_default_can_be_overridden_alone(settings_with):
@@ -209,15 +213,14 @@ def test_a_default_can_be_overridden_alone(settings_with):
     ],
 )
 def test_an_unknown_key_gets_a_suggestion(key, hint, refusal):
-    found, problem, allowed = refusal({key: 1})
-    assert (found, problem) == (key, "unknown key") and hint in allowed
+    error = refusal({key: 1})
+    assert (error.key, error.problem) == (key, "unknown key") and hint in error.allowed
 
 
 def test_an_unknown_key_is_named_before_the_one_that_is_missing_for_it(values_with):
     given = values_with(group_sise=8)
     del given["group_size"]
-    with pytest.raises(ValueError, match=r"^group_sise: .* group_size\?$"):
-        read_settings(given)
+    assert refusal_of(read_settings, given).key == "group_sise"
 
 
 @pytest.mark.parametrize("key", SCHEDULED)
@@ -249,16 +252,10 @@ def test_these_are_all_that_may_follow_a_schedule():
     ],
 )
 def test_a_wrong_schedule_names_what_is_wrong_in_it(key, change, wrong, refusal):
-    assert refusal({key: {**LINEAR, **change}})[0] == f"{key}.{wrong}"
+    assert refusal({key: {**LINEAR, **change}}).key == f"{key}.{wrong}"
 
 
 @pytest.mark.parametrize("name", ["schedule", "end", "num_steps"])
 def test_a_schedule_lacks_nothing(name, refusal):
     given = {key: value for key, value in LINEAR.items() if key != name}
-    assert refusal({"loss.kl_coeff": given})[:2] == (f"loss.kl_coeff.{name}", "missing")
-
-
-def test_a_wrong_name_in_a_list_is_refused_with_the_names(refusal):
-    key, problem, allowed = refusal({"lora": {"rank": 8, "alpha": 16, "target_modules": ["q"]}})
-    assert key == "lora.target_modules" and "'q'" in problem
-    assert allowed.startswith("a list of q_proj, ") and "down_proj" in allowed
+    assert refusal({"loss.kl_coeff": given}).key == f"loss.kl_coeff.{name}"

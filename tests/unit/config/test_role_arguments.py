@@ -6,6 +6,7 @@ import pytest
 
 from grpo_components.config import role_arguments
 from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.replay.recorded_run import available_cpus
 
 
 @pytest.fixture
@@ -27,16 +28,16 @@ def arguments():
 
 @pytest.mark.parametrize(
     ("given", "trainer", "generator"),
-    [({}, 2, 2), ({"trainer": 5}, 5, 2), ({"trainer": 1, "generator": 7}, 1, 7)],
+    [({}, None, None), ({"trainer": 5}, 5, None), ({"trainer": 1, "generator": 7}, 1, 7)],
 )
 def test_threads_are_those_of_the_config_or_the_cores_over_the_roles(
-    settings_with, arguments, monkeypatch, given, trainer, generator
+    settings_with, arguments, given, trainer, generator
 ):
-    monkeypatch.setattr("grpo_components.cluster.building.available_cpus", lambda replay: 8)
+    share = max(1, available_cpus(None) // 4)
     cfg = settings_with(num_trainers=2, num_generators=1, cpu_threads=given)
     roles = arguments(cfg)
     threads = [each["cpu_threads"] for each in (roles.trainer, roles.generator, roles.reference)]
-    assert threads == [trainer, generator, 2]
+    assert threads == [trainer or share, generator or share, share]
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,21 @@ def test_a_generator_gets_a_gpu_for_each_tensor_parallel_worker(
     roles = arguments(settings_with(device=device, gpus_per_generator=share, **changes))
     assert roles.generator["num_gpus"] == gpus
     assert roles.generator["engine"].tensor_parallel_size == workers
+
+
+def test_the_engine_receives_and_the_first_rank_sends_the_same_way(settings_with, arguments):
+    workers = {"generator__tensor_parallel_size": 2, "generator__enforce_eager": True}
+    for way in ("object_store", "gloo"):
+        roles = arguments(settings_with(weights=way, timeouts={"weights_s": 7.0}, **workers))
+        opens = roles.trainer["ranks"].open_sender
+        assert roles.generator["engine"].weight_transfer == (None if way == "object_store" else way)
+        assert (opens is None) == (way == "object_store")
+    assert opens.args == ("gloo", "cpu") and opens.keywords == {"workers": 2, "timeout_s": 7.0}
+
+
+def test_adapters_are_the_engines_too(settings_with, arguments):
+    lora = {"rank": 8, "alpha": 16.0}
+    adapters = (
+        arguments(settings_with(lora=lora, generator__enforce_eager=True)).generator["engine"].lora
+    )
+    assert adapters.scale == 2.0 and len(adapters.target_modules) == 7  # every layer by default

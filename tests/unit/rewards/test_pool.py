@@ -14,8 +14,7 @@ import pytest
 
 from grpo_components.cluster.cluster import Cluster
 from grpo_components.cluster.restarts import RestartBudget
-from grpo_components.errors import RoleFailedError
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import ConfigError, RoleFailedError
 from grpo_components.rewards import scoring
 from grpo_components.rewards.pool import (
     RewardPool,
@@ -338,7 +337,7 @@ def test_a_reward_that_always_hangs_is_refused_after_two_deadlines_with_its_line
     pool = make_pool(
         num_workers=num_workers, timeout_s=1, process=reward("Process"), mood=reward("Moody")
     )
-    with pytest.raises(ComponentError) as refused:
+    with pytest.raises(ConfigError) as refused:
         pool.score(samples(*["endless"] * 20))
     message = str(refused.value)
     assert message.startswith("rewards.mood: some_rewards.Moody ") and len(message) <= 300

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import ConfigError
 from grpo_components.rewards.pool import RewardSpec
 from grpo_components.rewards.reward_trial import RewardTrial
 
@@ -60,7 +60,7 @@ def test_a_reward_gets_the_columns_of_the_row(file, component):
     [("raises", "KeyError", 30.0), ("unbuilt", "RuntimeError", 30.0), ("hangs", "hangs", 1.0)],
 )
 def test_a_reward_that_fails_is_refused_with_its_line_and_traceback(file, kind, what, timeout_s):
-    with pytest.raises(ComponentError) as refused:
+    with pytest.raises(ConfigError) as refused:
         attempt("Reward", timeout_s, kind=kind)
     message, trace = str(refused.value), refused.value.user_traceback
     line = next(n for n, text in enumerate(REWARDS.splitlines(), 1) if f"# {kind}" in text)
@@ -82,6 +82,6 @@ def test_a_judge_that_is_down_is_not_called_a_wrong_class():
         r"tiny at http://127\.0\.0\.1:9/v1 gave no grade: ConnectError: All connection attempts "
         r"failed .*; allowed: one that can score a row of the data set$"
     )
-    with pytest.raises(ComponentError, match=said):
+    with pytest.raises(ConfigError, match=said):
         trial.finish()
     trial.close()

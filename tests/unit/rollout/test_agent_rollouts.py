@@ -10,8 +10,7 @@ import pytest
 from lib.sessions import CHATML, ScriptedEngine, build_tokenizer
 
 from grpo_components.agents.parser_names import parser_names
-from grpo_components.errors import ReplayError
-from grpo_components.objective.component_errors import ComponentError
+from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool, RewardSpec
 from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.engine_use import EngineUse
@@ -187,7 +186,7 @@ def test_a_replay_says_at_which_call_the_agent_differs(run):
 
 
 def test_an_agent_without_a_module_ends_the_run(run):
-    with pytest.raises(ComponentError, match=r"^environment.agent: no_such.run cannot be imported"):
+    with pytest.raises(ConfigError, match=r"^environment.agent: no_such.run cannot be imported"):
         run("good", agent="no_such.run")
 
 

@@ -1044,13 +1044,13 @@ def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator, m
     assert all("mood was late" in error for error in summary.errors)
 
 
-@pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError", "ComponentError"])
+@pytest.mark.parametrize("error", ["EngineStoppedError", "RewardPoolError", "ConfigError"])
 def test_a_failure_that_is_no_environments_is_the_generators(breaking, engines, error):
     """Without an engine, or without rewards, there is nothing to go on with."""
     from grpo_components.rollout import rollouts
 
     def fails(*_, **__):
-        raise getattr(rollouts, error)("gone")
+        raise getattr(rollouts, error)("rewards", "gone", "one")
 
     engines[-1].submit = fails
     with pytest.raises(getattr(rollouts, error)):

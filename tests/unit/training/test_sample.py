@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_components.errors import ConfigError
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean, TokenMean
-from grpo_components.objective.component_errors import ComponentError
 from grpo_components.training.sample import (
     TrainSample,
     make_samples,
@@ -89,7 +89,7 @@ def test_every_response_is_in_one_part_and_one_number(sizes):
 
 
 def test_advantages_are_one_number_per_response():
-    with pytest.raises(ComponentError, match="for 2 responses; allowed: one number per response"):
+    with pytest.raises(ConfigError, match="for 2 responses; allowed: one number per response"):
         make_samples(batch_of([[1, 2], [3]]), np.zeros(3), lambda t: t.response_mask, 0)
 
 

@@ -44,9 +44,9 @@ from lib.trainer_ranks import (
     untimed,
 )
 
+from grpo_components.errors import ConfigError
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.aggregation import ConstantLength, SequenceMean
-from grpo_components.objective.component_errors import ComponentError
 from grpo_components.objective.losses import DecoupledPPOLoss, GRPOLoss, GSPOLoss
 from grpo_components.objective.off_policy import (
     MaskedIS,
@@ -373,7 +373,7 @@ def test_a_loss_of_the_users_own_is_corrected_like_ours(ranks, base, off_policy)
 def test_a_loss_that_breaks_its_contract_is_an_error_by_its_name(ranks, base, loss, problem):
     """It is not a skipped step."""
     for error in ranks.run(base, 2, [step(RAGGED, ADVANTAGES)], loss=loss, raises=True):
-        assert isinstance(error, ComponentError)
+        assert isinstance(error, ConfigError)
         key, what = str(error).split(": ", 1)
         assert key == "loss" and problem in what
         assert what.split()[0].endswith(type(loss).__name__)
@@ -381,7 +381,7 @@ def test_a_loss_that_breaks_its_contract_is_an_error_by_its_name(ranks, base, lo
 
 def test_advantages_of_another_shape_are_an_error_by_that_name(ranks, base):
     (error,) = ranks.run(base, 1, [step(RAGGED, ADVANTAGES[1:])], raises=True)
-    assert isinstance(error, ComponentError) and str(error).startswith("advantages: shape")
+    assert isinstance(error, ConfigError) and str(error).startswith("advantages: shape")
 
 
 def test_a_skipped_step_tells_the_first_token_or_parameter_that_is_no_number(ranks, base):

@@ -1,0 +1,22 @@
+"""What a wrong config is refused with: tests look at the key, and one test at the text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_components.errors import ConfigError
+
+
+def refused_key(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return the key of the `ConfigError` that a call raises."""
+    return refusal_of(function, *args, **kwargs).key
+
+
+def refusal_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ConfigError:
+    """Return the `ConfigError` that a call raises; all of its fields say something."""
+    with pytest.raises(ConfigError) as refused:
+        function(*args, **kwargs)
+    error = refused.value
+    assert error.key and error.problem and error.allowed
+    return error

@@ -1,0 +1,204 @@
+"""Who runs, how far apart, on which GPUs, and which way the weights go: refused or accepted."""
+
+import pytest
+from lib.config_errors import refusal_of, refused_key
+
+from grpo_components.config import preflight
+from grpo_components.config.needs import hosts_of, needs_of
+from grpo_components.config.open_run import open_run
+from grpo_components.config.reuse import build_reuse, check_reuse
+from grpo_components.config.role_arguments import RoleArguments
+from grpo_components.data.prompt_stream import PromptStream
+from grpo_components.exchange.ledger import Ledger
+from grpo_components.exchange.staleness import StalenessContract
+from grpo_components.settings import teachers_of
+
+TURNS = "colocate=true max_staleness=0 pull_every_m_rollouts=1"
+GPU = f"{TURNS} device=cuda generator.gpu_memory_utilization=0.4"
+HALVES = "device=cuda gpus_per_trainer=0.5 gpus_per_generator=0.5"
+IPC = f"weights=ipc {HALVES}"
+REUSE = "replay_generation.max_uses=3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("push_every_n_steps=4", "push_every_n_steps"),
+        ("max_staleness=0 push_every_n_steps=2", "push_every_n_steps"),
+        ("min_generators=2", "min_generators"),
+        ("keep_policy_versions=true eval_only=true", "keep_policy_versions"),
+        ("keep_policy_versions=true rollout_only=true", "keep_policy_versions"),
+        ("object_store_memory=1000000000000000", "object_store_memory"),
+        ("object_store_memory=80000000 ray.address=auto", "object_store_memory"),
+        ("rollouts_in_flight=16384 group_size=256", "rollouts_in_flight"),
+        ("num_generators=1000 rollouts_in_flight=1000", "num_generators"),
+        ("max_staleness=1000000 groups_per_step=100", "max_staleness"),
+        # trained groups again
+        ("replay_generation.share=1", "replay_generation.share"),
+        ("replay_generation.share=0", "replay_generation.share"),
+        ("replay_generation.max_uses=1", "replay_generation.max_uses"),
+        ("replay_generation.best=1", "replay_generation.best"),
+        ("replay_generation.share=0.1", "replay_generation.share"),
+        ("replay_generation.share=0.5 groups_per_step=1", "replay_generation.share"),
+        (f"{REUSE} max_staleness=0 pull_every_m_rollouts=1", "replay_generation"),
+        (f"{REUSE} rollout_only=true", "replay_generation"),
+        (f"{REUSE} train_from=a.jsonl", "replay_generation"),
+        # the way of the weights
+        ("weights=rdma", "weights"),
+        ("weights=nccl", "weights"),
+        ("weights=ipc", "weights"),
+        ("weights=gloo device=cuda", "weights"),
+        ("weights=gloo train_from=groups.jsonl", "weights"),
+        (f"weights=nccl {HALVES}", "weights"),
+        ("weights=ipc device=cuda", "weights"),
+        (f"{IPC} num_generators=2", "weights"),
+        (f"{IPC} num_trainers=2", "weights"),
+        (f"{IPC} ray.address=auto", "weights"),
+        (f"{IPC} generator.tensor_parallel_size=2", "weights"),
+        (f"weights=nccl {GPU}", "weights"),
+        (f"weights=ipc {GPU} num_generators=2 num_trainers=2", "weights"),
+        ("push=delta weights=gloo", "push"),
+        # turns
+        (f"{TURNS} max_staleness=1", "max_staleness"),
+        (f"{TURNS} max_staleness=1 push_every_n_steps=2", "max_staleness"),
+        (f"{TURNS} pull_every_m_rollouts=2", "pull_every_m_rollouts"),
+        (f"{TURNS} num_trainers=2", "num_trainers"),
+        (f"{TURNS} num_generators=2", "num_trainers"),
+        (f"{TURNS} generator.tensor_parallel_size=2", "num_trainers"),
+        (f"{TURNS} eval_only=true", "colocate"),
+        (f"{TURNS} rollout_only=true", "colocate"),
+        (f"{TURNS} train_from=/tmp/trajectories.jsonl", "colocate"),
+        (f"{GPU} gpus_per_generator=0.5", "gpus_per_generator"),
+        (f"{GPU} generator.kv_cache_gib=null", "generator.kv_cache_gib"),
+        (
+            f"{GPU} gpus_per_trainer=0.8 num_trainers=2 generator.tensor_parallel_size=2",
+            "gpus_per_trainer",
+        ),
+    ],
+)
+def test_what_is_refused_by_its_key(read, overrides, key):
+    assert refused_key(read, overrides) == key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "min_generators=2 num_generators=2",
+        "pull_every_m_rollouts=1000 object_store_memory=80000000",
+        "push_every_n_steps=3 push=delta",
+        "weights=gloo num_trainers=2 generator.tensor_parallel_size=2",
+        "weights=object_store train_from=groups.jsonl",
+        "weights=nccl device=cuda num_generators=2 num_trainers=6",
+        IPC,
+        f"weights=ipc {GPU}",
+        f"{IPC} gpus_per_generator=0.25 num_generators=2",
+        TURNS,
+        f"{TURNS} num_generators=2 num_trainers=2",
+        f"{TURNS} num_generators=2 num_trainers=8 generator.tensor_parallel_size=4",
+        f"{TURNS} loss.kl_coeff=0.1 stale_groups=wait dynamic_sampling.enabled=true",
+    ],
+)
+def test_what_is_accepted(read, overrides):
+    read(overrides)
+
+
+# ---- GPUs of this machine -----------------------------------------------------------------------
+
+LESS = "device=cuda generator.gpu_memory_utilization=0.4"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "key"),
+    [
+        (0, "device=cuda", "device"),
+        (8, "device=cuda gpus_per_generator=0.4", "generator.gpu_memory_utilization"),
+        (
+            8,
+            f"{LESS} generator.tensor_parallel_size=2 gpus_per_generator=0.9",
+            "gpus_per_generator",
+        ),
+        (8, "device=cuda gpus_per_trainer=0.5 num_trainers=2", "gpus_per_trainer"),
+        (8, f"{GPU} gpus_per_trainer=0.3", "generator.gpu_memory_utilization"),
+    ],
+)
+def test_a_share_of_a_gpu_that_cannot_be_is_refused(refused, num_gpus, gpus, overrides, key):
+    num_gpus(gpus)
+    assert refused(overrides) == key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        (f"{LESS} num_generators=4 num_trainers=3 loss.kl_coeff=0.1", 8),
+        (f"{LESS} num_generators=4 num_trainers=3", 7),  # the reference is not started
+        (f"{LESS} num_generators=3 gpus_per_generator=0.5", 3),
+        (f"{LESS} num_generators=3 gpus_per_generator=0.9 num_trainers=1", 4),
+        (f"{LESS} num_generators=2 gpus_per_generator=0.7 gpus_per_trainer=0.3", 2),
+        (f"{LESS} num_generators=2 num_trainers=3 eval_only=true", 2),  # no trainer is started
+        (f"{LESS} num_generators=2 num_trainers=3 generator.tensor_parallel_size=4", 11),
+        (f"{LESS} reward_model.path=/a/model gpus_per_reward_model=0.5 gpus_per_trainer=0.5", 2),
+        (f"{LESS} gpus_per_trainer=0.8 teacher.path=/a/model", 3),
+        (f"{LESS} gpus_per_trainer=0.8 teacher.path=/a/model gpus_per_teacher=0.5", 3),
+        (f"{LESS} gpus_per_trainer=0.8 teacher.path=/a/model gpus_per_teacher=0.2", 2),
+        (f"{GPU} num_generators=3 num_trainers=3", 3),
+        (f"{GPU} num_trainers=4 generator.tensor_parallel_size=4", 4),
+        (f"{GPU} num_generators=2 num_trainers=2 loss.kl_coeff=0.1", 3),
+        (f"{GPU} gpus_per_trainer=0.8 gpus_per_reference=0.2 loss.kl_coeff=0.1", 1),
+    ],
+)
+def test_roles_need_this_many_gpus_and_no_fewer(read, num_gpus, overrides, gpus):
+    settings = read(overrides)
+    num_gpus(gpus)
+    preflight.check_gpus(settings, here=True)
+    num_gpus(gpus - 1)
+    error = refusal_of(preflight.check_gpus, settings, here=True)
+    assert error.key in (
+        ("device",) if gpus == 1 else ("num_trainers" if settings.colocate else "num_generators",)
+    )
+    preflight.check_gpus(settings, here=False)  # a joined cluster counts its own
+
+
+def test_a_teacher_counts_where_something_is_trained(read):
+    given = "teacher.path=/a/model num_teachers=3"
+    assert teachers_of(read(given)) == 3
+    assert teachers_of(read(f"{given} rollout_only=true")) == 0
+    assert teachers_of(read("num_teachers=3")) == 0
+
+
+# ---- what the config decides --------------------------------------------------------------------
+
+PAIRS = {"num_generators": 2, "num_trainers": 4, "generator__tensor_parallel_size": 2}
+
+
+def test_each_generator_runs_beside_its_own_trainers(settings_with):
+    cfg = settings_with(device="cuda", colocate=True, **PAIRS)
+    assert hosts_of(cfg, 0) == ["trainer_0", "trainer_1"]
+    assert hosts_of(cfg, 1) == ["trainer_2", "trainer_3"]
+    assert hosts_of(settings_with(device="cuda", **PAIRS), 0) == []
+    assert hosts_of(settings_with(colocate=True, **PAIRS), 0) == []  # on a CPU
+
+
+def test_in_a_cluster_a_generator_takes_no_room_but_its_trainers(settings_with):
+    arguments = RoleArguments(*({"num_gpus": gpus} for gpus in (0, 0, 1, 1, 1, 1, 2)))
+    cfg = settings_with(device="cuda", colocate=True, **PAIRS)
+    ((family, need),) = needs_of(cfg, arguments, 0).items()
+    assert (family, need.count, need.together, need.guests) == ("trainer", 4, 2, "generator")
+    assert need.resources == {"GPU": 1} and "base_model_path" in need.paths
+    split = needs_of(settings_with(device="cuda", **PAIRS), arguments, 0)
+    assert set(split) == {"trainer", "generator"}
+    assert all(need.together == 1 and not need.guests for need in split.values())
+
+
+def test_groups_are_reused_as_the_config_says(settings_with):
+    assert not build_reuse(settings_with()).on
+    reuse = build_reuse(settings_with(replay_generation={"share": 0.5}))
+    assert reuse.describe() == {"replay_generation": {"share": 0.5, "max_uses": 2}}
+    assert reuse.counts == (0, 4)
+    check_reuse(settings_with())
+
+
+def test_a_fork_that_would_ignore_the_curriculum_is_refused(settings_with):
+    stream = PromptStream([{"prompt_index": i} for i in range(3)], shuffle=True, seed=1)
+    ledger = Ledger(StalenessContract(1, 1), 1, stream)
+    cfg = settings_with(curriculum={})
+    assert refused_key(open_run, cfg, ledger, stream, lambda step: 1.0, [], []) == "curriculum"

@@ -1,0 +1,368 @@
+"""Data sets, their prompts and columns: what a run could not use is refused by its key."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lib.config_errors import refusal_of, refused_key
+from omegaconf import OmegaConf
+
+from grpo_components.config import prompts
+from grpo_components.config.building import build_data, shared_prompts
+from grpo_components.config.column_checks import check_columns, columns_taken
+from grpo_components.config.prompt_match import check_same_prompts
+from grpo_components.data.curriculum import CurriculumRule
+from grpo_components.data.prompt_curriculum import PromptCurriculum
+from grpo_components.data.prompt_stream import PromptStream
+
+GSM8K = "grpo_components.data.datasets.gsm8k_dataset"
+MIXED = "grpo_components.data.prompt_mix.mixed_dataset"
+BOTH = pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+MY_DATA = """
+class CharacterTokenizer:
+    def __init__(self, prompt_template=None):
+        pass
+
+    def encode(self, text, add_bos, add_eos):
+        return [ord(character) for character in text]
+
+
+class Rows(list):
+    max_prompt_length = 3
+
+
+PROMPT = {"prompt_index": 4, "prompt_ids": [1], "prompt_text": "", "answer": "1"}
+MADE = {
+    "good": Rows([PROMPT]),
+    "empty_prompts": Rows([PROMPT | {"prompt_ids": []}]),
+    "no_rows": Rows(),
+    "no_length": [PROMPT],
+    "no_answers": Rows([PROMPT, {"prompt_index": 1, "prompt_ids": [1]}]),
+    "same_index": Rows([PROMPT, PROMPT]),
+    "texts": Rows(["1 + 1?"]),
+    "index_of_text": Rows([PROMPT | {"prompt_index": "1"}]),
+    "ids_of_text": Rows([PROMPT | {"prompt_ids": "1"}]),
+    "ids_of_numbers": Rows([PROMPT | {"prompt_ids": [1.5]}]),
+    "text_of_bytes": Rows([PROMPT | {"prompt_text": b""}]),
+    "nothing": None,
+}
+
+
+def made(tokenizer, kind):
+    return MADE[kind]
+
+
+def raises(tokenizer):
+    raise RuntimeError("no data here")
+
+
+class World:
+    tool_schemas = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
+
+    def __call__(self, prompt, seed):
+        raise AssertionError("no conversation begins")
+"""
+
+
+@pytest.fixture
+def data_cfg(tmp_path, monkeypatch):
+    (tmp_path / "my_data.py").write_text(MY_DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_model(tmp_path, max_position_embeddings=100)
+    rows = [{"question": "x" * size, "answer": "#### 1"} for size in (5, 20, 7)]
+    for name in ("train", "held_out"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    return OmegaConf.create(
+        {
+            "base_model_path": str(tmp_path),
+            "tokenizer": {"_component_": "my_data.CharacterTokenizer"},
+            "model": {"_component_": "a.Model"},
+            "dataset": {"_component_": GSM8K, "source": str(tmp_path / "train.jsonl")},
+            "eval_dataset": {"_component_": GSM8K, "source": str(tmp_path / "held_out.jsonl")},
+            "generator": {"max_response_tokens": 10, "max_model_len": None},
+            "tokens_per_micro_batch": 100,
+            "train_from": None,
+            "eval_only": None,
+            "rewards": {},
+            "environment": {"_component_": "an.Environment"},
+            "ptx": None,
+        }
+    )
+
+
+def write_model(folder, **sizes):
+    Path(folder, "config.json").write_text(json.dumps(sizes))
+
+
+LIMITS = {
+    "max_position_embeddings": lambda cfg, most: write_model(
+        cfg.base_model_path, max_position_embeddings=most
+    ),
+    "sliding_window": lambda cfg, most: write_model(
+        cfg.base_model_path, max_position_embeddings=100, sliding_window=most
+    ),
+    "model.max_seq_len": lambda cfg, most: cfg.model.update(max_seq_len=most),
+    "generator.max_model_len": lambda cfg, most: cfg.generator.update(max_model_len=most),
+    "tokens_per_micro_batch": lambda cfg, most: cfg.update(tokens_per_micro_batch=most),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@BOTH
+def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_with_its_row(
+    data_cfg, limit, key
+):
+    LIMITS[limit](data_cfg, 30)
+    _, dataset, held_out = build_data(data_cfg)
+    assert len(dataset) == len(held_out) == 3
+    LIMITS[limit](data_cfg, 29)
+    data_cfg["eval_dataset" if key == "dataset" else "dataset"].num_rows = 1
+    error = refusal_of(build_data, data_cfg)
+    assert error.key == key and limit in error.allowed
+    assert f"{data_cfg[key].source}, row 2, " in error.problem
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("empty_prompts", "no_rows", "no_length", "no_answers", "same_index", "texts", "nothing"),
+        *("index_of_text", "ids_of_text", "ids_of_numbers", "text_of_bytes"),
+    ],
+)
+@BOTH
+def test_what_is_no_data_set_is_refused(data_cfg, key, kind):
+    data_cfg[key] = {"_component_": "my_data.made", "kind": "good"}
+    build_data(data_cfg)
+    data_cfg[key].kind = kind
+    assert refused_key(build_data, data_cfg) == key
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"tokenizer._component_": "builtins.object"}, "tokenizer"),
+        ({"dataset": {"_component_": "my_data.raises"}}, "dataset"),
+        ({"dataset.chat_template": "torchtune"}, "dataset.chat_template"),
+        ({"tokenizer.prompt_template": {"user": ["Q: ", "A: "]}}, "dataset.chat_template"),
+        ({"eval_dataset.max_prompt_tokens": 6}, "eval_dataset"),
+        ({"eval_dataset.filters": {"question": {"min": 1}}}, "eval_dataset"),
+        ({"eval_dataset.filters": {"question": {"most": 1}}}, "eval_dataset.filters.question.most"),
+        ({"eval_dataset.columns": {"gold": "answer"}}, "eval_dataset.columns.gold"),
+        ({"eval_dataset.partition": "2/1"}, "eval_dataset.partition"),
+        ({"eval_dataset.chat_template": "torchtune"}, "eval_dataset.chat_template"),
+        ({"eval_dataset.source": "/no/file.jsonl"}, "eval_dataset"),
+        ({"dataset": {"_component_": MIXED, "parts": {}}}, "dataset.parts"),
+        ({"dataset": {"_component_": MIXED, "parts": {"a": 1}}}, "dataset.parts.a"),
+        (
+            {"dataset": {"_component_": MIXED, "parts": {"a": {"_component_": GSM8K}}}},
+            "dataset.parts.a",
+        ),
+    ],
+)
+def test_a_wrong_argument_of_a_data_set_is_refused(data_cfg, change, key):
+    for name, value in change.items():
+        OmegaConf.update(data_cfg, name, value, merge=False, force_add=True)
+    error = refusal_of(build_data, data_cfg)
+    assert error.key == key
+    if key.startswith("eval_"):
+        assert not error.allowed.startswith("dataset.")
+
+
+def test_a_token_that_the_policy_has_not_is_refused_before_the_engine_sees_it(data_cfg):
+    """As with the chat template of a folder with a larger vocabulary."""
+    known = {"max_position_embeddings": 100, "vocab_size": ord("x") + 1}
+    write_model(data_cfg.base_model_path, **known)
+    build_data(data_cfg)
+    write_model(data_cfg.base_model_path, **known | {"vocab_size": ord("x")})
+    assert refused_key(build_data, data_cfg) == "dataset"
+
+
+def test_recorded_groups_need_room_for_what_was_said_and_no_more(data_cfg, tmp_path):
+    """The prompt's 20 tokens and the longest response would not fit; the recorded token does."""
+    response = {"response_ids": [4], "response_mask": [True], "generator_logprobs": [-1.0]}
+    response |= {"token_versions": [0], "temperature": 1.0, "finish_reason": "stop", "reward": 1.0}
+    response |= {"reward_terms": {}, "success": True, "error": None}
+    group = {"prompt_index": 0, "prompt_ids": [3] * 20, "responses": [response]}
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps(group))
+    data_cfg.train_from = str(tmp_path / "trajectories.jsonl")
+    data_cfg.eval_dataset.num_rows = 1
+    data_cfg.tokens_per_micro_batch = 21
+    assert len(build_data(data_cfg)[1]) == 1
+    data_cfg.tokens_per_micro_batch = 20
+    assert refused_key(build_data, data_cfg) == "train_from"
+
+
+def test_supervised_examples_have_to_fit_into_the_policys_context(data_cfg):
+    """Or the run would end in its first step."""
+    data_cfg.ptx = {"_component_": "my_data.examples", "max_tokens": 30}
+    LIMITS["model.max_seq_len"](data_cfg, 30)
+    build_data(data_cfg)
+    LIMITS["model.max_seq_len"](data_cfg, 29)
+    data_cfg.dataset.num_rows = data_cfg.eval_dataset.num_rows = 1
+    assert refused_key(build_data, data_cfg) == "ptx.max_tokens"
+
+
+def test_a_part_of_a_mix_is_refused_with_the_row_of_its_own_file(data_cfg):
+    parts = {"a": dict(data_cfg.dataset, num_rows=1), "b.c": dict(data_cfg.eval_dataset, weight=2)}
+    data_cfg.dataset = {"_component_": MIXED, "parts": parts}
+    data_cfg.eval_dataset.num_rows = 1
+    _, dataset, _ = build_data(data_cfg)
+    assert [dataset[i]["prompt_index"] for i in range(len(dataset))] == [0, 1, 2, 3]
+    data_cfg.generator.max_model_len = 29
+    error = refusal_of(build_data, data_cfg)
+    assert error.key == "dataset.parts.b.c" and ", row 2, " in error.problem
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_tools_of_the_world_reach_the_prompts(data_cfg, mixed):
+    data_cfg.environment.world = {"_component_": "my_data.World"}
+    data_cfg.dataset.prompt_template = "{tools} {question}"
+    LIMITS["max_position_embeddings"](data_cfg, 1000)
+    data_cfg.tokens_per_micro_batch = 1000
+    if mixed:
+        data_cfg.dataset = {"_component_": MIXED, "parts": {"one": dict(data_cfg.dataset)}}
+    _, dataset, held_out = build_data(data_cfg)
+    assert '"name": "lookup"' in dataset[0]["prompt_text"]
+    assert "lookup" in held_out.note and "lookup" not in dataset.note
+
+
+@BOTH
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_missing_column_is_answered_with_the_key_that_names_it(data_cfg, key, mixed):
+    row = json.dumps({"prompt": "1+1?", "answer": "#### 2"})
+    Path(data_cfg[key].source).write_text(row + "\n")
+    naming = f"{key}.columns.question"
+    if mixed:
+        data_cfg[key] = {"_component_": MIXED, "parts": {"one": dict(data_cfg[key])}}
+        naming = f"{key}.parts.one.columns.question"
+    error = refusal_of(build_data, data_cfg)
+    assert error.key == (f"{key}.parts.one" if mixed else key)
+    assert error.allowed.startswith(naming) and "prompt" in error.allowed
+    OmegaConf.update(data_cfg, naming, "prompt", force_add=True)
+    build_data(data_cfg)
+
+
+def test_prompts_that_are_trained_on_and_held_out_are_counted():
+    trained, held_out = ([{"prompt_ids": [i, 0]} for i in numbers] for numbers in ((1, 2), (2, 3)))
+    assert shared_prompts(trained, held_out).startswith("eval_dataset: 1 of its 2 prompts ")
+    assert shared_prompts(trained[:1], held_out) == ""
+
+
+# ---- columns that rewards take ------------------------------------------------------------------
+
+PROMPT = {"prompt_index": 0, "prompt_ids": [1], "prompt_text": "?", "answer": "1"}
+
+
+class ByName:
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason, level, hint=""):
+        return float(level)
+
+
+class AllColumns:
+    def __call__(self, *, prompt_text, response_text, answer, finish_reason, **columns):
+        return float(len(columns))
+
+
+def test_a_column_that_a_reward_takes_by_name_is_in_every_row_that_it_judges(settings_with):
+    assert columns_taken(ByName) == ["level"]
+    assert columns_taken(AllColumns) == columns_taken(len) == []
+
+    def judged_by(component, **changes):
+        rewards = {"own": {"_component_": f"{__name__}.{component}"}}
+        return settings_with(rewards=rewards, **changes)
+
+    both = {key: [PROMPT | {"level": 1}] * 2 for key in ("dataset", "eval_dataset")}
+    check_columns(judged_by("ByName"), both)
+    for key in both:
+        lacking = both | {key: [*both[key], PROMPT | {"kind": "x"}]}
+        assert refused_key(check_columns, judged_by("ByName"), lacking) == "rewards.own"
+        check_columns(judged_by("AllColumns"), lacking)
+    lacking = {"dataset": [PROMPT], "eval_dataset": [PROMPT | {"level": 1}]}
+    check_columns(judged_by("ByName", eval_only=True), lacking)
+    check_columns(judged_by("ByName", train_from="/a/trajectories.jsonl"), lacking)
+
+
+# ---- curriculum ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("curriculum.low=0.9", "curriculum.low"),
+        ("curriculum.high=1.1", "curriculum.high"),
+        ("curriculum.floor=0", "curriculum.floor"),
+        ("curriculum.decay=0", "curriculum.decay"),
+        ("curriculum.floor=none", "curriculum.floor"),
+        ("curriculum.band=1", "curriculum.band"),
+        ("curriculum=true", "curriculum"),
+        ("curriculum.low=0.1 shuffle=false", "shuffle"),
+        ("curriculum.low=0.1 train_from=a.jsonl", "curriculum"),
+    ],
+)
+def test_a_wrong_curriculum_is_refused_by_its_key(read, overrides, key):
+    assert refused_key(read, overrides) == key
+
+
+def test_the_config_gives_rule_and_seed_of_the_draws(settings_with):
+    rows = [{"prompt_index": i} for i in range(3)]
+    assert isinstance(prompts.build_prompts(settings_with(), rows), PromptStream)
+    stream = prompts.build_prompts(settings_with(seed=7, curriculum={"low": 0.5}), rows)
+    assert isinstance(stream, PromptCurriculum)
+    assert stream.curriculum.rule == CurriculumRule(low=0.5, high=0.8, floor=0.1, decay=0.95)
+    assert stream.curriculum.seed == 7
+    endless = np.broadcast_to(np.arange(1), prompts.MAX_PROMPTS + 1)
+    assert refused_key(prompts.build_prompts, settings_with(curriculum={}), endless) == "curriculum"
+
+
+# ---- held-out prompts have the form of those trained on -----------------------------------------
+
+PLAIN = {"_component_": GSM8K, "source": "a.jsonl", "prompt_template": "Q: {question}\n"}
+CHAT = PLAIN | {"chat_template": "torchtune", "system_prompt": "Be brief."}
+MATH = {"_component_": "grpo_components.data.datasets.math_dataset", "source": "a.jsonl"}
+REASON = "{question}\nReason step by step, and put the final answer in \\boxed{}.\n"
+LATIN = {"system_prompt": "Breviter."}
+
+
+def mix(**parts):
+    return {"_component_": MIXED, "parts": parts}
+
+
+def own(tokenizer, *, prompts, system_message="", enable_thinking=False):
+    """A data set of a user's own."""
+
+
+OWN = {"_component_": f"{__name__}.own", "prompts": "train.txt"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "held_out", "name"),
+    [
+        (CHAT, CHAT | {"source": "b.jsonl", "num_rows": 9, "max_prompt_tokens": 8}, None),
+        (PLAIN, PLAIN | {"chat_template": None, "system_prompt": None}, None),
+        (CHAT, CHAT | {"prompt_template": "{question}!"}, "prompt_template"),
+        (CHAT, CHAT | {"chat_template": "/model"}, "chat_template"),
+        (CHAT, CHAT | LATIN, "system_prompt"),
+        (CHAT, PLAIN | {"system_prompt": "Be brief."}, "chat_template"),
+        (MATH, PLAIN, "prompt_template"),
+        (MATH, PLAIN | {"prompt_template": REASON}, None),
+        (mix(words=PLAIN, chats=CHAT), CHAT, None),
+        (mix(words=PLAIN, chats=CHAT), mix(a=CHAT, b=PLAIN), None),
+        (mix(words=PLAIN, chats=CHAT), CHAT | LATIN, "system_prompt"),
+        (CHAT, mix(a=CHAT, b=CHAT | LATIN), "parts.b.system_prompt"),
+        (OWN, OWN | {"prompts": "held_out.txt"}, None),
+        (OWN, PLAIN, None),  # they share no argument
+        (OWN | {"system_message": "Go."}, OWN, "system_message"),
+        (OWN | {"enable_thinking": True}, OWN, "enable_thinking"),
+    ],
+)
+def test_held_out_prompts_of_another_form_are_refused(settings_with, dataset, held_out, name):
+    given = {"dataset": dataset, "eval_dataset": held_out}
+    if name is None:
+        check_same_prompts(settings_with(**given))
+        return
+    assert refused_key(check_same_prompts, settings_with(**given)) == f"eval_dataset.{name}"
+    check_same_prompts(settings_with(**given, eval={"allow_other_prompts": True}))
+    for half in ({"eval_only": True}, {"rollout_only": True}, {"train_from": "file.jsonl"}):
+        check_same_prompts(settings_with(**given, **half))

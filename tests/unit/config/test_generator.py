@@ -1,0 +1,111 @@
+"""Sampling, lengths and engine: what vLLM or the base model cannot do is refused by its key."""
+
+import pytest
+from lib.config_errors import refused_key
+
+from grpo_components.config.file_checks import check_against_model
+from grpo_components.config.generator_checks import check_cpu_engine, check_tensor_parallel
+
+BIASED = "generator.allow_biased_sampling=true"
+WARM = "generator.temperature={{schedule: constant, start: 1.0, warmup_steps: {}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("generator.top_p=0.9", "generator.top_p"),
+        ("generator.top_k=50", "generator.top_k"),
+        ("generator.min_p=0.1", "generator.min_p"),
+        ("generator.presence_penalty=0.5", "generator.presence_penalty"),
+        ("generator.frequency_penalty=-0.5", "generator.frequency_penalty"),
+        ("generator.repetition_penalty=1.1", "generator.repetition_penalty"),
+        (WARM.format(101), "generator.temperature.warmup_steps"),
+        ("generator.max_model_len=95", "generator.max_model_len"),
+        (
+            "generator.max_num_seqs=4096 generator.max_model_len=4194304",
+            "generator.max_num_seqs",
+        ),
+        ("generator.kv_cache_gib=524288", "generator.kv_cache_gib"),
+        ("environment.max_turns=33", "environment.max_turns"),
+    ],
+)
+def test_what_is_refused_by_its_key(read, overrides, key):
+    assert refused_key(read, overrides) == key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        WARM.format(100),
+        "generator.max_model_len=96",
+        "generator.max_response_tokens=448 tokens_per_micro_batch=512",
+        "generator.stop_token_ids=[1,2]",
+        "generator.top_k=-1 generator.top_p=1 generator.repetition_penalty=1.0",
+        f"generator.top_p=0.9 generator.top_k=50 {BIASED}",
+    ],
+)
+def test_what_is_accepted(check, overrides):
+    check(overrides)
+
+
+HF_CONFIG = {"vocab_size": 384, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("name", "fits", "wrong"),
+    [
+        ("stop_token_ids", [0, 383], [384]),
+        ("stop_token_ids", [0], [1, -1]),
+        ("stop_token_ids", [0], [10**30]),
+        ("max_model_len", 512, 513),
+        ("max_response_tokens", 448, 449),
+    ],
+)
+def test_tokens_and_lengths_are_those_of_the_model(settings_with, name, fits, wrong):
+    def given(value):
+        return settings_with(dataset__max_prompt_tokens=64, **{f"generator__{name}": value})
+
+    check_against_model(given(fits), HF_CONFIG)
+    assert refused_key(check_against_model, given(wrong), HF_CONFIG) == f"generator.{name}"
+
+
+SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 1000,  # padded to 1024
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])  # 4 and 8 workers replicate the 2 kv heads
+def test_layers_that_can_be_shared_are_accepted(workers):
+    check_tensor_parallel(workers, SIZES)
+    check_tensor_parallel(workers, {"num_attention_heads": 8})  # as many kv heads
+
+
+@pytest.mark.parametrize(
+    ("workers", "sizes"),
+    [
+        (3, {}),
+        (4, {"intermediate_size": 98}),
+        (3, {"num_attention_heads": 12}),  # the padded vocabulary
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}),
+    ],
+)
+def test_every_size_that_is_split_must_fit(workers, sizes):
+    key = "generator.tensor_parallel_size"
+    assert refused_key(check_tensor_parallel, workers, SIZES | sizes) == key
+
+
+EXPERTS = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 48}, {"model_type": "gpt_oss"}])
+def test_widths_for_which_vllm_has_no_kernel_on_a_cpu_are_refused(changes):
+    check_cpu_engine(EXPERTS)
+    check_cpu_engine(EXPERTS | {"num_experts": 0, "hidden_size": 8})
+    assert refused_key(check_cpu_engine, EXPERTS | changes) == "base_model_path"
+
+
+def test_a_family_that_the_engine_computes_otherwise_on_a_cpu_is_refused():
+    assert refused_key(check_cpu_engine, {"model_type": "cohere2"}) == "base_model_path"
