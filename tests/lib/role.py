@@ -255,6 +255,8 @@ class StandInHost:
         sent = [call for call in self.calls if call.stage == "answered"][:answers]
         for call in list(self.calls):
             if call not in sent:
+                if call.task is not None:
+                    call.task.cancel()
                 call.answer(error=self._death())
         self.role = None
 

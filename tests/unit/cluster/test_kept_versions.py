@@ -86,9 +86,7 @@ class Setting:
         self.roles = Roles(
             generators=[self.generator],
             buffer=SimpleNamespace(),
-            trainers=TrainersHandle(
-                [stand_in_role("trainer_0", self.trainer)], self.ledger, 9.0, 9.0
-            ),
+            trainers=TrainersHandle([trainer], self.ledger, 9.0, 9.0),
             server=ParameterServerHandle(server, 9.0, keeps_versions=keeps),
             references=None,
             reward_model=None,
