@@ -1,4 +1,4 @@
-"""The stand-in for a role's process takes the calls that the real one takes, and ends as it does."""
+"""The stand-in for a role's process takes the calls that the real one takes, and ends like it."""
 
 import asyncio
 from inspect import signature
