@@ -162,11 +162,9 @@ class Cluster:
             options = self._ray.options(name, role_class, variables, num_gpus)
             options |= {"num_gpus": 0} if beside else {}
             host = ray.remote(RoleHost).options(**options).remote(*identity)
-            count = {"restart_count": incarnation} if counts_restarts else {}
+            given = kwargs | ({"restart_count": incarnation} if counts_restarts else {})
             met = [self._rendezvous_of(name, host) if meets else None, *map(self._gpus_of, beside)]
-            return RoleProcess(
-                incarnation, host, host.start.remote(role_class, kwargs | count, *met)
-            )
+            return RoleProcess(incarnation, host, host.start.remote(role_class, given, *met))
 
         role = Role(
             name,

@@ -1,4 +1,4 @@
-"""Stands for an inference engine: says of each request what it samples, and when."""
+"""Stand for an inference engine, which says what it samples and when, and for a reward pool."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion, Watch
 from grpo_components.rollout.engine_use import EngineUse
 
@@ -137,6 +138,37 @@ class StandInEngine:
 
     def close(self) -> None:
         """See `VLLMEngine.close`."""
+
+
+class StandInPool:
+    """Stands for a `RewardPool`: scores at once.
+
+    Args:
+        scores: function of samples that returns their scores.
+    """
+
+    def __init__(self, scores: Callable[[Sequence[Any]], list[Score]]) -> None:
+        self._scores, self.begun = scores, []
+
+    def begin(self, sample: Any) -> Future[Score]:
+        """See `RewardPool.begin`."""
+        self.begun.append(sample)
+        return _done(self._scores([sample])[0])
+
+    def score(self, samples: Sequence[Any]) -> list[Score]:
+        """See `RewardPool.score`."""
+        return [s.result() if isinstance(s, Future) else self._scores([s])[0] for s in samples]
+
+    def __call__(self, samples: Sequence[Any]) -> list[Score]:
+        """See `RewardPool.__call__`."""
+        return self.score(samples)
+
+    def late(self) -> str:
+        """See `RewardPool.late`."""
+        return "mood was late"
+
+    def close(self) -> None:
+        """See `RewardPool.close`."""
 
 
 def _done(result: Any) -> Future[Any]:

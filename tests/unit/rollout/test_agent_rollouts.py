@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from grpo_components.agents.parser_names import parser_names
 from grpo_components.errors import ReplayError
 from grpo_components.objective.component_errors import ComponentError
 from grpo_components.rewards.pool import RewardPool, RewardSpec
-from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import EnvironmentOptions, SamplingOptions
 
 AGENT = """
@@ -66,15 +64,10 @@ async def many():
 
 
 @pytest.fixture(scope="module")
-def module():
-    """The module, imported as its role imports it: vLLM reads the environment only then."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
+def module(engine_variables):
     from grpo_components.rollout import agent_rollouts
 
-    yield agent_rollouts
-    os.environ.clear()
-    os.environ.update(before)
+    return agent_rollouts
 
 
 @pytest.fixture

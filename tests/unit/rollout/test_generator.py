@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import os
 import re
 import threading
 import time
@@ -16,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lib.engine import Request, StandInEngine
+from lib.engine import Request, StandInEngine, StandInPool
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder
@@ -30,7 +29,6 @@ from grpo_components.objective.advantages import (
 )
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
-from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment, slot_state
 from grpo_components.rollout.generator_options import (
@@ -47,15 +45,10 @@ OTHER_TURN = 999
 
 
 @pytest.fixture(scope="module")
-def module():
-    """The module, imported as its role imports it: vLLM reads the environment only then."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
+def module(engine_variables):
     from grpo_components.rollout import generator
 
-    yield generator
-    os.environ.clear()
-    os.environ.update(before)
+    return generator
 
 
 def completion(prompt_ids, seed):
@@ -377,27 +370,6 @@ class Tokenizer:
         return "".join(f"<{token_id}>" for token_id in token_ids)
 
 
-class FakePool:
-    """Scores at once; `begun` has the samples whose scoring began before the environment's step."""
-
-    def __init__(self):
-        self.begun = []
-
-    def begin(self, sample):
-        self.begun.append(sample)
-        score = Future()
-        score.set_result(scores([sample])[0])
-        return score
-
-    def score(self, samples):
-        return [s.result() if isinstance(s, Future) else scores([s])[0] for s in samples]
-
-    def close(self):
-        pass
-
-    __call__ = score
-
-
 @pytest.fixture
 def engines(module, monkeypatch):
     """The engines of the generators that the test has built, the newest last."""
@@ -414,10 +386,11 @@ def engines(module, monkeypatch):
 @pytest.fixture
 def make_generator(module, engines, monkeypatch):
     """Build a generator over another environment."""
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: FakePool())
     made = []
 
-    def make(environment, *, group_size=3, rollouts_in_flight=2, timeout_s=60):
+    def make(environment, *, pool=None, group_size=3, rollouts_in_flight=2, timeout_s=60):
+        rewards = pool or StandInPool(scores)
+        monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: rewards)
         made.append(
             module.Generator(
                 build_tokenizer=Tokenizer,
@@ -470,12 +443,9 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
     assert [r["reward"] for r in text["responses"]] == summary.rewards
 
 
-def test_a_response_is_scored_while_others_of_its_group_are_sampled(
-    make_generator, engines, module, monkeypatch
-):
-    pool, order = FakePool(), []
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: pool)
-    generator, begin = make_generator(SingleTurnEnvironment), pool.begin
+def test_a_response_is_scored_while_others_of_its_group_are_sampled(make_generator, engines):
+    pool, order = StandInPool(scores), []
+    generator, begin = make_generator(SingleTurnEnvironment, pool=pool), pool.begin
     waiting = []
 
     def arrived(request):
@@ -526,18 +496,14 @@ def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make_ge
     asyncio.run(run())
 
 
-def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(
-    make_generator, engines, module, monkeypatch
-):
-    class Asking(FakePool):
-        def score(self, samples):
-            time.sleep(0.02)
-            return scores(samples)
+def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(make_generator):
+    def asking(samples):
+        time.sleep(0.02)
+        return scores(samples)
 
-        __call__ = score
-
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: Asking())
-    generator = make_generator(SingleTurnEnvironment)
+    pool = StandInPool(scores)
+    pool.score = asking
+    generator = make_generator(SingleTurnEnvironment, pool=pool)
     began = time.perf_counter()
     group(generator, number=4, group_id=17)
     use = generator.time_use()
@@ -994,21 +960,18 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
     assert sum(line in text and frames[0] in text for text in logged) == 3
 
 
-def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator, module, monkeypatch):
+def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator):
     released = threading.Event()
 
-    class Slow(FakePool):
-        def score(self, samples):
-            released.wait(30)
-            return scores(samples)
+    def slow(samples):
+        released.wait(30)
+        return scores(samples)
 
-        def late(self):
-            return "mood was late"
-
-        __call__ = score
-
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: Slow())
-    generator = make_generator(SingleTurnEnvironment, timeout_s=0.5, rollouts_in_flight=1)
+    pool = StandInPool(scores)
+    pool.score = slow
+    generator = make_generator(
+        SingleTurnEnvironment, pool=pool, timeout_s=0.5, rollouts_in_flight=1
+    )
     _, summary, _ = group(generator, number=4, group_id=4)
     released.set()
     assert len(summary.errors) == 3

@@ -1,7 +1,6 @@
 """The multi-turn environment: token ids, limits, rewards, and slots that run independently."""
 
 import asyncio
-import os
 import random
 import threading
 from dataclasses import replace
@@ -13,12 +12,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lib.engine import StandInEngine
+from lib.engine import StandInEngine, StandInPool
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
 from grpo_components.rollout.completions import Completion
-from grpo_components.rollout.engine_environment import engine_environment
 from grpo_components.rollout.generator_options import (
     EnvironmentOptions,
     RewardOptions,
@@ -38,15 +36,10 @@ def collector() -> Any:
 
 
 @pytest.fixture(scope="module")
-def module():
-    """The generator module, imported with the environment variables that vLLM reads."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
+def module(engine_variables):
     from grpo_components.rollout import generator
 
-    yield generator
-    os.environ.clear()
-    os.environ.update(before)
+    return generator
 
 
 class Tokenizer:
@@ -354,18 +347,6 @@ def test_several_slots_of_one_environment_end_one_by_one(module):
 # ---- in a generator -----------------------------------------------------------------------------
 
 
-class FakePool:
-    """Finds every response right."""
-
-    def score(self, samples):
-        return all_right(samples)
-
-    def close(self):
-        pass
-
-    __call__ = score
-
-
 @pytest.fixture
 def engine():
     """Samples two letters that depend on the seed."""
@@ -385,7 +366,7 @@ def engine():
 def make_generator(module, engine, monkeypatch):
     """Build a generator over a world."""
     monkeypatch.setattr(module, "VLLMEngine", lambda *args, **kwargs: engine)
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: FakePool())
+    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: StandInPool(all_right))
     made = []
 
     def make(world, **kwargs):
