@@ -18,7 +18,9 @@ def test_its_methods_have_the_parameters_of_the_real_ones():
     ):
         _, *real = signature(getattr(RoleHost, name)).parameters.values()
         assert [(p.name, p.kind) for p in signature(remote).parameters.values()] == [
-            (p.name, p.kind) for p in real
+            (p.name, p.kind)
+            for p in real
+            if not p.name.startswith("_ray")  # of tracing; added when it is made an actor
         ]
 
 
