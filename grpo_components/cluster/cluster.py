@@ -22,6 +22,7 @@ from grpo_components.cluster.remote_files import RemoteFiles
 from grpo_components.cluster.restarts import Family, RestartBudget
 from grpo_components.cluster.role import Role
 from grpo_components.cluster.role_host import Place, RoleHost, resource_use
+from grpo_components.cluster.role_process import RoleProcess
 from grpo_components.cluster.supervision import apart, root_cause
 from grpo_components.errors import ReplayStop, RoleFailedError
 from grpo_components.replay.event_order import EventOrder
@@ -157,18 +158,18 @@ class Cluster:
         place = Place(str(self._output_dir), self._marker, str(self.scratch), log_file)
         identity = (name, place, self._log_level, cpu_threads, sys.path)
 
-        def start_host(incarnation: int) -> tuple[Any, Any]:
+        def start_process(incarnation: int) -> RoleProcess:
             options = self._ray.options(name, role_class, variables, num_gpus)
             options |= {"num_gpus": 0} if beside else {}
             host = ray.remote(RoleHost).options(**options).remote(*identity)
-            count = {"restart_count": incarnation} if counts_restarts else {}
+            given = kwargs | ({"restart_count": incarnation} if counts_restarts else {})
             met = [self._rendezvous_of(name, host) if meets else None, *map(self._gpus_of, beside)]
-            return host, host.start.remote(role_class, kwargs | count, *met)
+            return RoleProcess(incarnation, host, host.start.remote(role_class, given, *met))
 
         role = Role(
             name,
             log_file,
-            start_host,
+            start_process,
             budget=self._budget,
             note=self._note,
             record=self._events.record,

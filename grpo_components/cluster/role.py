@@ -35,8 +35,7 @@ class Role:
     Args:
         name: name of the role, e.g. generator_0.
         log_file: log file of the role's process.
-        start_host: function that starts process number n of the role, from 0; returns its Ray actor
-            and a reference to what the actor's `start` returns.
+        start_process: function that starts process number n of the role, from 0.
         budget: restarts that the run allows.
         note: function that shows a line to the user.
         record: function that writes a restart to the event log.
@@ -51,7 +50,7 @@ class Role:
         self,
         name: str,
         log_file: str,
-        start_host: Callable[[int], tuple[Any, Any]],
+        start_process: Callable[[int], RoleProcess],
         *,
         budget: RestartBudget,
         note: Callable[[str], None],
@@ -67,7 +66,7 @@ class Role:
         """Function that brings a restarted role up to date, before other calls reach it."""
         self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep
         """Function that waits before a restart, for at least the given seconds."""
-        self._log_file, self._start_host = log_file, start_host
+        self._log_file, self._start_new = log_file, start_process
         self._budget, self._note, self._record, self._started = budget, note, record, started
         self._family, self._remembers, self._names = family, remembers, names
         if family is not None:
@@ -386,7 +385,7 @@ class Role:
             raise RoleFailedError(self.name, problem, self._log_file, "waited") from None
 
     def _start_process(self, incarnation: int) -> RoleProcess:
-        process = RoleProcess(incarnation, *self._start_host(incarnation))
+        process = self._start_new(incarnation)
         self._names[process.host._actor_id.hex()] = self.name
         return process
 

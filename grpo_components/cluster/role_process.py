@@ -26,6 +26,8 @@ class RoleProcess:
     """The Ray actor that holds the role."""
     starting: Any
     """Reference to what the actor's `start` returns."""
+    kill_host: Callable[[Any], None] = ray.kill
+    """Function that kills the actor's process."""
     pid: int = 0
     """Process id on its node; 0 until it is known."""
     node_id: str = ""
@@ -48,7 +50,7 @@ class RoleProcess:
     def kill(self) -> None:
         """Kill the process, even if it is suspended."""
         with contextlib.suppress(RayError):
-            ray.kill(self.host)
+            self.kill_host(self.host)
         self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:

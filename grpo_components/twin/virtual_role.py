@@ -1,4 +1,4 @@
-"""Stands for `cluster.role.Role` in virtual time: calls an object in this process."""
+"""What a call on a role costs, in virtual time: the driver's turn, the receipt, and the lanes."""
 
 from __future__ import annotations
 

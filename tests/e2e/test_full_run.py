@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1800)  # a busy machine may take long
 def test_every_kind_of_role_takes_part_and_what_was_killed_is_back(full_run):
     roles = {record["role"] for record in records(full_run.folder / "logs" / "roles.jsonl")}
     assert roles == {
-        *("generator_0", "generator_1", "trainer_0", "trainer_1", "reference_0", "teacher_0"),
+        *("generator_0", "generator_1", "trainer_0", "reference_0", "teacher_0"),
         *("replay_buffer", "parameter_server", "reward_model"),
     }
     back = re.findall(r"^(\w+) is back", full_run.output, re.MULTILINE)
@@ -87,9 +87,9 @@ def test_temporary_files_of_a_generator_lie_in_the_folder_that_is_removed(full_r
     assert list(folders) == full_run.seen["temporary"][:1]
 
 
-def test_its_checkpoints_are_the_last_ones(full_run):
+def test_its_last_step_is_saved(full_run):
     saved = sorted(path.name for path in (full_run.folder / "checkpoints").iterdir())
-    assert saved == ["latest", "step_4", "step_8"]
+    assert saved == ["latest", "step_8"]
     assert "saved" in full_run.output
 
 
@@ -115,15 +115,13 @@ def test_all_tokens_of_the_replay_are_scored_again_with_their_own_versions(repla
 
 def test_a_kept_version_is_the_checkpoint_of_its_step_and_loads_elsewhere(replayed_run, tmp_path):
     """Rebuilt from the base model and the changes, with every byte; transformers and vLLM agree."""
-    for step in (4, 8):
-        rebuilt = tmp_path / f"version_{step}"
-        folder = str(replayed_run.folder)
-        assert versions([folder, "--version", str(step), "--to", str(rebuilt)]) == 0
-        saved = replayed_run.folder / "checkpoints" / f"step_{step}"
-        names = {path.name for path in saved.iterdir()} - {"state"}
-        assert {path.name for path in rebuilt.iterdir()} == names
-        for name in names:
-            assert (rebuilt / name).read_bytes() == (saved / name).read_bytes(), name
+    rebuilt, folder = tmp_path / "version_8", str(replayed_run.folder)
+    assert versions([folder, "--version", "8", "--to", str(rebuilt)]) == 0
+    saved = replayed_run.folder / "checkpoints" / "step_8"
+    names = {path.name for path in saved.iterdir()} - {"state"}
+    assert {path.name for path in rebuilt.iterdir()} == names
+    for name in names:
+        assert (rebuilt / name).read_bytes() == (saved / name).read_bytes(), name
     code = LOADS.format(folder=str(rebuilt))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,7 +18,6 @@ import torchrl.data.replay_buffers.storages.base as storages
 from interleavings.roles import Generator
 
 import grpo_components.cluster.cluster as cluster_module
-import grpo_components.cluster.role_process as role_process
 import grpo_components.exchange.replay_buffer as buffer_module
 import grpo_components.records.receipts as receipts_module
 from grpo_components.cluster.handles import ReplayBufferHandle
@@ -140,7 +139,6 @@ def without_ray() -> Iterator[None]:
             },
             receipts_module: {"ChainedFile": Pages},
             storages: {"mp": SimpleNamespace(RLock=threading.RLock, Value=_Value)},
-            role_process: {"ray": SimpleNamespace(kill=lambda host: host.end())},
             buffer_module: {
                 "concatenate": list,
                 "batch_hash": lambda batch: f"{[group.group_id for group in batch]}",

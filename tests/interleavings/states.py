@@ -10,9 +10,9 @@ from collections.abc import Callable
 from types import CoroutineType, MethodType
 from typing import Any
 
-from interleavings.processes import Process, Reference, RemoteCall
 from interleavings.roles import Generator, Sampled, Trainer
 from interleavings.world import World
+from lib.role import Reference, RemoteCall, StandInHost
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.calls import Call, Part
@@ -116,7 +116,7 @@ class _World:
             last,
         )
 
-    def _process(self, process: Process) -> Any:
+    def _process(self, process: StandInHost) -> Any:
         return process.name, process.alive, self._of_role(process.role)
 
     @staticmethod

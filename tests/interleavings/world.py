@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from interleavings.around import Checkpoints, Prompts, Start
 from interleavings.controlled_loops import ControlledLoop
-from interleavings.processes import PURE, Process, RemoteCall
 from interleavings.roles import BrokenRule, Generator, Reference, Trainer
+from lib.role import NEVER_S, RemoteCall, StandInHost, stand_in_role
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.cluster import Cluster
@@ -40,8 +40,17 @@ from grpo_components.replay.event_order import Event, EventOrder
 from grpo_components.training.step_result import StepResult
 from grpo_components.twin.simulation import _recipe_class
 
-NEVER_S = 1e9
-"""Time-outs, none of which ends: what would wait so long is a deadlock."""
+PURE = {
+    *("gather_weights", "train_step", "hold_state", "write_state", "load_state", "read_state"),
+    *("export_weights", "add_logprobs", "acknowledge", "begin_attempt", "refill", "start"),
+}
+"""Calls whose work nobody sees before the caller has the answer: both are one step."""
+WITH_PARTS = {"add", "load_weights"}
+"""Calls that wait for another role's result, and may be overtaken meanwhile: a step of their own.
+
+All others reach their role in the order in which the driver sends them, so that they can begin when
+they are sent: no other role sees what they change.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,12 +96,12 @@ class World:
     def __init__(self, bound: Bound, logs: Path) -> None:
         self.bound, self.now = bound, 0.0
         self.driver = ControlledLoop(lambda: self.now)
-        self.processes: list[Process] = []
+        self.processes: list[StandInHost] = []
         self.files: dict[str, Any] = {}
         self.crashes_left, self.early_left = int(bool(bound.crash)), bound.early
         self.events: list[Event] = []
         self.published = -1
-        self.broken: BrokenRule | None = None
+        self.broken: AssertionError | None = None
         """Rule that a role found broken."""
         self._build(logs)
         self.main = self.driver.create_task(self._main())
@@ -105,24 +114,34 @@ class World:
     # ---- building
 
     def _role(self, name: str, build: Callable[[], Any], **options: Any) -> Role:
-        def start_host(incarnation: int) -> tuple[Any, Any]:
-            process = Process(self, name, build)
-            return process, process.start.remote() if incarnation else None
-
-        role = Role(
-            name,
-            f"/nowhere/{name}.log",
-            start_host,
-            budget=self.budget,
-            note=lambda line: None,
-            record=self.ledger.events.record,
-            started=lambda name, identity: None,
-            names=self._names,
-            **options,
+        record, names = self.ledger.events.record, self._names
+        role = stand_in_role(
+            name, build, self, budget=self.budget, record=record, names=names, **options
         )
-        role._start_timeout_s = NEVER_S  # `ready` would set it
+        role.pause = asyncio.sleep  # its end is a step
         self.cluster.roles.append(role)
         return role
+
+    # ---- the calls on roles: see `lib.role.Scheduler`
+
+    def started(self, host: StandInHost) -> None:
+        """Give a process a loop of its own."""
+        host.loop = ControlledLoop()
+        self.processes.append(host)
+
+    def sent(self, call: RemoteCall) -> None:
+        """Begin a call, unless that is a step of its own."""
+        if call.method not in PURE and call.method not in WITH_PARTS:
+            self._begin(call)
+
+    def answered(self, call: RemoteCall) -> None:
+        """Note what is broken; that an answer arrives is a step."""
+        if isinstance(call.error, AssertionError):
+            self.broken = call.error
+
+    def _begin(self, call: RemoteCall) -> None:
+        call.begin()
+        call.host.loop.run_all()
 
     def _build(self, logs: Path) -> None:
         bound, limit = self.bound, NEVER_S
@@ -283,7 +302,7 @@ class World:
         if call.method == "start":
             call.answer({"pid": 0, "node_id": ""})
         else:
-            call.begin()
+            self._begin(call)
         if call.method in PURE and call.stage == "answered":
             call.arrive()
 
@@ -295,13 +314,13 @@ class World:
         self.now = max(self.now, timer.when())
         self.driver.wake(timer)
 
-    def _deaths(self, process: Process) -> Iterator[Choice]:
+    def _deaths(self, process: StandInHost) -> Iterator[Choice]:
         """Yield the deaths of a process, which differ in how many answers it still sent."""
         for answers in range(1 + sum(call.stage == "answered" for call in process.calls)):
             how = f", its last {answers} answers arrive" if answers else ""
             yield Choice(f"{process.name} dies{how}", partial(self._crash, process, answers))
 
-    def _crash(self, process: Process, answers: int) -> None:
+    def _crash(self, process: StandInHost, answers: int) -> None:
         self.crashes_left -= 1
         process.end(answers)
 

@@ -53,7 +53,7 @@ class Talkative:
 
 
 def full_knobs(folder, tiny_policy, judge_url):
-    """Two of everything, reference, teacher, reward model and judge; some sessions are long.
+    """Two generators, reference, teacher, reward model and judge; some sessions are long.
 
     Groups 6 and 7 start after the first step and have 21 turns, all others have one. Steps 2 and 3
     have their groups in the buffer already. The rollouts that start after them are on the same
@@ -66,8 +66,9 @@ def full_knobs(folder, tiny_policy, judge_url):
     return (
         *("num_steps=8", "groups_per_step=2", "group_size=2", "eval_dataset.num_rows=2"),
         *("rollouts_in_flight=3", "pull_every_m_rollouts=1", "shuffle=false"),
-        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=8"),
-        *("stale_groups=wait", "reward_model.weight=0.5", "log_token_logprobs=true"),
+        *("generator.max_response_tokens=400", "generator.temperature=2", "eval_every_n_steps=5"),
+        *("num_generators=2", "loss.kl_coeff=0.01", "stale_groups=wait", "log_token_logprobs=true"),
+        "reward_model.weight=0.5",
         f"reward_model.path={folder / 'classifier'}",
         "environment._component_=grpo_components.rollout.multi_turn.MultiTurnEnvironment",
         "environment.max_turns=21",
@@ -99,9 +100,7 @@ def full_run(shared_runs, tiny_policy):
         with judge_server() as judge, starter(tiny_policy, folder) as tune:
             judge.default = lambda _: f"Score: {random.random():.3f}"
             knobs = full_knobs(folder, tiny_policy, judge.url)
-            process, output_dir = tune(
-                *knobs, "push=delta", config="tiny_async_grpo_2x2", recipe=recipe, env=environment
-            )
+            process, output_dir = tune(*knobs, "push=delta", recipe=recipe, env=environment)
             shown = wait_for_line(process)
             seen = {"listening": listening(process), "temporary": temporary_files(process.pid)}
             rest, _ = process.communicate(timeout=1500)
@@ -126,7 +125,7 @@ def listening(process):
 
 @pytest.fixture
 def replayed_run(shared_runs, tiny_policy, full_run):
-    """The replay of `full_run`, whose judge is gone: whole pushes, and all versions kept.
+    """The replay of `full_run`, whose judge is gone: whole pushes over gloo, and all versions kept.
 
     It asks for a what-if that changes nothing.
     """
@@ -136,9 +135,8 @@ def replayed_run(shared_runs, tiny_policy, full_run):
             output, output_dir = succeed(
                 tune,
                 *full_knobs(full_run.folder.parent, tiny_policy, full_run.seen["judge"]),
-                "keep_policy_versions=true",
+                *("weights=gloo", "keep_policy_versions=true"),
                 *(f"replay_events={full_run.folder}", "replay_until=4"),
-                config="tiny_async_grpo_2x2",
                 cwd=full_run.folder.parent,
             )
         return FinishedRun(output_dir, output)

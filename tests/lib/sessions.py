@@ -1,8 +1,7 @@
-"""A small tokenizer, and an engine that says what a test wants, for the tests of sessions."""
+"""A small tokenizer, and an engine that says given texts, for the tests of sessions."""
 
 import json
-from concurrent.futures import Future
-from types import SimpleNamespace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_components.agents.sampling import AnswerSampler
 from grpo_components.agents.session import Session, SessionLimits
+from grpo_components.rollout.completions import Completion
+from lib.engine import StandInEngine
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -33,37 +34,26 @@ def build_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=bpe)
 
 
-class ScriptedEngine:
+class Script:
     """Answers with the given texts, one token for each character or control token."""
 
     def __init__(self, chat, *texts):
-        self.chat, self.texts = chat, list(texts)
-        self.requests, self.held = [], []
-        self.hold = False
+        self.chat, self.texts, self.number = chat, list(texts), 0
 
-    def submit(self, prompt_ids, *, max_tokens, watch=None, **sampling):
-        future = Future()
-        self.requests.append((list(prompt_ids), max_tokens, sampling))
-        text = self.texts.pop(0) if self.texts else "x<|im_end|>"
-        ids = tokens_of(self.chat, text)[:max_tokens]
-        reason = "stop" if ids[-1] in self.chat.stop_token_ids else "length"
-        for size in range(1, len(ids)) if watch else ():
-            if watch(ids[:size]):
-                ids, reason = ids[:size], "stop"
-                break
-        number = len(self.requests)
-        found = SimpleNamespace(
+    def __call__(self, request):
+        self.number += 1
+        ids = tokens_of(self.chat, self.texts.pop(0) if self.texts else "x<|im_end|>")
+        return Completion(
             token_ids=np.array(ids, np.int64),
-            logprobs=np.full(len(ids), -number, np.float32),
-            token_versions=np.full(len(ids), number, np.int32),
-            finish_reason=reason,
-            cached_tokens=0,
+            logprobs=np.full(len(ids), -self.number, np.float32),
+            token_versions=np.full(len(ids), self.number, np.int32),
+            finish_reason="stop" if ids[-1] in self.chat.stop_token_ids else "length",
+            cached_tokens=3,
         )
-        if self.hold:
-            self.held.append((future, found))
-        else:
-            future.set_result(found)
-        return future
+
+
+def scripted_engine(chat, *texts, **options):
+    return StandInEngine(Script(chat, *texts), **options)
 
 
 def tokens_of(chat, text):
@@ -81,7 +71,8 @@ LIMITS = SessionLimits(
 def make_session(chat, engine, limits=LIMITS):
     """A session; called in the event loop that it lives in."""
     name = "group 0 sample 0"
-    sampler = AnswerSampler(name, chat, engine.submit, lambda *key: hash(key) % 2**31)
+    submit = partial(engine.submit, temperature=limits.temperature)
+    sampler = AnswerSampler(name, chat, submit, lambda *key: hash(key) % 2**31)
     return Session(name, chat, sampler, limits)
 
 

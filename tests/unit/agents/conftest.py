@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from lib.sessions import CHATML, LIMITS, ScriptedEngine, build_tokenizer, make_session
+from lib.sessions import CHATML, LIMITS, build_tokenizer, make_session, scripted_engine
 
 from grpo_components.agents.chat import Chat
 from grpo_components.agents.server import AgentServer
@@ -38,7 +38,7 @@ def serve(server, make_chat):
     """Opens sessions; returns the engine, the session and its client."""
     clients = []
 
-    def open_session(*texts, parse=None, limits=LIMITS, engine=ScriptedEngine):
+    def open_session(*texts, parse=None, limits=LIMITS, engine=scripted_engine):
         chat = make_chat(parse=parse)
         played = engine(chat, *texts)
 

@@ -9,6 +9,7 @@ import urllib.request
 
 import openai
 import pytest
+from lib.engine import Request
 from lib.sessions import Parser
 
 from grpo_components.agents.server import AgentServer
@@ -106,12 +107,11 @@ def test_a_reward_can_be_posted(serve):
 
 def test_a_client_that_disconnects_leaves_nothing_to_train(serve, server):
     engine, session, client = serve("abc<|im_end|>", "abc<|im_end|>")
-    engine.hold = True
+    held, engine.arrived = [], lambda request: held.append(request)
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.3).chat.completions.create(model="m", messages=USER)
-    future, found = engine.held.pop()
-    future.set_result(found)
-    engine.hold = False
+    held.pop().finish()
+    engine.arrived = Request.finish
     client.chat.completions.create(model="m", messages=USER)
     facts = session.facts()
     assert facts["calls"] == 2

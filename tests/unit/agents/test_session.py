@@ -2,21 +2,25 @@
 
 import asyncio
 import json
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lib.engine import StandInEngine
 from lib.properties import many
 from lib.sessions import (
     CHATML,
     DROPS_THOUGHTS,
     LIMITS,
     Parser,
-    ScriptedEngine,
+    Script,
     ask,
     make_session,
+    scripted_engine,
     tokens_of,
 )
 
@@ -40,7 +44,7 @@ def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat, "abab<|im_end|>", "ab<|im_end|>")
+        engine = scripted_engine(chat, "abab<|im_end|>", "ab<|im_end|>")
         session = make_session(chat, engine)
         first = await ask(session, USER)
         await ask(session, said(first, "more"))
@@ -48,12 +52,12 @@ def test_a_chat_goes_on_with_the_tokens_that_were_sampled(make_chat):
 
     engine, session = asyncio.run(run())
     (part,) = session.parts()
-    known = [*engine.requests[0][0], *chat.encode("a"), *chat.encode("b")]
-    assert engine.requests[1][0][: len(known)] == known  # retokenized, `abab` would be one token
+    known = [*engine.requests[0].prompt_ids, *chat.encode("a"), *chat.encode("b")]
+    assert engine.requests[1].prompt_ids[: len(known)] == known  # else `abab` would be one token
     assert chat.encode("abab") != [*chat.encode("a"), *chat.encode("b")] * 2
-    assert part.prompt_ids.tolist() == engine.requests[0][0]
+    assert part.prompt_ids.tolist() == engine.requests[0].prompt_ids
     whole = [*part.prompt_ids.tolist(), *part.response_ids.tolist()]
-    assert whole[: len(engine.requests[1][0])] == engine.requests[1][0]
+    assert whole[: len(engine.requests[1].prompt_ids)] == engine.requests[1].prompt_ids
     assert chat.decode(sampled(part)) == "abab<|im_end|>ab<|im_end|>"
     assert part.versions[part.response_mask].tolist() == [1] * 5 + [2] * 3
     assert (part.versions[~part.response_mask] == -1).all()
@@ -64,7 +68,7 @@ def test_a_template_that_drops_thoughts_forks_the_session_and_says_where(make_ch
     chat = make_chat(DROPS_THOUGHTS)
 
     async def run():
-        engine = ScriptedEngine(chat, "<think>hm</think>yes<|im_end|>", "no<|im_end|>")
+        engine = scripted_engine(chat, "<think>hm</think>yes<|im_end|>", "no<|im_end|>")
         session = make_session(chat, engine)
         first = await ask(session, USER)
         await ask(session, said(first, "sure?"))
@@ -74,11 +78,11 @@ def test_a_template_that_drops_thoughts_forks_the_session_and_says_where(make_ch
     first, second = session.parts()
     assert chat.decode(sampled(first)) == "<think>hm</think>yes<|im_end|>"
     assert chat.decode(sampled(second)) == "no<|im_end|>"
-    assert second.prompt_ids.tolist() == engine.requests[1][0]
+    assert second.prompt_ids.tolist() == engine.requests[1].prompt_ids
     assert "think" not in chat.decode(second.prompt_ids.tolist())
     (fork,) = session.facts()["forks"]
     assert (fork["call"], fork["after"]) == (2, 1)
-    assert fork["token"] == len(engine.requests[0][0])  # the first of its answer
+    assert fork["token"] == len(engine.requests[0].prompt_ids)  # the first of its answer
     assert fork["why"] == "its answer was rewritten"
 
 
@@ -86,7 +90,7 @@ def test_an_edited_question_forks_at_its_token(make_chat):
     chat = make_chat()
 
     async def run():
-        session = make_session(chat, ScriptedEngine(chat, "yes<|im_end|>"))
+        session = make_session(chat, scripted_engine(chat, "yes<|im_end|>"))
         await ask(session, USER)
         await ask(session, [{"role": "user", "content": "abac?"}])
         return session
@@ -109,7 +113,7 @@ def test_another_spelling_of_the_same_tool_call_is_no_fork(make_chat, spelling, 
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
     async def run():
-        engine = ScriptedEngine(chat, f"<tool_call>{spelling}</tool_call><|im_end|>")
+        engine = scripted_engine(chat, f"<tool_call>{spelling}</tool_call><|im_end|>")
         session = make_session(chat, engine)
         answer = await ask(session, USER, tools=tools)
         call = answer["tool_calls"][0]
@@ -127,7 +131,7 @@ def test_parallel_calls_train_what_they_share_once(make_chat):
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat, "abc<|im_end|>", "d<|im_end|>", "e<|im_end|>")
+        engine = scripted_engine(chat, "abc<|im_end|>", "d<|im_end|>", "e<|im_end|>")
         session = make_session(chat, engine)
         first = await ask(session, USER)
         await asyncio.gather(*(ask(session, said(first, text)) for text in "pq"))
@@ -144,7 +148,7 @@ def test_several_choices_are_trajectories_of_one_prompt(make_chat):
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat, "a<|im_end|>", "b<|im_end|>")
+        engine = scripted_engine(chat, "a<|im_end|>", "b<|im_end|>")
         session = make_session(chat, engine)
         call, text = await session.answer("chat", {"messages": USER, "n": 2})
         session.deliver(call)
@@ -152,8 +156,8 @@ def test_several_choices_are_trajectories_of_one_prompt(make_chat):
 
     engine, session, body = asyncio.run(run())
     assert [choice["message"]["content"] for choice in body["choices"]] == ["a", "b"]
-    assert len({sampling["seed"] for _, _, sampling in engine.requests}) == 2
-    assert len({sampling["name"] for _, _, sampling in engine.requests}) == 2
+    assert len({request.seed for request in engine.requests}) == 2
+    assert len({request.name for request in engine.requests}) == 2
     assert len(session.parts()) == 2
 
 
@@ -161,7 +165,7 @@ def test_an_answer_that_nobody_got_is_neither_trained_nor_continued(make_chat):
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat, "abc<|im_end|>", "abc<|im_end|>")
+        engine = scripted_engine(chat, "abc<|im_end|>", "abc<|im_end|>")
         session = make_session(chat, engine)
         await ask(session, USER, deliver=False)
         first = await ask(session, USER)  # a client's second try
@@ -180,7 +184,7 @@ def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat, "1+2=3abc", "9<|im_end|>")
+        engine = scripted_engine(chat, "1+2=3abc", "9<|im_end|>")
         session = make_session(chat, engine)
         call, text = await session.answer("text", {"prompt": "abab", "stop": ["=3"]})
         session.deliver(call)
@@ -195,14 +199,14 @@ def test_a_stop_ends_the_record_where_it_ends_the_answer(make_chat):
     assert chat.decode(sampled(part)) == "1+2=39<|im_end|>"
     assert chat.decode(part.response_ids.tolist()) == "1+2=3!9<|im_end|>"
     assert session.facts()["sampled_tokens"] == 5 + 2  # none after the stop
-    assert chat.encode("=3")[0] not in engine.requests[0][2]["stop_token_ids"]
+    assert chat.encode("=3")[0] not in engine.requests[0].stop_token_ids
 
 
 def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_it(make_chat):
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat, "abab\nc", "d\n", "e<|im_end|>")
+        engine = scripted_engine(chat, "abab\nc", "d\n", "e<|im_end|>")
         session, text = make_session(chat, engine), "q"
         for _ in range(3):
             call, body = await session.answer("text", {"prompt": text, "stop": "\n"})
@@ -214,7 +218,7 @@ def test_a_text_that_goes_on_without_the_stop_continues_what_was_sampled_before_
     (part,) = session.parts()
     assert chat.decode(part.response_ids.tolist()) == "abab!d!e<|im_end|>"
     assert chat.decode(sampled(part)) == "ababde<|im_end|>"
-    assert engine.requests[1][0][1:3] == [*chat.encode("a"), *chat.encode("b")]
+    assert engine.requests[1].prompt_ids[1:3] == [*chat.encode("a"), *chat.encode("b")]
     assert session.facts()["forks"] == []
     assert session.facts()["sampled_tokens"] == 6 + 2 + 2
     assert session.facts()["unanswered_tokens"] == 3  # the end of two answers, and what followed
@@ -224,7 +228,7 @@ def test_a_second_continuation_of_an_answer_is_a_fork_that_is_recorded(make_chat
     chat = make_chat()
 
     async def run():
-        session = make_session(chat, ScriptedEngine(chat, "abc<|im_end|>"))
+        session = make_session(chat, scripted_engine(chat, "abc<|im_end|>"))
         first = await ask(session, USER)
         for text in "pq":
             await ask(session, said(first, text))
@@ -241,14 +245,13 @@ def test_which_of_two_equal_answers_goes_on_does_not_depend_on_the_order_of_arri
 ):
     chat = make_chat()
 
-    class BySeed(ScriptedEngine):
-        def submit(self, *args, **sampling):
-            future = super().submit(*args, **sampling)
-            future.result().logprobs[:] = -(sampling["seed"] % 1000) / 1000
-            return future
+    def by_seed(script, request):
+        said = script(request)
+        return replace(said, logprobs=said.logprobs * 0 - request.seed % 1000 / 1000)
 
     async def run(seeds):
-        session = make_session(chat, BySeed(chat, *["same="] * 2, "on"))
+        script = Script(chat, *["same="] * 2, "on")
+        session = make_session(chat, StandInEngine(partial(by_seed, script)))
         for seed in seeds:
             call, _ = await session.answer("text", {"prompt": "q", "seed": seed, "stop": "="})
             session.deliver(call)
@@ -265,18 +268,18 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):
     prompt = [*chat.encode("q"), *chat.encode("a"), *chat.encode("b")]
 
     async def run():
-        engine = ScriptedEngine(chat, "ab", "c<|im_end|>")
+        engine = scripted_engine(chat, "ab", "c<|im_end|>")
         session = make_session(chat, engine)
         call, _ = await session.answer("text", {"prompt": prompt, "max_tokens": 2})
         session.deliver(call)
         call, _ = await session.answer(
-            "text", {"prompt": [*engine.requests[0][0], *chat.encode("ab")]}
+            "text", {"prompt": [*engine.requests[0].prompt_ids, *chat.encode("ab")]}
         )
         session.deliver(call)
         return engine, session
 
     engine, session = asyncio.run(run())
-    assert engine.requests[0][0] == prompt
+    assert engine.requests[0].prompt_ids == prompt
     assert len(session.parts()) == 2  # `ab` as one token is not what was sampled
     assert session.facts()["forks"][0]["call"] == 2
 
@@ -285,7 +288,7 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is(make_chat):
 def test_a_number_that_is_no_token_is_refused_and_the_session_goes_on(make_chat, number):
     async def run():
         chat = make_chat()
-        session = make_session(chat, ScriptedEngine(chat, "a<|im_end|>"))
+        session = make_session(chat, scripted_engine(chat, "a<|im_end|>"))
         with pytest.raises(RequestError, match="list of token ids of the policy"):
             await session.answer("text", {"prompt": [number]})
         return session
@@ -325,7 +328,7 @@ def test_what_would_change_the_distribution_is_refused(make_chat, body, paramete
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat)
+        engine = scripted_engine(chat)
         session = make_session(chat, engine)
         with pytest.raises(RequestError, match=text) as caught:
             await session.answer("chat", {"messages": USER, **body})
@@ -341,7 +344,7 @@ def test_what_changes_nothing_is_taken(make_chat):
     same = {"temperature": 1.0, "top_p": 1, "presence_penalty": 0, "user": "me", "logprobs": None}
 
     async def run():
-        session = make_session(chat, ScriptedEngine(chat))
+        session = make_session(chat, scripted_engine(chat))
         return await ask(session, USER, **same)
 
     assert asyncio.run(run())["content"] == "x"
@@ -351,7 +354,7 @@ def test_a_conversation_without_room_is_refused_by_its_limit(make_chat):
     chat = make_chat()
 
     async def run():
-        engine = ScriptedEngine(chat, "a" * 200)
+        engine = scripted_engine(chat, "a" * 200)
         session = make_session(chat, engine)
         first = await ask(session, USER)
         with pytest.raises(RequestError, match="max_response_tokens is 120") as used_up:
@@ -361,7 +364,7 @@ def test_a_conversation_without_room_is_refused_by_its_limit(make_chat):
         return engine, used_up.value, too_long.value
 
     engine, *errors = asyncio.run(run())
-    assert engine.requests[0][1] == 120
+    assert engine.requests[0].max_tokens == 120
     assert {error.code for error in errors} == {"context_length_exceeded"}
 
 
@@ -369,7 +372,7 @@ def test_too_many_calls_fail_the_session(make_chat):
     chat = make_chat()
 
     async def run():
-        session = make_session(chat, ScriptedEngine(chat))
+        session = make_session(chat, scripted_engine(chat))
         for _ in range(LIMITS.max_calls):
             await ask(session, USER)
         with pytest.raises(RequestError) as caught:
@@ -386,11 +389,11 @@ def test_names_and_seeds_do_not_depend_on_the_order_of_arrival(make_chat):
     chats = [[{"role": "user", "content": text}] for text in ("one", "two", "one")]
 
     async def run(order):
-        engine = ScriptedEngine(chat)
+        engine = scripted_engine(chat)
         session = make_session(chat, engine)
         for index in order:
             await ask(session, chats[index])
-        found = {(s["name"], s["seed"]) for _, _, s in engine.requests}
+        found = {(request.name, request.seed) for request in engine.requests}
         return found, [part.prompt_ids.tolist() for part in session.parts()]
 
     assert asyncio.run(run([0, 1, 2])) == asyncio.run(run([1, 2, 0]))
@@ -440,7 +443,7 @@ def test_no_token_drifts_where_the_template_drops_thoughts(make_chat):
 
     async def run():
         texts = [f"<think>ab{i}</think>abab<|im_end|>" for i in range(3)]
-        session, messages = make_session(chat, ScriptedEngine(chat, *texts)), list(USER)
+        session, messages = make_session(chat, scripted_engine(chat, *texts)), list(USER)
         for _ in range(3):
             answer = await ask(session, messages)
             messages += said(answer, "ab?")[-2:]
@@ -459,7 +462,7 @@ def test_tokens_that_follow_others_than_the_policy_saw_are_counted_as_drift(make
     chat = make_chat()
 
     async def run():
-        session = make_session(chat, ScriptedEngine(chat, "abc<|im_end|>", "de<|im_end|>"))
+        session = make_session(chat, scripted_engine(chat, "abc<|im_end|>", "de<|im_end|>"))
         first = await ask(session, USER)
         await ask(session, said(first, "more"))
         return session
@@ -482,7 +485,7 @@ def test_a_call_gets_its_own_reward_and_passes_it_on_to_those_before_it(make_cha
 
     async def run():
         texts = "a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "other<|im_end|>"
-        session, messages = make_session(chat, ScriptedEngine(chat, *texts)), list(USER)
+        session, messages = make_session(chat, scripted_engine(chat, *texts)), list(USER)
         ids = []
         for _ in range(3):
             body = await completed(session, messages)
@@ -514,11 +517,11 @@ def test_a_seed_repeats_an_answer_and_its_absence_does_not(make_chat):
     chat = make_chat()
 
     async def run(**body):
-        engine = ScriptedEngine(chat)
+        engine = scripted_engine(chat)
         session = make_session(chat, engine)
         for _ in range(2):
             await ask(session, USER, **body)
-        return [sampling["seed"] for _, _, sampling in engine.requests]
+        return [request.seed for request in engine.requests]
 
     first, second = asyncio.run(run(seed=0))
     assert first == second
@@ -529,7 +532,7 @@ def test_logprobs_are_those_of_the_sampled_tokens(make_chat):
     chat = make_chat()
 
     async def run():
-        session = make_session(chat, ScriptedEngine(chat, "ab<|im_end|>", "cd"))
+        session = make_session(chat, scripted_engine(chat, "ab<|im_end|>", "cd"))
         body = await completed(session, USER, logprobs=True)
         _, text = await session.answer("text", {"prompt": "q", "logprobs": 0, "max_tokens": 2})
         return body["choices"][0], json.loads(text)["choices"][0]

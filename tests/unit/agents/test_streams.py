@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-import threading
-from concurrent.futures import Future
-from types import SimpleNamespace
+from queue import SimpleQueue
 
-import numpy as np
 import pytest
-from lib.sessions import Parser, ScriptedEngine, tokens_of
+from lib.sessions import Parser, scripted_engine
 
 from grpo_components.agents.streams import AnswerWatch, first_of
 
@@ -16,36 +13,12 @@ USER = [{"role": "user", "content": "abab?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-class SteppedEngine(ScriptedEngine):
-    """Samples one token each time that a test says so."""
-
-    def submit(self, prompt_ids, *, max_tokens, watch=None, **sampling):
-        self.ids = tokens_of(self.chat, self.texts.pop(0))[:max_tokens]
-        self.requests.append((list(prompt_ids), max_tokens, sampling))
-        self.watch, self.future, self.size = watch, Future(), 0
-        self.asked.set()
-        return self.future
-
-    def __init__(self, chat, *texts):
-        super().__init__(chat, *texts)
-        self.asked = threading.Event()
-
-    def step(self, count=1):
-        """Sample tokens; the last one, or one at which the watch ends, finishes the request."""
-        for _ in range(count):
-            self.size += 1
-            ended = self.size == len(self.ids) or self.watch(self.ids[: self.size])
-            if ended:
-                size = self.size
-                found = SimpleNamespace(
-                    token_ids=np.array(self.ids[:size], np.int64),
-                    logprobs=np.full(size, -0.5, np.float32),
-                    token_versions=np.zeros(size, np.int32),
-                    finish_reason="stop",
-                    cached_tokens=3,
-                )
-                self.future.set_result(found)
-                return
+def stepped(chat, *texts):
+    """An engine whose requests wait in `asked`, and sample when a test says so."""
+    engine = scripted_engine(chat, *texts)
+    engine.asked = SimpleQueue()
+    engine.arrived = engine.asked.put
+    return engine
 
 
 def content(event):
@@ -53,36 +26,38 @@ def content(event):
 
 
 def test_a_stream_comes_token_by_token_and_ends_like_a_whole_answer(serve):
-    engine, session, client = serve("hello<|im_end|>", engine=SteppedEngine)
+    engine, session, client = serve("hello<|im_end|>", engine=stepped)
     options = {"include_usage": True}
     stream = client.chat.completions.create(
         model="m", messages=USER, stream=True, stream_options=options, logprobs=True
     )
     assert next(stream).choices[0].delta.role == "assistant"
+    request = engine.asked.get(timeout=10)
     for letter in "hello":
-        engine.step()
+        request.step()
         assert content(next(stream)) == letter  # before the next token is sampled
     assert session.parts() == []  # nothing is delivered yet
-    engine.step()
+    request.step()
     last, usage = stream
     assert last.choices[0].finish_reason == "stop"
     assert [entry.token for entry in last.choices[0].logprobs.content] == list("hello")
     assert usage.usage.completion_tokens == 6
     assert usage.usage.prompt_tokens_details.cached_tokens == 3
     (part,) = session.parts()
-    assert part.response_ids.tolist() == engine.ids
+    assert part.response_ids.tolist() == request.answer.token_ids.tolist()
     assert session.facts()["cached_tokens"] == 3
 
 
 def test_a_client_that_leaves_a_stream_gets_nothing_trained_and_all_of_it_counted(serve, server):
-    engine, session, client = serve("hello<|im_end|>", engine=SteppedEngine)
+    engine, session, client = serve("hello<|im_end|>", engine=stepped)
     with client.chat.completions.create(model="m", messages=USER, stream=True) as stream:
         next(stream)
-        engine.step(2)
+        request = engine.asked.get(timeout=10)
+        request.step(2)
         assert content(next(stream)) == "h"
     # The session is still sampling for nobody: the record waits for it.
     settled = server.submit(session.settle())
-    engine.step(4)
+    request.step(4)
     settled.result(10)
     assert session.facts()["sampled_tokens"] == 6
     assert session.parts() == []
@@ -91,23 +66,23 @@ def test_a_client_that_leaves_a_stream_gets_nothing_trained_and_all_of_it_counte
 def test_what_may_be_a_stop_or_a_tool_call_is_held_back(serve):
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     engine, _, client = serve(
-        *(f"so {call}<|im_end|>", "1==2=>3xx"), engine=SteppedEngine, parse=Parser()
+        *(f"so {call}<|im_end|>", "1==2=>3xx"), engine=stepped, parse=Parser()
     )
     stream = client.chat.completions.create(model="m", messages=USER, tools=[TOOL], stream=True)
     next(stream)
-    engine.step(3 + len(call) + 1)
+    engine.asked.get(timeout=10).step(3 + len(call) + 1)
     events = [event.choices[0] for event in stream]
     assert "".join(e.delta.content or "" for e in events) == "so "
     (calls,) = [e.delta.tool_calls for e in events if e.delta.tool_calls]
     assert (calls[0].index, calls[0].function.name) == (0, "f")
     assert events[-1].finish_reason == "tool_calls"
     stream = client.completions.create(model="m", prompt="q", stop="=>", stream=True)
-    engine.asked.wait(10)
-    engine.step(9)
+    request = engine.asked.get(timeout=10)
+    request.step(9)
     events = [event.choices[0] for event in stream]
     assert [e.text for e in events] == ["1", "=", "=2", ""]
     assert events[-1].finish_reason == "stop"
-    assert engine.size == 6  # nothing is sampled after the stop
+    assert request.sampled == 6  # nothing is sampled after the stop
 
 
 def test_several_choices_are_streamed_under_their_numbers(serve):
@@ -122,11 +97,12 @@ def test_several_choices_are_streamed_under_their_numbers(serve):
 def test_an_error_in_the_middle_of_a_stream_reaches_the_client(serve):
     import openai
 
-    engine, session, client = serve("hello", engine=SteppedEngine)
+    engine, session, client = serve("hello", engine=stepped)
     stream = client.chat.completions.create(model="m", messages=USER, stream=True)
     next(stream)
-    engine.step()
-    engine.future.set_exception(RuntimeError("no more"))
+    request = engine.asked.get(timeout=10)
+    request.step()
+    request.future.set_exception(RuntimeError("no more"))
     with pytest.raises(openai.APIError, match="the policy cannot answer: no more"):
         list(stream)
     assert session.failure.result() == "call 1: no more"

@@ -1,6 +1,7 @@
 """The handles call the roles by their methods, and record in the ledger what comes of it."""
 
 import asyncio
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lib.role import stand_in_role, value_of, waits_of
 
 from grpo_components.cluster.batch import Batch, Group
 from grpo_components.cluster.handles import (
@@ -18,7 +20,7 @@ from grpo_components.cluster.handles import (
     RewardModelHandle,
     TrainersHandle,
 )
-from grpo_components.errors import RoleFailedError, RoleLostError
+from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.replay_buffer import ReplayBuffer
@@ -73,16 +75,16 @@ class Sampler:
 class Setting:
     """The real ledger and buffer behind their handles, and one generator."""
 
-    def __init__(self, local_role, wait_for_stale=False, eta=1, groups_per_step=1):
+    def __init__(self, wait_for_stale=False, eta=1, groups_per_step=1):
         contract = StalenessContract(eta, groups_per_step)
         prompts = (({"prompt_index": 10 + i}, 0) for i in range(10**6))
         self.ledger, self.events = Ledger(contract, 50, prompts), []
         self.ledger.events = EventOrder(attempt=3, listeners=[self.events.append])
         self.sampler = Sampler()
-        role = local_role("generator_0", self.sampler)
+        role = stand_in_role("generator_0", self.sampler)
         self.generator = GeneratorHandle(role, self.ledger, 7.0, 9.0)
-        self.buffer_role = local_role(
-            "replay_buffer", ReplayBuffer(contract=contract, timeout_s=0.01)
+        self.buffer_role = stand_in_role(
+            "replay_buffer", lambda: ReplayBuffer(contract=contract, timeout_s=0.01)
         )
         self.buffer = ReplayBufferHandle(
             self.buffer_role, self.ledger, 5.0, 9.0, wait_for_stale=wait_for_stale
@@ -96,22 +98,23 @@ class Setting:
         return [event["event"] for event in self.events]
 
 
-def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded(local_role):
+def test_a_group_is_asked_for_by_its_identity_and_its_end_is_recorded():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
+        waits = waits_of(setting.generator.role)
         group = await setting.generated()
         assert setting.sampler.asked == [(10, 0, 0, 3, 0.5)]
-        assert setting.generator.role.waits == [("generate_group", 7.0)]
+        assert waits == [("generate_group", 7.0)]
         assert group.summary.response_tokens == [3, 3] and group.entry.response_tokens == 3.0
-        assert await group.entry.text == {"text of": 0}
+        assert await value_of(group.entry.text) == {"text of": 0}
         assert setting.names() == ["issue", "finish"]
 
     asyncio.run(run())
 
 
-def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded(local_role):
+def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded():
     async def run():
-        setting = Setting(local_role, eta=3)
+        setting = Setting(eta=3)
         role = setting.generator.role
         setting.generator = GeneratorHandle(role, setting.ledger, 7.0, 9.0, counts_successes=True)
         for scores, result in (
@@ -129,9 +132,9 @@ def test_with_a_curriculum_the_successes_of_what_was_scored_are_recorded(local_r
     asyncio.run(run())
 
 
-def test_room_is_reserved_for_as_many_groups_as_have_it(local_role):
+def test_room_is_reserved_for_as_many_groups_as_have_it():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         generator, room = setting.generator, setting.sampler.room
         room += [2, 1, 3]
         assert [await generator.has_room() for _ in range(3)] == [True] * 3
@@ -144,11 +147,9 @@ def test_room_is_reserved_for_as_many_groups_as_have_it(local_role):
     asyncio.run(run())
 
 
-def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the_weights(
-    local_role,
-):
+def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the_weights():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         setting.sampler.room += [0, 0, 1]
         with pytest.raises(TimeoutError, match=r"generator_0 still samples .* 46 s"):
             await setting.generator.has_room()
@@ -158,23 +159,20 @@ def test_who_keeps_the_room_for_too_long_is_named_unless_an_evaluation_holds_the
     asyncio.run(run())
 
 
-def test_a_lost_generator_has_no_room_and_a_replay_needs_none(local_role, monkeypatch):
-    async def lost(*_, **__):
-        raise RoleLostError("generator_0")
-
+def test_a_lost_generator_has_no_room_and_a_replay_needs_none():
     async def run():
-        setting = Setting(local_role)
-        monkeypatch.setattr(setting.generator.role, "call", lost, raising=False)
+        setting = Setting()
+        setting.generator.role.lost = True
         assert not await setting.generator.has_room()
-        monkeypatch.setattr(setting.ledger.events, "replaying", True)
+        setting.ledger.events = EventOrder(recorded=[{"event": "end", "number": 0}], timeout_s=5)
         assert await setting.generator.has_room()
 
     asyncio.run(run())
 
 
-def test_a_share_of_an_evaluation_is_one_event(local_role):
+def test_a_share_of_an_evaluation_is_one_event():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         results = await setting.generator.evaluate([4, 5], 0.0, 1, step=20, timeout_s=60.0)
         assert results == [{"prompt": 4}, {"prompt": 5}]
         assert setting.events[-1] == {
@@ -185,13 +183,14 @@ def test_a_share_of_an_evaluation_is_one_event(local_role):
     asyncio.run(run())
 
 
-def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way(local_role):
+def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way():
     async def run():
-        setting = Setting(local_role, eta=2)
+        setting = Setting(eta=2)
+        waits = waits_of(setting.buffer_role)
         for version in (0, 0, 3):
             setting.sampler.version = version
             await setting.buffer.add(await setting.generated())
-        assert setting.buffer_role.waits[-1] == ("add", 5.0 + GRACE_S)
+        assert waits[-1] == ("add", 5.0 + GRACE_S)
         setting.ledger.policy_version = 3
         batch = await setting.buffer.take(1)
         assert [entry.group_id for entry in batch.entries] == [2]
@@ -203,73 +202,56 @@ def test_a_batch_is_taken_as_it_was_put_and_stale_groups_are_dropped_on_the_way(
     asyncio.run(run())
 
 
-def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale(local_role):
+def test_with_wait_a_step_lets_groups_finish_that_it_would_make_stale():
     async def run():
-        setting = Setting(local_role, wait_for_stale=True, eta=0)
+        setting = Setting(wait_for_stale=True, eta=0)
         entry = await setting.ledger.admit("generator_0", 1)
         taking = asyncio.create_task(setting.buffer.take(1))
         await asyncio.sleep(0)
-        assert "take" not in [what for what, _ in setting.buffer_role.waits]
+        assert "take" not in setting.buffer_role.process.host.received
         await setting.buffer.add(await setting.generator.generate_group(entry, 1.0))
         assert [e.group_id for e in (await taking).entries] == [entry.group_id]
 
     asyncio.run(run())
 
 
-def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered(local_role):
+def test_a_restarted_buffer_gets_back_what_the_ledger_has_as_buffered():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         for _ in range(2):
             await setting.buffer.add(await setting.generated())
-        contract = StalenessContract(1, 1)
-        setting.buffer_role.target = ReplayBuffer(contract=contract, timeout_s=0.01)
-        await setting.buffer_role.recover()
+        await setting.buffer_role.replay_restart("died")
         assert [(await setting.buffer.take(1)).entries[0].group_id for _ in range(2)] == [0, 1]
 
     asyncio.run(run())
 
 
-class Restarted:
-    """The role of a buffer that restarts during the first calls of `add`."""
-
-    def __init__(self, role, *during):
-        self.role, self.during = role, list(during)
-
-    def submit(self, *call, **options):
-        assert options["once"], "a restart must not repeat it unasked"
-        return self.role.submit(*call, **options)
-
-    async def result(self, part, what, timeout_s):
-        answer = await self.role.result(part, what, timeout_s)
-        return await self.during.pop(0)() if self.during else answer
-
-
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(local_role, taken):
+def test_a_restarted_buffer_gets_a_group_again_unless_a_step_has_taken_it(taken):
     async def run():
-        setting = Setting(local_role)
-        role, group = setting.buffer.role, await setting.generated()
+        setting = Setting()
+        role, group = setting.buffer_role, await setting.generated()
 
-        async def restart():
+        async def pause(seconds):
             if taken:  # the step's answer came before that of `add`, which the restart cancelled
                 await setting.ledger.take([group.entry.group_id])
                 setting.ledger.finish_step(1)
-            await role.call("refill", timeout_s=1)
 
-        setting.buffer.role = Restarted(role, restart)
+        role.process.host.dies_in, role.pause = {"add"}, pause
         await setting.buffer.add(group)
         assert (group.entry.state == "buffered") != taken
-        held = [item.summary.group_id for item in role.target._slots.live.values()]
-        assert held == ([] if taken else [0])
+        with pytest.raises(RoleFailedError) if taken else contextlib.nullcontext():
+            _, found = await role.call("take", 1, 0, timeout_s=1)
+            assert [summary.group_id for summary in found.groups] == [0]
 
     asyncio.run(run())
 
 
-def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(local_role, tmp_path):
+def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(tmp_path):
     """The buffer is restarted while a step trains a group that the next step trains again."""
 
     def setting_with_reuse():
-        setting = Setting(local_role, eta=3, groups_per_step=2)
+        setting = Setting(eta=3, groups_per_step=2)
         setting.ledger.reuse = GroupReuse(StalenessContract(3, 2), 0.5, 3)
         setting.sampler.scores = [(1.0, True), (0.0, False)]
         return setting
@@ -280,9 +262,7 @@ def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(lo
         for _ in range(4):
             await buffer.add(await setting.generated())
         assert [e.group_id for e in (await buffer.take(2)).entries] == [0, 1]
-        restarted = ReplayBuffer(contract=StalenessContract(3, 2), timeout_s=0.01)
-        setting.buffer_role.target = restarted
-        await setting.buffer_role.recover()
+        await setting.buffer_role.replay_restart("died")
         ledger.finish_step(1)
         state, folder = ledger.state_dict(), tmp_path / "state"
         folder.mkdir()
@@ -300,9 +280,9 @@ def test_what_may_be_reused_survives_a_restart_of_the_buffer_and_a_checkpoint(lo
     asyncio.run(run())
 
 
-def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not(local_role):
+def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         group = await setting.generated()
 
         async def failing(kind):
@@ -317,17 +297,15 @@ def test_a_text_that_was_lost_with_a_node_is_left_out_and_another_failure_is_not
     asyncio.run(run())
 
 
-def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(
-    local_role, tmp_path
-):
+def test_checkpointed_groups_come_back_with_their_parts_and_without_their_text(tmp_path):
     async def run():
-        before = Setting(local_role)
+        before = Setting()
         group = await before.generated()
         await before.buffer.add(group)
         assert await before.buffer.texts([group.entry]) == [{"text of": 0}]
         tmp_path.joinpath("state").mkdir()
         assert await before.buffer.write_state(tmp_path / "state", group.entry.parts) is None
-        after = Setting(local_role)
+        after = Setting()
         after.ledger.load_state_dict(before.ledger.state_dict())
         await after.buffer.read_state(tmp_path / "state")
         (entry,) = after.ledger.in_state("buffered")
@@ -343,7 +321,7 @@ def group_of(group_id):
     return Group(entry, f"packed {group_id}", "summary", SimpleNamespace())
 
 
-def test_references_share_the_groups_and_the_kl_goes_to_the_ledger(local_role):
+def test_references_share_the_groups_and_the_kl_goes_to_the_ledger():
     class Reference:
         def __init__(self, number):
             self.number = number
@@ -352,37 +330,38 @@ def test_references_share_the_groups_and_the_kl_goes_to_the_ledger(local_role):
             return f"{packed} with logprobs of {self.number}", [self.number] * G
 
     async def run():
-        roles = [local_role(f"reference_{i}", Reference(i)) for i in range(2)]
+        roles = [stand_in_role(f"reference_{i}", Reference(i)) for i in range(2)]
         references = ReferencesHandle(roles, 9.0)
         groups = [await references.add_logprobs(group_of(i)) for i in range(3)]
-        assert [await group.packed for group in groups] == [
+        assert [await value_of(group.packed) for group in groups] == [
             f"packed {i} with logprobs of {i % 2}" for i in range(3)
         ]
         assert [group.entry.reference_kl for group in groups] == [[0, 0], [1, 1], [0, 0]]
         teachers = ReferencesHandle(roles, 9.0, keep_kl=False)
         graded = await teachers.add_logprobs(groups[0])
-        assert await graded.packed == "packed 0 with logprobs of 0 with logprobs of 0"
+        assert await value_of(graded.packed) == "packed 0 with logprobs of 0 with logprobs of 0"
         graded = await teachers.add_logprobs(group_of(1))
         assert graded.entry.reference_kl is None
 
     asyncio.run(run())
 
 
-def test_the_reward_model_returns_another_group_with_its_text(local_role):
+def test_the_reward_model_returns_another_group_with_its_text():
     class RewardModel:
         def add_scores(self, packed, text):
             return f"{packed}, scored", "new summary", f"{text}, scored"
 
     async def run():
-        handle = RewardModelHandle(local_role("reward_model", RewardModel()), 9.0)
+        handle = RewardModelHandle(stand_in_role("reward_model", RewardModel()), 9.0)
         group = await handle.add_scores(group_of(0))
-        assert (await group.packed, group.summary) == ("packed 0, scored", "new summary")
-        assert await group.entry.text == "text, scored"
+        packed = await value_of(group.packed)
+        assert (packed, group.summary) == ("packed 0, scored", "new summary")
+        assert await value_of(group.entry.text) == "text, scored"
 
     asyncio.run(run())
 
 
-def test_every_rank_gets_each_call_with_the_same_arguments(local_role):
+def test_every_rank_gets_each_call_with_the_same_arguments():
     class Rank:
         def __init__(self, rank):
             self.rank, self.calls = rank, []
@@ -403,7 +382,7 @@ def test_every_rank_gets_each_call_with_the_same_arguments(local_role):
     async def run():
         ledger = SimpleNamespace(steps_done=7)
         ranks = [Rank(rank) for rank in range(2)]
-        roles = [local_role(f"trainer_{rank.rank}", rank) for rank in ranks]
+        roles = [stand_in_role(f"trainer_{rank.rank}", rank) for rank in ranks]
         trainers = TrainersHandle(roles, ledger, 9.0, 5.0)
         batch = Batch("packed", [], [], "", 0, 0, 0.0)
         assert await trainers.train_step(batch, np.array([[1.0, -1.0]])) == "result"

@@ -2,10 +2,10 @@
 
 import asyncio
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
 
 import pytest
 import torch
+from lib.role import stand_in_role
 from safetensors.torch import save_file
 
 from grpo_components.cluster.handles import (
@@ -15,6 +15,7 @@ from grpo_components.cluster.handles import (
     TrainersHandle,
 )
 from grpo_components.cluster.weight_sync import WeightSync
+from grpo_components.errors import RoleFailedError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.policy_versions import KeptVersions, VersionId
@@ -68,22 +69,24 @@ class Server(VLLMParameterServer):
 
 
 class Setting:
-    def __init__(self, local_role, tmp_path, push_every=1, keeps=True):
+    def __init__(self, tmp_path, push_every=1, keeps=True):
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
         self.ledger = Ledger(StalenessContract(9, 1), 50, prompts)
         (tmp_path / "base").mkdir()
         save_file(weights(0), tmp_path / "base" / "model.safetensors")
         self.folders = str(tmp_path / "versions"), str(tmp_path / "base")
         self.trainer, self.engine = Trainer(), Engine()
-        self.server = Server(self.folders)
         self.generator = GeneratorHandle(
-            local_role("generator_0", self.engine), self.ledger, 9.0, 9.0
+            stand_in_role("generator_0", self.engine), self.ledger, 9.0, 9.0
         )
-        server = local_role("parameter_server", self.server)
+        trainer = stand_in_role("trainer_0", self.trainer)
+        self.server_role = server = stand_in_role(
+            "parameter_server", lambda: Server(self.folders), remembers="push"
+        )
         self.roles = Roles(
             generators=[self.generator],
             buffer=SimpleNamespace(),
-            trainers=TrainersHandle([local_role("trainer_0", self.trainer)], self.ledger, 9.0, 9.0),
+            trainers=TrainersHandle([trainer], self.ledger, 9.0, 9.0),
             server=ParameterServerHandle(server, 9.0, keeps_versions=keeps),
             references=None,
             reward_model=None,
@@ -95,6 +98,10 @@ class Setting:
             pull_every_m_rollouts=1,
             push_early=lambda step: False,
         )
+
+    @property
+    def server(self):
+        return self.server_role.process.host.role
 
     async def step(self, skipped=False):
         self.trainer.version += not skipped
@@ -112,13 +119,13 @@ class Setting:
 
 
 @pytest.fixture
-def setting(local_role, tmp_path):
-    return Setting(local_role, tmp_path)
+def setting(tmp_path):
+    return Setting(tmp_path)
 
 
-def test_each_version_is_kept_also_where_it_is_not_published(local_role, tmp_path):
+def test_each_version_is_kept_also_where_it_is_not_published(tmp_path):
     async def run():
-        setting = Setting(local_role, tmp_path, push_every=3)
+        setting = Setting(tmp_path, push_every=3)
         for number in range(7):
             await setting.step(skipped=number == 2)
         assert setting.ledger.published_version == 6
@@ -132,9 +139,6 @@ def test_a_rollback_has_versions_of_its_own(setting):
         for _ in range(3):
             await setting.step()
         setting.ledger.events.attempt = 1
-        setting.server = Server(setting.folders)
-        setting.roles.server._role.target = setting.server
-        setting.roles.server._role.begin_again = AsyncMock()
         await setting.roles.server.begin_again()
         setting.trainer.version = 2
         await setting.weights.restore()
@@ -152,7 +156,7 @@ def test_a_generator_that_joins_late_gets_its_weights_from_the_files(setting):
         await setting.weights.pull(setting.generator, "group 0")
         assert setting.server.rebuilt == [], "it did not restart"
         early = setting.engine.loaded.pop(4)
-        await setting.generator.role.restart()
+        await setting.generator.role.replay_restart("died")
         assert setting.server.rebuilt == [(0, 4)]
         late = setting.engine.loaded[4]
         assert late.keys() == early.keys()
@@ -173,19 +177,21 @@ def test_a_late_generator_refuses_a_damaged_version(setting, tmp_path):
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)
-        with pytest.raises(Exception, match=r"version_1 \(version 1 of attempt 0\) is damaged"):
-            await setting.generator.role.restart()
+        with pytest.raises(RoleFailedError) as failed:
+            await setting.generator.role.replay_restart("died")
+        assert failed.value.role == "parameter_server"
+        assert str(path) in failed.value.what
         assert setting.engine.loaded == {}
 
     asyncio.run(run())
 
 
-def test_without_the_key_nothing_is_written(local_role, tmp_path):
+def test_without_the_key_nothing_is_written(tmp_path):
     async def run():
-        setting = Setting(local_role, tmp_path, push_every=2, keeps=False)
+        setting = Setting(tmp_path, push_every=2, keeps=False)
         for _ in range(3):
             await setting.step()
-        await setting.generator.role.restart()
+        await setting.generator.role.replay_restart("died")
         assert not (tmp_path / "versions").exists() and setting.server.rebuilt == []
 
     asyncio.run(run())

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lib.role import stand_in_role
 
 from grpo_components.cluster.batch import Batch
 from grpo_components.cluster.handles import (
@@ -15,7 +16,7 @@ from grpo_components.cluster.handles import (
 )
 from grpo_components.cluster.turns import Turns
 from grpo_components.cluster.weight_sync import WeightSync
-from grpo_components.errors import RoleLostError
+from grpo_components.errors import RoleFailedError, RoleLostError
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.parameter_server import VLLMParameterServer
 from grpo_components.exchange.staleness import StalenessContract
@@ -78,6 +79,11 @@ class Engine:
         self.name, self.gpu, self.leaves_behind = name, gpu, 0
         self.before_sleep = no_wait
 
+    def awake(self):
+        """The engine of a new process."""
+        self.gpu.asleep.discard(self.name)
+        return self
+
     async def sleep(self):
         await self.before_sleep()
         self.gpu.add(self.name, "sleeps")
@@ -101,7 +107,7 @@ class Engine:
 class Setting:
     """Two trainers and two generators that take turns, at max_staleness 0."""
 
-    def __init__(self, local_role, events=None):
+    def __init__(self, events=None):
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
         self.ledger, self.events = Ledger(StalenessContract(0, B), 50, prompts), []
         self.ledger.events = events or EventOrder()
@@ -110,16 +116,14 @@ class Setting:
         names = {f"generator_{i}" for i in range(2)}
         self.ranks = [Rank(f"trainer_{i}", self.gpu, names) for i in range(2)]
         self.engines = [Engine(name, self.gpu) for name in sorted(names)]
-        generators = [
-            GeneratorHandle(local_role(engine.name, engine), self.ledger, 9.0, 9.0)
-            for engine in self.engines
-        ]
-        ranks = [local_role(rank.name, rank) for rank in self.ranks]
+        roles = [stand_in_role(engine.name, engine.awake) for engine in self.engines]
+        generators = [GeneratorHandle(role, self.ledger, 9.0, 9.0) for role in roles]
+        ranks = [stand_in_role(rank.name, rank, restarts_alone=False) for rank in self.ranks]
         self.roles = Roles(
             generators=generators,
             buffer=SimpleNamespace(),
             trainers=TrainersHandle(ranks, self.ledger, 9.0, 9.0),
-            server=ParameterServerHandle(local_role("server", VLLMParameterServer()), 9.0),
+            server=ParameterServerHandle(stand_in_role("server", VLLMParameterServer()), 9.0),
             references=None,
             reward_model=None,
         )
@@ -152,9 +156,9 @@ class Setting:
         return result
 
 
-def test_each_step_finds_the_generators_asleep_and_the_next_groups_wake_them(local_role):
+def test_each_step_finds_the_generators_asleep_and_the_next_groups_wake_them():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         for version in (1, 2):
             await setting.generate(0, 1)
             result = await setting.train()
@@ -171,9 +175,9 @@ def test_each_step_finds_the_generators_asleep_and_the_next_groups_wake_them(loc
     asyncio.run(run())
 
 
-def test_a_generator_without_a_group_sleeps_on(local_role):
+def test_a_generator_without_a_group_sleeps_on():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.generate(0, 0)
         await setting.train()
         await setting.generate(0, 0)
@@ -183,9 +187,9 @@ def test_a_generator_without_a_group_sleeps_on(local_role):
     asyncio.run(run())
 
 
-def test_after_a_skipped_step_the_same_weights_wake_the_generators(local_role):
+def test_after_a_skipped_step_the_same_weights_wake_the_generators():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.generate(0, 1)
         await setting.train()
         await setting.generate(0, 1)
@@ -199,11 +203,11 @@ def test_after_a_skipped_step_the_same_weights_wake_the_generators(local_role):
     asyncio.run(run())
 
 
-def test_a_skipped_first_step_needs_weights_that_were_never_pushed(local_role):
+def test_a_skipped_first_step_needs_weights_that_were_never_pushed():
     """Version 0 is the base model, which an engine that slept at level 2 no longer has."""
 
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.generate(0, 1)
         await setting.train(skipped=True)
         await setting.generate(0, 1)
@@ -213,9 +217,9 @@ def test_a_skipped_first_step_needs_weights_that_were_never_pushed(local_role):
     asyncio.run(run())
 
 
-def test_a_step_waits_for_an_evaluation_that_still_runs(local_role):
+def test_a_step_waits_for_an_evaluation_that_still_runs():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.generate(0, 1)
         async with setting.generators[1].swapping:  # as an evaluation holds it
             training = asyncio.create_task(setting.train())
@@ -228,14 +232,14 @@ def test_a_step_waits_for_an_evaluation_that_still_runs(local_role):
     asyncio.run(run())
 
 
-def test_in_a_replay_a_step_waits_for_the_end_of_the_evaluation_before_it(local_role):
+def test_in_a_replay_a_step_waits_for_the_end_of_the_evaluation_before_it():
     async def run():
         recorded = [
             {"event": "evaluate", "role": "generator_0", "step": 0, "number": 0},
             {"event": "sleep", "step": 1, "number": 1},
         ]
         order = EventOrder(recorded=recorded, timeout_s=5)
-        setting = Setting(local_role, order)
+        setting = Setting(order)
         training = asyncio.create_task(setting.roles.trainers.train_step(BATCH, np.zeros((B, 2))))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -247,9 +251,9 @@ def test_in_a_replay_a_step_waits_for_the_end_of_the_evaluation_before_it(local_
     asyncio.run(run())
 
 
-def test_a_generator_that_dies_asleep_starts_again_only_after_the_step(local_role):
+def test_a_generator_that_dies_asleep_starts_again_only_after_the_step():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.generate(0, 1)
         for rank in setting.ranks:
             rank.hold = asyncio.Event()
@@ -269,16 +273,15 @@ def test_a_generator_that_dies_asleep_starts_again_only_after_the_step(local_rol
     asyncio.run(run())
 
 
-def test_a_generator_that_restarts_while_others_fall_asleep_is_put_to_sleep_again(local_role):
+def test_a_generator_that_restarts_while_others_fall_asleep_is_put_to_sleep_again():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
 
         async def restart_first():
             setting.engines[1].before_sleep = no_wait
-            while "generator_0" not in setting.gpu.asleep:
+            while setting.generators[0].version != -1:  # it has answered
                 await asyncio.sleep(0)
-            await setting.generators[0].role.pause(0)  # it is not yet the trainers' turn
-            setting.gpu.asleep.discard("generator_0")  # a new process, with an engine that is awake
+            await setting.generators[0].role.replay_restart("died")
 
         setting.engines[1].before_sleep = restart_first
         await setting.generate(0, 1)
@@ -288,13 +291,14 @@ def test_a_generator_that_restarts_while_others_fall_asleep_is_put_to_sleep_agai
     asyncio.run(run())
 
 
-def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for(local_role):
+def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.generate(0, 1)
         setting.ranks[1].fails = True
-        with pytest.raises(RuntimeError, match="trainer_1 died"):
+        with pytest.raises(RoleFailedError) as failed:
             await setting.train()
+        assert failed.value.role == "trainer_1"
         await setting.generators[0].role.pause(0)
         setting.ranks[1].fails = False
 
@@ -312,9 +316,9 @@ def test_a_turn_that_fails_ends_and_a_lost_generator_is_not_waited_for(local_rol
     asyncio.run(run())
 
 
-def test_what_a_failed_environment_left_in_an_engine_is_recorded(local_role):
+def test_what_a_failed_environment_left_in_an_engine_is_recorded():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         setting.engines[1].leaves_behind = 3
         await setting.generate(0, 1)
         await setting.train()
@@ -324,9 +328,9 @@ def test_what_a_failed_environment_left_in_an_engine_is_recorded(local_role):
     asyncio.run(run())
 
 
-def test_no_turn_begins_while_a_group_is_generated(local_role):
+def test_no_turn_begins_while_a_group_is_generated():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.ledger.admit("generator_0", 1)
         with pytest.raises(AssertionError, match=r"groups \[0\] run"):
             await setting.roles.trainers.train_step(BATCH, np.zeros((B, 2)))

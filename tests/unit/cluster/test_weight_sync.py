@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lib.role import stand_in_role
 
 from grpo_components.cluster.handles import (
     GeneratorHandle,
@@ -94,7 +95,7 @@ class DeltaEngine:
 class Setting:
     """The real `WeightSync`, handles, server and ledger around fakes of trainer and engines."""
 
-    def __init__(self, local_role, n=1, m=1, events=None, num_generators=2, deltas=False):
+    def __init__(self, n=1, m=1, events=None, num_generators=2, deltas=False):
         prompts = (({"prompt_index": i}, 0) for i in range(10**6))
         self.ledger = Ledger(StalenessContract(9, 1), 50, prompts)
         self.ledger.events = events or EventOrder()
@@ -104,15 +105,16 @@ class Setting:
         self.trainer = DeltaTrainer() if deltas else Trainer()
         self.engines = [DeltaEngine() if deltas else Engine() for _ in range(num_generators)]
         self.generators = [
-            GeneratorHandle(local_role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
+            GeneratorHandle(stand_in_role(f"generator_{i}", engine), self.ledger, 9.0, 9.0)
             for i, engine in enumerate(self.engines)
         ]
-        trainers = [local_role("trainer_0", self.trainer)]
+        self.trainer_role = stand_in_role("trainer_0", lambda: self.trainer)
+        server = stand_in_role("parameter_server", lambda: self.server)
         self.roles = Roles(
             generators=self.generators,
             buffer=SimpleNamespace(),
-            trainers=TrainersHandle(trainers, self.ledger, 9.0, 9.0),
-            server=ParameterServerHandle(local_role("parameter_server", self.server), 9.0),
+            trainers=TrainersHandle([self.trainer_role], self.ledger, 9.0, 9.0),
+            server=ParameterServerHandle(server, 9.0),
             references=None,
             reward_model=None,
         )
@@ -143,9 +145,9 @@ class Setting:
         return [tuple(e.values())[2:] for e in self.events if e["event"] == name]
 
 
-def test_pushes_come_every_n_versions_and_before_an_evaluation(local_role):
+def test_pushes_come_every_n_versions_and_before_an_evaluation():
     async def run():
-        setting = Setting(local_role, n=3)
+        setting = Setting(n=3)
         assert [await setting.step() for _ in range(4)] == [0, 0, 3, 3]
         assert await setting.step() == 5  # an evaluation follows step 5
         assert await setting.step(skipped=True) == 5
@@ -154,9 +156,9 @@ def test_pushes_come_every_n_versions_and_before_an_evaluation(local_role):
     asyncio.run(run())
 
 
-def test_pulls_come_every_m_rollouts_once_there_is_something_newer(local_role):
+def test_pulls_come_every_m_rollouts_once_there_is_something_newer():
     async def run():
-        setting = Setting(local_role, m=2)
+        setting = Setting(m=2)
         first, second = setting.generators
         assert [await setting.rollout(first) for _ in range(3)] == [0, 0, 0]
         await setting.step()
@@ -180,9 +182,9 @@ def test_pulls_come_every_m_rollouts_once_there_is_something_newer(local_role):
     asyncio.run(run())
 
 
-def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluation(local_role):
+def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluation():
     async def run():
-        setting = Setting(local_role, m=1)
+        setting = Setting(m=1)
         generator = setting.generators[0]
         await setting.rollout(generator)
         await setting.step()
@@ -196,9 +198,9 @@ def test_a_group_that_needs_newer_weights_pulls_at_once_also_during_an_evaluatio
     asyncio.run(run())
 
 
-def test_groups_that_wait_for_the_same_version_share_one_pull(local_role):
+def test_groups_that_wait_for_the_same_version_share_one_pull():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.step()
         generator = setting.generators[0]
         entries = [await setting.ledger.admit("generator_0", 1) for _ in range(3)]
@@ -212,9 +214,9 @@ def test_groups_that_wait_for_the_same_version_share_one_pull(local_role):
     asyncio.run(run())
 
 
-def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded(local_role):
+def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         setting.engines[1].checksum = "abc"
         await setting.rollout(setting.generators[1])
         await setting.step()
@@ -227,9 +229,9 @@ def test_other_bytes_than_the_pushed_are_an_error_and_no_load_is_recorded(local_
     asyncio.run(run())
 
 
-def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_the_run(local_role):
+def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_the_run():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         setting.weights = WeightSync(
             setting.ledger,
             setting.roles,
@@ -253,44 +255,44 @@ def test_a_generator_that_computes_other_logprobs_than_the_trainers_pushed_ends_
     asyncio.run(run())
 
 
-def test_a_restarted_generator_gets_the_newest_weights_before_anything_else(local_role):
+def test_a_restarted_generator_gets_the_newest_weights_before_anything_else():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         generator = setting.generators[0]
         await setting.rollout(generator)
         await setting.step()
         await setting.rollout(generator)
-        await generator.role.restart()
+        await generator.role.replay_restart("died")
         assert [version for version, _ in setting.engines[0].loaded] == [1, 1]
         assert setting.named("pull")[-1] == ("generator_0", "restart 1")
 
     asyncio.run(run())
 
 
-def test_a_replay_pulls_after_the_same_restart_as_the_run_it_repeats(local_role):
+def test_a_replay_pulls_after_the_same_restart_as_the_run_it_repeats():
     """The first restart comes before any push, so that only the second one pulls."""
 
     async def run(setting):
         generator = setting.generators[0]
-        await generator.role.restart()
+        await generator.role.replay_restart("died")
         await setting.rollout(generator)
         await setting.step()
-        await generator.role.restart()
+        await generator.role.replay_restart("died")
         return setting.ledger.events
 
     recorded = []
-    original = Setting(local_role)
+    original = Setting()
     original.ledger.events.listen(recorded.append)
     asyncio.run(run(original))
     assert original.named("pull") == [("generator_0", "restart 2")]
-    replay = Setting(local_role, events=EventOrder(recorded=recorded, timeout_s=5))
+    replay = Setting(events=EventOrder(recorded=recorded, timeout_s=5))
     assert asyncio.run(run(replay)).summary()
     assert replay.engines[0].loaded == original.engines[0].loaded
 
 
-def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_them(local_role):
+def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_them():
     async def run():
-        setting = Setting(local_role, num_generators=3)
+        setting = Setting(num_generators=3)
         setting.generators[1].role.lost = True
         for generator in setting.generators:
             generator.version = 7  # of the attempt that ended
@@ -303,11 +305,11 @@ def test_a_restored_run_publishes_its_weights_and_every_living_generator_loads_t
     asyncio.run(run())
 
 
-def test_generators_rebuild_every_version_from_what_they_hold(local_role):
+def test_generators_rebuild_every_version_from_what_they_hold():
     """One pulls each version, one every third; a process that is replaced begins anew."""
 
     async def run():
-        setting = Setting(local_role, m=1, deltas=True)
+        setting = Setting(m=1, deltas=True)
         often, seldom = setting.generators
         for generator in setting.generators:
             await setting.rollout(generator)
@@ -326,23 +328,23 @@ def test_generators_rebuild_every_version_from_what_they_hold(local_role):
         assert first.sizes[0] == [whole] and all(size < whole / 20 for [size] in first.sizes[1:])
         assert [len(sizes) for sizes in second.sizes] == [3, 3]
         first.weights = RebuiltWeights()  # a new process
-        await often.role.restart()
+        await often.role.replay_restart("died")
         assert [size == whole for size in first.sizes[-1]] == [True] + [False] * 6
 
     asyncio.run(run())
 
 
-def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_again(local_role):
+def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_again():
     async def run():
-        setting = Setting(local_role, m=1, deltas=True)
+        setting = Setting(m=1, deltas=True)
         generator, engine = setting.generators[0], setting.engines[0]
         await setting.rollout(generator)
         for _ in range(3):
             await setting.step()
             await setting.rollout(generator)
         setting.trainer, setting.server = DeltaTrainer(), VLLMParameterServer()
-        setting.roles.trainers._roles[0].target = setting.trainer
-        setting.roles.server._role.target = setting.server
+        for role in (setting.trainer_role, setting.roles.server):
+            await role.begin_again()
         setting.trainer.version = 2
         await setting.weights.restore()
         assert engine.sizes[-1] == [len(setting.trainer.pushed[2][1])]
@@ -355,16 +357,16 @@ def test_a_new_attempt_begins_with_a_whole_push_although_versions_come_again(loc
     asyncio.run(run())
 
 
-def test_a_replay_pulls_where_the_recording_did(local_role):
+def test_a_replay_pulls_where_the_recording_did():
     async def run():
-        first = Setting(local_role, m=2, num_generators=1)
+        first = Setting(m=2, num_generators=1)
         await first.step()
         versions = [await first.rollout(first.generators[0]) for _ in range(3)]
         assert versions == [0, 0, 1]
         recorded = [event | {"number": i} for i, event in enumerate(first.events)]
         # With another period it would pull before the first rollout.
         order = EventOrder(recorded=recorded, timeout_s=9.0)
-        replay = Setting(local_role, m=1, num_generators=1, events=order)
+        replay = Setting(m=1, num_generators=1, events=order)
         await replay.step()
         assert [await replay.rollout(replay.generators[0]) for _ in range(3)] == versions
         assert order.summary().startswith(f"{len(recorded) - 1} events")  # all but the load
@@ -387,11 +389,9 @@ async def pull_that_a_restart_cancels(setting):
     await setting.weights.pull(generator, "group 0")
 
 
-def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights(
-    local_role,
-):
+def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older_weights():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.step()
         await pull_that_a_restart_cancels(setting)
         assert setting.generators[0].version == setting.ledger.published_version == 2
@@ -402,18 +402,18 @@ def test_a_pull_that_a_restart_cancels_is_made_again_if_the_restart_loaded_older
     asyncio.run(run())
 
 
-def test_a_replay_makes_a_pull_again_where_the_recording_did(local_role):
+def test_a_replay_makes_a_pull_again_where_the_recording_did():
     """Although nothing cancels it; and the pull of a group that is issued anew stays its own."""
 
     async def run():
-        first = Setting(local_role, num_generators=1)
+        first = Setting(num_generators=1)
         await first.step()
         await pull_that_a_restart_cancels(first)
         await first.step()
         await first.weights.pull(first.generators[0], "group 0")
         recorded = [event | {"number": i} for i, event in enumerate(first.events)]
         order = EventOrder(recorded=recorded, timeout_s=9.0)
-        replay = Setting(local_role, num_generators=1, events=order)
+        replay = Setting(num_generators=1, events=order)
         await replay.step()
         pulling = asyncio.create_task(replay.weights.pull(replay.generators[0], "group 0"))
         await replay.step()
@@ -426,9 +426,9 @@ def test_a_replay_makes_a_pull_again_where_the_recording_did(local_role):
     asyncio.run(run())
 
 
-def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version(local_role):
+def test_a_group_whose_generator_restarts_while_it_pulls_starts_with_no_older_version():
     async def run():
-        setting = Setting(local_role)
+        setting = Setting()
         await setting.step()
         generator, entry = setting.generators[0], await setting.ledger.admit("generator_0", 1)
         entry.needed_version = 1

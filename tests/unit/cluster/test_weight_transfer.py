@@ -1,53 +1,15 @@
 """The driver relays a sender's calls to a receiver, and neither waits for one that has failed."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
+from lib.role import stand_in_role, waits_of
 
 from grpo_components.cluster.weight_transfer import _GRACE_S, WeightTransfer
 from grpo_components.errors import RoleFailedError
 from grpo_components.rollout.relayed_client import RelayedClient
 
 LIMIT_S = 20.0
-
-
-class Role:
-    """A role in this process; each lane is a thread, and `deaths` says which call it dies in."""
-
-    def __init__(self, name, target, deaths=()):
-        self.name, self.target, self.deaths = name, target, deaths
-        self.process = SimpleNamespace(incarnation=4)
-        self.called, self.limits = [], []
-
-    def submit(self, method, *args, lane="main", once=False):
-        self.called.append(method)
-        incarnation = -1 if self.target is None else self.process.incarnation
-        call = SimpleNamespace(incarnation=incarnation, method=method)
-        if self.target is None:
-            return SimpleNamespace(call=call)
-        task = asyncio.ensure_future(self._make(method, args))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return SimpleNamespace(call=call, task=task)
-
-    async def _make(self, method, args):
-        if method in self.deaths:
-            raise RoleFailedError(self.name, "died: killed", "its.log", "died")
-        function = getattr(self.target, method)
-        try:
-            if asyncio.iscoroutinefunction(function):
-                return await function(*args)
-            return await asyncio.to_thread(function, *args)
-        except (OSError, ValueError) as error:
-            kind = "waited" if isinstance(error, TimeoutError) else "raised"
-            raise RoleFailedError(self.name, f"failed: {error}", "its.log", kind) from error
-
-    async def answer(self, part, what, timeout_s):
-        return await asyncio.shield(part.task)
-
-    async def result(self, part, what, timeout_s):
-        self.limits.append(timeout_s)
-        return None if part.call.incarnation < 0 else await self.answer(part, what, timeout_s)
 
 
 class Sender:
@@ -57,7 +19,7 @@ class Sender:
         self.client, self.failure, self.reasons = RelayedClient("generator_1", LIMIT_S), failure, []
 
     def send_weights(self, number, receiver, incarnation, *buckets):
-        assert (receiver, incarnation, buckets) == ("generator_1", 4, ("bucket 0", "bucket 1"))
+        assert (receiver, incarnation, buckets) == ("generator_1", 0, ("bucket 0", "bucket 1"))
         try:
             self.client.start_weight_update()
             if self.failure:
@@ -105,9 +67,19 @@ class Receiver:
         self.ended.set()
 
 
-def load(sender, receiver, sender_deaths=(), receiver_deaths=()):
-    """The result of a transfer, or its failure, and the roles."""
-    roles = Role("trainer_0", sender, sender_deaths), Role("generator_1", receiver, receiver_deaths)
+def roles_of(sender, receiver, dies_in=(), max_restarts=0):
+    """Roles whose first failure ends the run."""
+    options = {"dies_in": dies_in, "max_restarts": max_restarts, "names": {}}
+    return [
+        stand_in_role(name, role, threads=True, **options)
+        for name, role in (("trainer_0", sender), ("generator_1", receiver))
+    ]
+
+
+def load(sender, receiver, dies_in=()):
+    """The result of a transfer, or its failure, and what the driver waited for."""
+    roles = roles_of(sender, receiver, dies_in)
+    waits = waits_of(roles[1])
 
     async def run():
         transfer = WeightTransfer(roles[0], LIMIT_S)
@@ -118,16 +90,16 @@ def load(sender, receiver, sender_deaths=(), receiver_deaths=()):
             await asyncio.sleep(0.05)  # what was told to the others arrives
             return failure
 
-    return asyncio.run(run()), *roles
+    return asyncio.run(run()), roles[0].process.host.received, waits[-1]
 
 
 def test_the_calls_arrive_in_their_order_and_the_result_is_the_receivers():
     sender, receiver = Sender(), Receiver()
-    result, _, role = load(sender, receiver)
+    result, _, last_wait = load(sender, receiver)
     assert result == (7, "checksum", None)
     assert receiver.kinds == [("start", None), ("update", {"names": ["a"]}), ("finish", None)]
     assert sender.reasons == receiver.reasons == []
-    assert role.limits == [LIMIT_S + _GRACE_S]
+    assert last_wait == ("load_weights", LIMIT_S + _GRACE_S)
 
 
 def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
@@ -152,7 +124,7 @@ def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
             self.client = RelayedClient("generator_1", LIMIT_S)
 
     receiver = Last()
-    roles = Role("trainer_0", Again()), Role("generator_1", receiver)
+    roles = roles_of(Again(), receiver)
 
     async def run():
         transfer = WeightTransfer(roles[0], LIMIT_S)
@@ -167,36 +139,39 @@ def test_pulls_of_one_receiver_that_overlap_come_one_after_the_other():
 @pytest.mark.parametrize("kind", ["start", "update", "finish"])
 def test_a_receiver_that_fails_ends_the_send_and_is_the_one_that_failed(kind):
     sender, receiver = Sender(), Receiver(fails_at=kind)
-    failure, trainer, _ = load(sender, receiver)
+    failure, received, _ = load(sender, receiver)
     assert (failure.role, failure.kind) == ("generator_1", "raised")
     assert "tensor a is damaged" in sender.reasons[0] and "generator_1" in sender.reasons[0]
-    assert trainer.called[-1] == "abandon_send"
+    assert received[-1] == "abandon_send"
 
 
 def test_a_receiver_that_dies_ends_the_send():
     sender = Sender()
-    failure, *_ = load(sender, Receiver(), receiver_deaths=("receive_weights", "answer_request"))
+    failure, *_ = load(sender, Receiver(), dies_in={"answer_request"})
     assert (failure.role, failure.kind) == ("generator_1", "died")
-    assert sender.reasons == ["generator_1 died: killed"]
+    (reason,) = sender.reasons
+    assert reason.startswith("generator_1 died")
 
 
 def test_a_sender_that_fails_costs_the_receivers_process_and_the_reason_is_its_own():
-    failure, _, role = load(Sender(failure=OSError("no buffer")), Receiver())
+    failure, _, last_wait = load(Sender(failure=OSError("no buffer")), Receiver())
     assert (failure.role, failure.kind) == ("generator_1", "raised")
-    assert "trainer_0 failed: no buffer" in str(failure)
-    assert role.limits == [_GRACE_S], "nobody waits long for one that cannot be answered"
+    assert "trainer_0 failed: OSError: no buffer" in str(failure)
+    assert last_wait == ("load_weights", _GRACE_S), (
+        "nobody waits long for one that cannot be answered"
+    )
 
 
 @pytest.mark.parametrize(
     ("deaths", "failure", "kind"),
     [
-        (("next_request", "send_weights"), None, "died"),
+        ({"next_request"}, None, "died"),
         ((), TimeoutError("waited for generator_1"), "waited"),
     ],
 )
 def test_the_end_of_the_sender_and_a_wait_in_vain_are_the_senders_failure(deaths, failure, kind):
     receiver = Receiver()
-    failed, *_ = load(Sender(failure=failure), receiver, sender_deaths=deaths)
+    failed, *_ = load(Sender(failure=failure), receiver, deaths)
     assert (failed.role, failed.kind) == ("trainer_0", kind)
     assert receiver.reasons and receiver.reasons[0].startswith("trainer_0 ")
 
@@ -211,9 +186,22 @@ def test_a_receiver_that_fails_without_an_answer_is_noticed_at_once():
     sender = Sender()
     failure, *_ = load(sender, Silent())
     assert (failure.role, failure.kind) == ("generator_1", "raised")
-    assert sender.reasons == ["generator_1 failed: the vLLM engine stopped"]
+    assert sender.reasons == ["generator_1 failed: ValueError: the vLLM engine stopped"]
 
 
 def test_nothing_is_sent_to_a_receiver_that_is_being_restarted():
-    result, trainer, _ = load(Sender(), None)
-    assert result is None and trainer.called == []
+    sender, receiver = roles_of(Sender(), Receiver(), max_restarts=1)
+
+    async def run():
+        again = asyncio.Event()
+        receiver.pause = lambda seconds: again.wait()
+        restart = asyncio.create_task(receiver.replay_restart("died"))
+        await asyncio.sleep(0)
+        transfer = WeightTransfer(sender, LIMIT_S)
+        loading = asyncio.create_task(transfer.load(receiver, 7, ["bucket 0"], ["manifest"]))
+        await asyncio.sleep(0)
+        again.set()
+        await restart
+        return await loading
+
+    assert asyncio.run(run()) is None and sender.process.host.received == []

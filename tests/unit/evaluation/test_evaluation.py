@@ -2,45 +2,37 @@
 
 import asyncio
 import contextlib
-from typing import Any, cast
 
 import pytest
+from lib.role import stand_in_role, waits_of
 
 from grpo_components.cluster.handles import GeneratorHandle
-from grpo_components.errors import RoleFailedError, RoleLostError
+from grpo_components.cluster.restarts import Family
+from grpo_components.errors import RoleFailedError
 from grpo_components.evaluation.evaluation import Evaluation, EvaluationOptions
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.objective.schedules import as_schedule
 
 
-class FakeRole:
-    """Answers every prompt with its generator's weights, once `may_answer` is set."""
+class Generator:
+    """Answers every prompt with its handle's weights, once `may_answer` is set."""
 
-    def __init__(self, fails_with):
-        self.generator: Any = None
-        self.fails_with = fails_with
-        self.name = "generator_0"
-        self.lost, self.asked, self.timeouts, self.temperatures = False, [], [], []
-        self.logged = []
+    def __init__(self, **options):
+        role = stand_in_role("generator_0", self, **options)
+        self.handle = GeneratorHandle(role, new_ledger(), 9.0, 9.0)
+        self.waits = waits_of(role)
+        self.asked, self.temperatures, self.logged = [], [], []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.restarts_with = None
 
-    async def call(self, method, prompts, temperature, samples, logged, timeout_s, turn):
-        assert method == "evaluate" and self.generator.swapping.locked()
+    async def evaluate(self, prompts, temperature, samples, logged):
+        assert self.handle.swapping.locked()
         await self.may_answer.wait()
-        if self.fails_with is not None:
-            self.lost = isinstance(self.fails_with, RoleLostError)
-            raise self.fails_with
-        assert turn is None, "not a replay"
-        if self.restarts_with is not None:  # its recovery pulls, then the call is repeated
-            self.generator.version, self.restarts_with = self.restarts_with, None
         self.asked += prompts
         self.logged += [prompts[i] for i in logged]
-        self.timeouts.append(timeout_s)
         self.temperatures.append(temperature)
-        version = self.generator.version
+        version = self.handle.version
         return [
             {"prompt_index": p, "reward": 1.0, "success": p % 2, "error": None}
             | {"oldest_version": version, "newest_version": version}
@@ -53,11 +45,7 @@ def new_ledger():
     return Ledger(StalenessContract(9, 1), 50, iter(()))
 
 
-def fake_generator(fails_with=None):
-    """A real handle of a fake role."""
-    role = FakeRole(fails_with)
-    role.generator = GeneratorHandle(cast(Any, role), new_ledger(), 9.0, 9.0)
-    return role.generator
+DIES = {"dies_in": {"evaluate"}, "max_restarts": 0}
 
 
 class Run:
@@ -73,7 +61,7 @@ class Run:
         max_staleness=9,
         **schedule,
     ):
-        self.generators, self.published, self.results = generators, 7, []
+        self.generators, self.published, self.results = [g.handle for g in generators], 7, []
         self.answers, self.pulls = [], []
         self.ledger = new_ledger()
         self.evaluation = Evaluation(
@@ -111,15 +99,15 @@ class Run:
 
 
 def test_generators_share_the_prompts_and_answer_each_once():
-    generators = [fake_generator() for _ in range(3)]
+    generators = [Generator() for _ in range(3)]
     run = Run(*generators)
     metrics = run.whole()
-    assert sorted(p for g in generators for p in g.role.asked) == list(range(10))
+    assert sorted(p for g in generators for p in g.asked) == list(range(10))
     assert metrics["eval/success_rate"] == 0.5
     assert (metrics["eval/prompts"], metrics["eval/policy_version"]) == (10, 7)
     assert metrics["eval/step"] == 3
     assert run.results == [(3, metrics)]
-    assert not any(generator.swapping.locked() for generator in generators)
+    assert not any(generator.handle.swapping.locked() for generator in generators)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +117,13 @@ def test_the_prompts_whose_answers_are_logged_are_spread_and_always_the_same(
     prompts_logged, expected
 ):
     """However many generators share them."""
-    for generators in ([fake_generator()], [fake_generator() for _ in range(3)]):
+    for generators in ([Generator()], [Generator() for _ in range(3)]):
         Run(*generators, prompts_logged=prompts_logged).whole()
-        assert sorted(p for g in generators for p in g.role.logged) == expected
+        assert sorted(p for g in generators for p in g.logged) == expected
 
 
 def test_answers_and_metrics_have_the_version_of_the_weights_that_generators_start_with():
-    run = Run(fake_generator(), first_version=30)
+    run = Run(Generator(), first_version=30)
     assert run.whole()["eval/policy_version"] == 37
     [(step, results)] = run.answers
     assert step == 3 and len(results) == 10
@@ -143,28 +131,28 @@ def test_answers_and_metrics_have_the_version_of_the_weights_that_generators_sta
 
 
 def test_several_responses_to_each_prompt_are_sampled_at_the_evaluations_temperature():
-    generator = fake_generator()
+    generator = Generator()
     metrics = Run(generator, samples=4, temperature=0.0).whole()
-    assert generator.role.temperatures == [0.0]
-    assert generator.role.timeouts == [9.0 * (2 + 40 // 4)], "for every batch of responses"
+    assert generator.temperatures == [0.0]
+    assert generator.waits == [("evaluate", 9.0 * (2 + 40 // 4))], "for every batch of responses"
     assert metrics["eval/pass_at_4"] == 0.5
 
 
 def test_training_goes_on_as_soon_as_every_generator_holds_the_weights():
-    first, second = fake_generator(), fake_generator()
+    first, second = Generator(), Generator()
     run = Run(first, second)
 
     async def train():
-        second.role.may_answer.clear()
+        second.may_answer.clear()
         async with asyncio.TaskGroup() as tasks:
             await run.begin(tasks)
-            assert (first.version, second.version) == (7, 7)
+            assert (first.handle.version, second.handle.version) == (7, 7)
             assert await run.evaluation.collect(3) == {}
             run.published = 8
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert first.swapping.locked(), "every generator waits for all answers"
-            second.role.may_answer.set()
+            assert first.handle.swapping.locked(), "every generator waits for all answers"
+            second.may_answer.set()
         metrics = await run.evaluation.collect(3)
         assert metrics["eval/policy_version"] == 7
         assert await run.evaluation.collect(3) == {}, "once"
@@ -176,15 +164,15 @@ def waits_at(**schedule):
     """Steps of 3 to 6 whose record waits for the evaluation that began after step 3."""
 
     async def step(number):
-        generator = fake_generator()
-        generator.role.may_answer.clear()
+        generator = Generator()
+        generator.may_answer.clear()
         run = Run(generator, **schedule)
         async with asyncio.TaskGroup() as tasks:
             await run.begin(tasks)
             record = tasks.create_task(run.evaluation.collect(number))
             await asyncio.sleep(0)
             waited = not record.done()
-            generator.role.may_answer.set()
+            generator.may_answer.set()
         return waited
 
     async def steps():
@@ -209,10 +197,10 @@ def test_training_waits_if_its_next_groups_need_newer_weights(max_staleness, exp
     assert waits_at(every_n_steps=50, max_staleness=max_staleness) == expected
 
 
-@pytest.mark.parametrize("fails_with", [None, RoleFailedError("generator_0", "died", "a.log", "")])
-def test_no_other_wait_times_out_during_an_evaluation(fails_with):
+@pytest.mark.parametrize("dies", [{}, DIES])
+def test_no_other_wait_times_out_during_an_evaluation(dies):
     """Afterwards they can again, whether it failed or not."""
-    generator = fake_generator(fails_with)
+    generator = Generator(**dies)
     run = Run(generator)
     ledger, seen = run.ledger, []
 
@@ -229,38 +217,42 @@ def test_no_other_wait_times_out_during_an_evaluation(fails_with):
 
 
 def test_evaluations_are_due_every_n_steps_and_after_the_last():
-    run = Run(fake_generator(), every_n_steps=4, num_steps=6)
+    run = Run(Generator(), every_n_steps=4, num_steps=6)
     assert [step for step in range(1, 7) if run.evaluation.due(step)] == [4, 6]
 
 
 def test_without_held_out_prompts_there_is_no_evaluation():
-    run = Run(fake_generator(), rows=0)
+    run = Run(Generator(), rows=0)
     assert run.whole() == {} and run.results == []
 
 
 def test_it_is_repeated_without_a_generator_that_is_lost_meanwhile():
-    lost, left = fake_generator(RoleLostError("generator_0")), fake_generator()
+    lost, left = Generator(**DIES, family=Family(0)), Generator()
     metrics = Run(lost, left).whole()
-    assert sorted(left.role.asked[-10:]) == list(range(10))
+    assert sorted(left.asked[-10:]) == list(range(10))
     assert metrics["eval/prompts"] == 10
 
 
 def test_it_is_repeated_if_a_restarted_generator_has_newer_weights():
     """At the version published by then; no result mixes two versions."""
-    restarted, other = fake_generator(), fake_generator()
+    restarted, other = Generator(dies_in={"evaluate"}), Generator()
     run = Run(restarted, other)
-    restarted.role.restarts_with = run.published = 8
+
+    async def pulls_newer():
+        restarted.handle.version = run.published = 8
+
+    restarted.handle.role.recover = pulls_newer
 
     async def older(generator, cause):
-        generator.version = max(generator.version, 7 if not other.role.asked else 8)
+        generator.version = max(generator.version, 7 if not other.asked else 8)
 
     run.pull = older
     assert run.whole()["eval/policy_version"] == 8
-    assert len(other.role.asked) == 10, "its share, twice"
+    assert len(other.asked) == 10, "its share, twice"
 
 
 def test_any_other_failure_ends_the_run():
-    failure = RoleFailedError("generator_0", "died", "a.log", "died")
     with pytest.raises(ExceptionGroup) as raised:
-        Run(fake_generator(failure), fake_generator()).whole()
-    assert raised.value.exceptions == (failure,)
+        Run(Generator(**DIES), Generator()).whole()
+    (failure,) = raised.value.exceptions
+    assert isinstance(failure, RoleFailedError) and failure.kind == "died"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lib.role import stand_in_role
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
@@ -92,33 +93,6 @@ def one_rank(tmp_path_factory):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-class LocalRole:
-    """A role in this process, called as through the cluster.
-
-    Roles with one lock take turns: side by side, who makes a folder that both need is chance, and
-    with it how many changes of files there are.
-    """
-
-    def __init__(self, role, turns):
-        self.role, self.turns = role, turns
-
-    async def call(self, method, *args, timeout_s, lane="main"):
-        function = getattr(self.role, method)
-        async with self.turns:
-            if asyncio.iscoroutinefunction(function):
-                return await function(*args)
-            return await asyncio.to_thread(function, *args)
-
-    def submit(self, method, *args, num_returns):
-        self.submitted = getattr(self.role, method)(*args)
-        assert len(self.submitted) == num_returns
-        return self.submitted
-
-    async def result(self, part, what, timeout_s):
-        assert any(part is each for each in self.submitted)
-        return part
 
 
 class Policy:
@@ -251,9 +225,9 @@ class Run:
         self.checkpoints.hold()
 
     def roles(self):
-        turns = asyncio.Lock()
-        trainers = TrainersHandle([LocalRole(self.policy, turns)], self.ledger, 60.0, 60.0)
-        buffer = LocalRole(self.buffer, turns)
+        trainer = stand_in_role("trainer_0", self.policy, max_restarts=0)
+        trainers = TrainersHandle([trainer], self.ledger, 60.0, 60.0)
+        buffer = stand_in_role("replay_buffer", self.buffer, max_restarts=0)
         return trainers, ReplayBufferHandle(buffer, self.ledger, 60.0, 60.0, wait_for_stale=False)
 
     async def save(self, step=None):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from lib.role import stand_in_role
 
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
 from grpo_components.exchange.ledger import Ledger
@@ -109,21 +110,21 @@ def test_receipts_on_a_full_disk_are_an_error_and_closing_them_hides_no_other(di
 
 
 class Writer:
-    """Stands for a role: writes a file as large as it is told."""
+    """A trainer or buffer: writes a file as large as it is told."""
 
     def __init__(self, name):
         self.name, self.size = name, MIB // 2
 
-    async def call(self, method, *args, timeout_s, lane="main"):
-        if method != "write_state":
-            return None
+    def hold_state(self, in_background):
+        pass
+
+    def write_state(self, folder, *parts):
         try:
-            write_state(Path(args[0]), self.name, {})
-            with Path(args[0], f"{self.name}.bin").open("wb") as file:
+            write_state(Path(folder), self.name, {})
+            with Path(folder, f"{self.name}.bin").open("wb") as file:
                 file.write(bytes(self.size))
         except OSError as error:
             return str(error)
-        return None
 
 
 class Account:
@@ -151,8 +152,9 @@ class Log:
 
 
 def handles(trainer, buffer, account):
-    trainers = TrainersHandle([trainer], account, 10, 10)
-    return trainers, ReplayBufferHandle(buffer, account, 10, 10, wait_for_stale=False)
+    roles = [stand_in_role(each.name, each, max_restarts=0) for each in (trainer, buffer)]
+    trainers = TrainersHandle(roles[:1], account, 10, 10)
+    return trainers, ReplayBufferHandle(roles[1], account, 10, 10, wait_for_stale=False)
 
 
 def make_checkpoints(folder, failure, account):

@@ -12,10 +12,19 @@ from grpo_components.rollout.generator_options import EngineOptions
 
 
 @pytest.fixture(scope="module")
-def build_engine():
-    """Builds an engine; who builds it closes it."""
+def engine_variables():
+    """The environment variables of an engine's role: vLLM reads them when it is imported."""
     before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"), OMP_NUM_THREADS="1")
+    os.environ.update(engine_environment("cpu", "WARNING"))
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def build_engine(engine_variables):
+    """Builds an engine; who builds it closes it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     from grpo_components.rollout.vllm_engine import VLLMEngine
 
     # vLLM collects garbage several times around each engine: 0.4 s each over all that is imported.
@@ -52,8 +61,6 @@ def build_engine():
 
     yield build
     patched.undo()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture

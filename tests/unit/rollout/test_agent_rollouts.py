@@ -2,18 +2,15 @@
 
 import asyncio
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lib.sessions import CHATML, ScriptedEngine, build_tokenizer
+from lib.sessions import CHATML, build_tokenizer, scripted_engine
 
 from grpo_components.agents.parser_names import parser_names
 from grpo_components.errors import ConfigError, ReplayError
 from grpo_components.rewards.pool import RewardPool, RewardSpec
-from grpo_components.rollout.engine_environment import engine_environment
-from grpo_components.rollout.engine_use import EngineUse
 from grpo_components.rollout.generator_options import EnvironmentOptions, SamplingOptions
 
 AGENT = """
@@ -66,15 +63,10 @@ async def many():
 
 
 @pytest.fixture(scope="module")
-def module():
-    """The module, imported as its role imports it: vLLM reads the environment only then."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
+def module(engine_variables):
     from grpo_components.rollout import agent_rollouts
 
-    yield agent_rollouts
-    os.environ.clear()
-    os.environ.update(before)
+    return agent_rollouts
 
 
 @pytest.fixture
@@ -103,10 +95,9 @@ def run(module, tmp_path, monkeypatch):
             stop_token_ids=[build_tokenizer().convert_tokens_to_ids("<|im_end|>")],
             truncation={},
         )
-        engine = engine or ScriptedEngine(None)
-        engine.use = EngineUse(4)
+        engine = engine or scripted_engine(None)
         rollouts = module.AgentRollouts(engine, rewards, sampling, environment, options)
-        engine.chat = rollouts._chat
+        engine.answer.chat = rollouts._chat
         samples = [
             module.Sample(
                 {
@@ -174,15 +165,16 @@ def test_an_agent_that_opens_a_thousand_calls_fails_its_sample_alone(run):
 
 
 def test_a_replay_says_at_which_call_the_agent_differs(run):
-    class Diverging(ScriptedEngine):
-        def submit(self, prompt_ids, **sampling):
-            if len(self.requests) == 1:
-                raise ReplayError(f"the recorded run had no {sampling['name']} here (any more)")
-            return super().submit(prompt_ids, **sampling)
+    def arrived(request):
+        if len(engine.requests) == 2:
+            raise ReplayError(f"the recorded run had no {request.name} here (any more)")
+        request.finish()
+
+    engine = scripted_engine(None, arrived=arrived)
 
     problem = "group 3 sample 0: the agent differs at call 2: the recorded run had no group 3"
     with pytest.raises(ReplayError, match=problem):
-        run("forks", engine=Diverging(None))
+        run("forks", engine=engine)
 
 
 def test_an_agent_without_a_module_ends_the_run(run):
@@ -191,10 +183,10 @@ def test_an_agent_without_a_module_ends_the_run(run):
 
 
 def test_an_evaluation_takes_any_temperature(run):
-    engine = ScriptedEngine(None)
+    engine = scripted_engine(None)
     (slot,) = run("good", engine=engine, evaluates=True)
     assert slot.score.error is None
-    assert engine.requests[0][2]["temperature"] == 1.0
+    assert engine.requests[0].temperature == 1.0
 
 
 def test_vllms_parser_finds_calls_and_compares_turns(module):
@@ -220,17 +212,14 @@ def test_vllms_parser_finds_calls_and_compares_turns(module):
 
 
 def test_a_server_that_ends_is_an_error_and_no_silence(run, module):
-    class Ending(ScriptedEngine):
-        def submit(self, *args, **sampling):
-            def end():
-                raise SystemExit("out of memory")
+    def ends(request):
+        def end():
+            raise SystemExit("out of memory")
 
-            asyncio.get_running_loop().call_soon(end)
-            self.hold = True
-            return super().submit(*args, **sampling)
+        asyncio.get_running_loop().call_soon(end)
 
     with pytest.raises(module.AgentServerError, match=r"server ended: SystemExit\('out of memory"):
-        run("good", engine=Ending(None))
+        run("good", engine=scripted_engine(None, arrived=ends))
 
 
 def test_a_call_that_the_agent_rewards_has_its_reward_in_the_record(run):

@@ -2,13 +2,12 @@
 
 import asyncio
 import math
-import os
 import re
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
+from inspect import isfunction, signature
 from typing import ClassVar
 
 import numpy as np
@@ -16,11 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.engine import Request, StandInEngine, StandInPool
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.exchange.weight_deltas import NO_BASE, DeltaEncoder
 from grpo_components.exchange.weight_probe import ProbeReading
-from grpo_components.exchange.weights import check_names_and_shapes, pack_bucket, snapshot_checksum
+from grpo_components.exchange.weights import pack_bucket, snapshot_checksum
 from grpo_components.objective.advantages import (
     BatchNormalizedAdvantages,
     GroupCenteredAdvantages,
@@ -28,8 +28,8 @@ from grpo_components.objective.advantages import (
     LeaveOneOutAdvantages,
 )
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.engine_environment import engine_environment
-from grpo_components.rollout.engine_use import NO_REWARD, EngineUse
+from grpo_components.rollout.completions import Completion
+from grpo_components.rollout.engine_use import NO_REWARD
 from grpo_components.rollout.environments import SingleTurnEnvironment, slot_state
 from grpo_components.rollout.generator_options import (
     EnvironmentOptions,
@@ -45,21 +45,16 @@ OTHER_TURN = 999
 
 
 @pytest.fixture(scope="module")
-def module():
-    """The module, imported as its role imports it: vLLM reads the environment only then."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
+def module(engine_variables):
     from grpo_components.rollout import generator
 
-    yield generator
-    os.environ.clear()
-    os.environ.update(before)
+    return generator
 
 
 def completion(prompt_ids, seed):
     """An engine's answer that tells prompts, seeds and lengths apart."""
     size = 1 + seed % 4
-    return SimpleNamespace(
+    return Completion(
         token_ids=np.full(size, 100 + sum(prompt_ids) % 100, np.int64),
         logprobs=-np.arange(1, size + 1, dtype=np.float32),
         token_versions=np.full(size, seed % 7, np.int32),
@@ -67,54 +62,14 @@ def completion(prompt_ids, seed):
     )
 
 
-class FakeEngine:
-    """Answers requests in reverse order, once all of a group are there."""
+WEIGHTS = {"query": (3,), "value": (3,)}
+"""Shapes of the engine's weights."""
 
-    def __init__(self, group_size=1):
-        self.requests, self.loaded, self._waiting, self.group_size = [], [], [], group_size
-        self.answer, self.use = completion, EngineUse(4)
 
-    def submit(self, prompt_ids, *, seed, **sampling):
-        self.requests.append((list(prompt_ids), seed, sampling))
-        future = Future()
-        self._waiting.append((future, self.answer(prompt_ids, seed)))
-        if len(self._waiting) >= self.group_size:
-            while self._waiting:
-                waiting, answer = self._waiting.pop()
-                waiting.set_result(answer)
-        return future
-
-    def load_weights(self, version, tensors):
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        check_names_and_shapes(shapes, {"query": (3,), "value": (3,)})  # as the real one does
-        self.loaded.append((version, tensors))
-        future = Future()
-        future.set_result(PROBE)
-        return future
-
-    def sleep(self):
-        self.loaded.append("asleep")
-        future = Future()
-        future.set_result(2)
-        return future
-
-    def receive_weights(self, version, weights):
-        check_names_and_shapes(weights.shapes, {"query": (3,), "value": (3,)})
-        self.loaded.append((version, weights))
-        received = Future()
-
-        def receive():
-            try:
-                weights.receive(lambda *args, **kwargs: None)
-                received.set_result(None)
-            except RuntimeError as error:
-                received.set_exception(error)
-
-        threading.Thread(target=receive).start()
-        return received
-
-    def close(self):
-        pass
+def stand_in_engine(arrived=Request.finish):
+    engine = StandInEngine(lambda request: completion(request.prompt_ids, request.seed), arrived)
+    engine.shapes, engine.probe, engine.left = WEIGHTS, PROBE, 2
+    return engine
 
 
 def scores(samples):
@@ -362,7 +317,15 @@ def test_slots_of_several_turns_end_one_by_one_and_then_stay_as_they_are(module)
 def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
     from grpo_components.rollout.collector import EnginePolicy
 
-    engine = FakeEngine(group_size=3)
+    waiting = []
+
+    def last_first(request):
+        waiting.append(request)
+        if len(waiting) == 3:
+            for each in reversed(waiting):
+                each.finish()
+
+    engine = stand_in_engine(last_first)
     policy = EnginePolicy(
         engine, max_response_tokens=9, stop_token_ids=[STOP], truncation={"top_p": 1.0}
     )
@@ -370,13 +333,11 @@ def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
     _, made = collector(module, policy, [prompt(i, [i + 1] * (i + 1)) for i in range(3)])
     policy.seeds, policy.names = [11, 22, 33], ["a", "b", "c"]
     slots = made.rollout()
-    sampling = {"max_tokens": 9, "stop_token_ids": [STOP], "truncation": {"top_p": 1.0}}
-    sampling["temperature"] = 0.7
-    assert engine.requests == [
-        ([1], 11, sampling | {"name": "a"}),
-        ([2, 2], 22, sampling | {"name": "b"}),
-        ([3, 3, 3], 33, sampling | {"name": "c"}),
-    ]
+    asked = [(request.prompt_ids, request.seed, request.name) for request in engine.requests]
+    assert asked == [([1], 11, "a"), ([2, 2], 22, "b"), ([3, 3, 3], 33, "c")]
+    for request in engine.requests:
+        assert (request.max_tokens, request.temperature) == (9, 0.7)
+        assert (request.stop_token_ids, request.truncation) == ([STOP], {"top_p": 1.0})
     for slot, seed in zip(slots, policy.seeds, strict=True):
         expected = completion(slot.prompt_ids.tolist(), seed)
         assert slot.response_ids.tolist() == expected.token_ids.tolist()
@@ -385,7 +346,18 @@ def test_the_policy_gives_every_slot_its_own_seed_and_its_own_answer(module):
         assert slot.finish_reason == expected.finish_reason
 
 
-# ---- the whole generator over an engine that only pretends --------------------------------------
+# ---- the whole generator over a stand-in of its engine ------------------------------------------
+
+
+def test_the_stand_in_has_the_methods_of_the_engine(module):
+    def interface(engine):
+        return {
+            name: [(p.name, p.kind, p.default) for p in signature(method).parameters.values()]
+            for name, method in vars(engine).items()
+            if isfunction(method) and not name.startswith("_")
+        }
+
+    assert interface(StandInEngine) == interface(module.VLLMEngine)
 
 
 class Tokenizer:
@@ -398,34 +370,13 @@ class Tokenizer:
         return "".join(f"<{token_id}>" for token_id in token_ids)
 
 
-class FakePool:
-    """Scores at once; `begun` has the samples whose scoring began before the environment's step."""
-
-    def __init__(self):
-        self.begun = []
-
-    def begin(self, sample):
-        self.begun.append(sample)
-        score = Future()
-        score.set_result(scores([sample])[0])
-        return score
-
-    def score(self, samples):
-        return [s.result() if isinstance(s, Future) else scores([s])[0] for s in samples]
-
-    def close(self):
-        pass
-
-    __call__ = score
-
-
 @pytest.fixture
 def engines(module, monkeypatch):
-    """The fake engines of the generators that the test has built, the newest last."""
+    """The engines of the generators that the test has built, the newest last."""
     built = []
 
     def build(options, *, seed, schedule):
-        built.append(FakeEngine())
+        built.append(stand_in_engine())
         return built[-1]
 
     monkeypatch.setattr(module, "VLLMEngine", build)
@@ -435,14 +386,15 @@ def engines(module, monkeypatch):
 @pytest.fixture
 def make_generator(module, engines, monkeypatch):
     """Build a generator over another environment."""
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: FakePool())
     made = []
 
-    def make(environment, *, group_size=3, rollouts_in_flight=2, timeout_s=60):
+    def make(environment, *, pool=None, group_size=3, rollouts_in_flight=2, timeout_s=60):
+        rewards = pool or StandInPool(scores)
+        monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: rewards)
         made.append(
             module.Generator(
                 build_tokenizer=Tokenizer,
-                engine=None,  # the fake engine reads no options
+                engine=None,  # the stand-in reads no options
                 sampling=SamplingOptions(
                     group_size=group_size,
                     seed=42,
@@ -483,7 +435,7 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
     assert len(records) == 3
     assert all(t.prompt_ids.tolist() == [4] and t.prompt_index == 4 for t in records)
     assert all((t.group_id, t.epoch, t.temperature) == (17, 1, 0.9) for t in records)
-    assert all(sampling["temperature"] == 0.9 for *_, sampling in engine.requests)
+    assert all(request.temperature == 0.9 for request in engine.requests)
     seeds = summary.seeds
     assert summary == replace(summarize(packed), seeds=seeds) and len(set(seeds)) == len(seeds)
     assert (text["prompt"], text["answer"], text["epoch"]) == ("question 4", "answer 4", 1)
@@ -491,24 +443,19 @@ def test_a_group_answers_one_prompt_group_size_times_and_its_summary_agrees(gene
     assert [r["reward"] for r in text["responses"]] == summary.rewards
 
 
-def test_a_response_is_scored_while_others_of_its_group_are_sampled(
-    make_generator, engines, module, monkeypatch
-):
-    pool, order = FakePool(), []
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: pool)
-    generator, begin = make_generator(SingleTurnEnvironment), pool.begin
+def test_a_response_is_scored_while_others_of_its_group_are_sampled(make_generator, engines):
+    pool, order = StandInPool(scores), []
+    generator, begin = make_generator(SingleTurnEnvironment, pool=pool), pool.begin
     waiting = []
 
-    def submit(prompt_ids, *, seed, **_):
-        waiting.append((Future(), completion(prompt_ids, seed)))
+    def arrived(request):
+        waiting.append(request)
         if len(waiting) == 3:
             sample(2)
-        return waiting[-1][0]
 
     def sample(number):
         order.append(f"sampled {number}")
-        future, answer = waiting[number]
-        future.set_result(answer)
+        waiting[number].finish()
 
     def begun(each):
         order.append("scoring began")
@@ -516,25 +463,21 @@ def test_a_response_is_scored_while_others_of_its_group_are_sampled(
             sample(len(pool.begun))
         return begin(each)
 
-    engines[-1].submit, pool.begin = submit, begun
+    engines[-1].arrived, pool.begin = arrived, begun
     group(generator, number=4, group_id=17)
     began = "scoring began"
     assert order == ["sampled 2", began, "sampled 0", began, "sampled 1", began]
 
 
 def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make_generator, engines):
-    generator, futures = make_generator(SingleTurnEnvironment, rollouts_in_flight=2), []
-
-    def submit(prompt_ids, *, seed, **_):
-        futures.append((Future(), completion(prompt_ids, seed)))
-        return futures[-1][0]
+    generator = make_generator(SingleTurnEnvironment, rollouts_in_flight=2)
+    requests, engines[-1].arrived = engines[-1].requests, lambda request: None
 
     async def sampled(*numbers):
-        while len(futures) <= max(numbers):
+        while len(requests) <= max(numbers):
             await asyncio.sleep(0.001)
         for number in numbers:
-            future, answer = futures[number]
-            future.set_result(answer)
+            requests[number].finish()
 
     async def run():
         assert await generator.reserve(5) == 2
@@ -550,22 +493,17 @@ def test_a_group_starts_while_the_longest_response_of_another_is_sampled(make_ge
         await asyncio.gather(*groups)
         assert await generator.reserve(5) == 1, "the other is reserved already"
 
-    engines[-1].submit = submit
     asyncio.run(run())
 
 
-def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(
-    make_generator, engines, module, monkeypatch
-):
-    class Asking(FakePool):
-        def score(self, samples):
-            time.sleep(0.02)
-            return scores(samples)
+def test_an_engine_without_sequences_waits_for_rewards_or_for_a_group(make_generator):
+    def asking(samples):
+        time.sleep(0.02)
+        return scores(samples)
 
-        __call__ = score
-
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: Asking())
-    generator = make_generator(SingleTurnEnvironment)
+    pool = StandInPool(scores)
+    pool.score = asking
+    generator = make_generator(SingleTurnEnvironment, pool=pool)
     began = time.perf_counter()
     group(generator, number=4, group_id=17)
     use = generator.time_use()
@@ -580,9 +518,9 @@ def test_a_groups_seeds_depend_on_nothing_but_its_number(generator, engine, modu
         group(generator, number=number, group_id=number)
     engine.requests.clear()
     group(generator, number=3, group_id=17)
-    seeds = [seed for _, seed, _ in engine.requests]
+    seeds = [request.seed for request in engine.requests]
     assert seeds == [module.sampling_seed(42, 0, 17, i) for i in range(3)]
-    names = [sampling["name"] for *_, sampling in engine.requests]
+    names = [request.name for request in engine.requests]
     assert names == [f"group 17 sample {i}" for i in range(3)]
 
 
@@ -598,7 +536,7 @@ def test_an_evaluation_answers_each_prompt_once_in_order_with_seeds_that_never_c
         assert [r["oldest_version"] for r in results] == [c.token_versions[0] for c in expected]
         assert all(r["oldest_version"] == r["newest_version"] for r in results)
     assert len(engine.requests) == 14
-    assert {sum(ids): seed for ids, seed, _ in engine.requests} == {
+    assert {sum(request.prompt_ids): request.seed for request in engine.requests} == {
         i + 1: module.sampling_seed(42, 1, i) for i in range(7)
     }
 
@@ -622,7 +560,7 @@ def test_several_responses_to_a_prompt_have_seeds_of_their_own_and_the_first_has
     prompts = [prompt(i, [i + 1]) for i in range(2)]
     results = asyncio.run(generator.evaluate(prompts, 0.0, samples=3))
     assert [result["prompt_index"] for result in results] == [0, 0, 0, 1, 1, 1]
-    asked = [(seed, s["name"], s["temperature"]) for _, seed, s in engine.requests]
+    asked = [(r.seed, r.name, r.temperature) for r in engine.requests]
     assert sorted(asked) == sorted(
         (
             module.sampling_seed(42, 1, i, k),
@@ -784,7 +722,7 @@ def test_a_wrong_delta_is_refused_before_the_engine_sees_it_and_a_whole_push_men
         asyncio.run(generator.load_weights(3, *pushes[3]))
 
 
-def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine, monkeypatch):
+def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine):
     """In a replay, pulls may overlap: the second one has the base that the driver knew of."""
     pushes, loading, seen = delta_pushes([1, 2, 3]), Future(), []
 
@@ -794,7 +732,7 @@ def test_bytes_that_the_engine_still_loads_are_not_changed(generator, engine, mo
 
     async def run():
         await generator.load_weights(1, *pushes[1])
-        monkeypatch.setattr(engine, "load_weights", load)
+        engine.load_weights = load
         second = asyncio.create_task(generator.load_weights(2, *pushes[2]))
         third = asyncio.create_task(generator.load_weights(3, *pushes[2], *pushes[3]))
         while not seen:
@@ -872,7 +810,7 @@ def test_an_abandoned_transfer_ends_before_the_next_attempt_or_the_generator_is_
     assert generator.version == 0
     monkeypatch.setattr(module, "_END_S", 0.05)
     stuck = Future()
-    monkeypatch.setattr(engine, "receive_weights", lambda version, weights: stuck)
+    engine.receive_weights = lambda version, weights: stuck
 
     async def hang():
         receiving = asyncio.ensure_future(
@@ -1022,21 +960,18 @@ def test_an_environments_error_shows_its_own_file_and_line_and_begins_there(brea
     assert sum(line in text and frames[0] in text for text in logged) == 3
 
 
-def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator, module, monkeypatch):
+def test_a_slow_queue_of_rewards_is_not_the_environments_fault(make_generator):
     released = threading.Event()
 
-    class Slow(FakePool):
-        def score(self, samples):
-            released.wait(30)
-            return scores(samples)
+    def slow(samples):
+        released.wait(30)
+        return scores(samples)
 
-        def late(self):
-            return "mood was late"
-
-        __call__ = score
-
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: Slow())
-    generator = make_generator(SingleTurnEnvironment, timeout_s=0.5, rollouts_in_flight=1)
+    pool = StandInPool(scores)
+    pool.score = slow
+    generator = make_generator(
+        SingleTurnEnvironment, pool=pool, timeout_s=0.5, rollouts_in_flight=1
+    )
     _, summary, _ = group(generator, number=4, group_id=4)
     released.set()
     assert len(summary.errors) == 3
@@ -1049,10 +984,10 @@ def test_a_failure_that_is_no_environments_is_the_generators(breaking, engines, 
     """Without an engine, or without rewards, there is nothing to go on with."""
     from grpo_components.rollout import rollouts
 
-    def fails(*_, **__):
+    def fails(request):
         raise getattr(rollouts, error)("rewards", "gone", "one")
 
-    engines[-1].submit = fails
+    engines[-1].arrived = fails
     with pytest.raises(getattr(rollouts, error)):
         group(breaking, number=4, group_id=4)
 
@@ -1103,7 +1038,7 @@ def test_a_response_reads_without_its_stop_token_and_ids_that_are_no_text_do_no_
     generator, engine, token_ids, text
 ):
     size = len(token_ids)
-    engine.answer = lambda prompt_ids, seed: SimpleNamespace(
+    engine.answer = lambda request: Completion(
         token_ids=np.array(token_ids, np.int64),
         logprobs=np.full(size, -1.0, np.float32),
         token_versions=np.zeros(size, np.int32),

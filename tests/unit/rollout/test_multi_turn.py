@@ -1,10 +1,8 @@
 """The multi-turn environment: token ids, limits, rewards, and slots that run independently."""
 
 import asyncio
-import os
 import random
 import threading
-from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +12,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lib.engine import StandInEngine, StandInPool
 from lib.properties import many
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from grpo_components.rewards.pool import Score
-from grpo_components.rollout.engine_environment import engine_environment
-from grpo_components.rollout.engine_use import EngineUse
+from grpo_components.rollout.completions import Completion
 from grpo_components.rollout.generator_options import (
     EnvironmentOptions,
     RewardOptions,
@@ -39,15 +37,10 @@ def collector() -> Any:
 
 
 @pytest.fixture(scope="module")
-def module():
-    """The generator module, imported with the environment variables that vLLM reads."""
-    before = dict(os.environ)
-    os.environ.update(engine_environment("cpu", "WARNING"))
+def module(engine_variables):
     from grpo_components.rollout import generator
 
-    yield generator
-    os.environ.clear()
-    os.environ.update(before)
+    return generator
 
 
 class Tokenizer:
@@ -355,51 +348,26 @@ def test_several_slots_of_one_environment_end_one_by_one(module):
 # ---- in a generator -----------------------------------------------------------------------------
 
 
-class FakePool:
-    """Finds every response right."""
+@pytest.fixture
+def engine():
+    """Samples two letters that depend on the seed."""
 
-    def score(self, samples):
-        return all_right(samples)
-
-    def close(self):
-        pass
-
-    __call__ = score
-
-
-class FakeEngine:
-    """Responds at once, with letters that depend on the seed."""
-
-    latest: "FakeEngine"
-
-    def __init__(self, *args, **kwargs):
-        self.requests, self._lock, self.use = [], threading.Lock(), EngineUse(4)
-        FakeEngine.latest = self
-
-    def submit(self, prompt_ids, *, seed, max_tokens, name, **sampling):
-        with self._lock:
-            self.requests.append((name, seed, max_tokens))
-        future = Future()
-        size = min(2, max_tokens)
-        future.set_result(
-            SimpleNamespace(
-                token_ids=np.full(size, 65 + seed % 26, np.int64),
-                logprobs=np.full(size, -0.5, np.float32),
-                token_versions=np.full(size, 3, np.int32),
-                finish_reason="stop" if size == 2 else "length",
-            )
+    def letters(request):
+        return Completion(
+            token_ids=np.full(2, 65 + request.seed % 26, np.int64),
+            logprobs=np.full(2, -0.5, np.float32),
+            token_versions=np.full(2, 3, np.int32),
+            finish_reason="stop",
         )
-        return future
 
-    def close(self):
-        pass
+    return StandInEngine(letters)
 
 
 @pytest.fixture
-def make_generator(module, monkeypatch):
+def make_generator(module, engine, monkeypatch):
     """Build a generator over a world."""
-    monkeypatch.setattr(module, "VLLMEngine", FakeEngine)
-    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: FakePool())
+    monkeypatch.setattr(module, "VLLMEngine", lambda *args, **kwargs: engine)
+    monkeypatch.setattr(module, "open_reward_pool", lambda *args, **kwargs: StandInPool(all_right))
     made = []
 
     def make(world, **kwargs):
@@ -408,7 +376,7 @@ def make_generator(module, monkeypatch):
 
         arguments = {
             "build_tokenizer": Tokenizer,
-            "engine": None,  # nothing that the fake engine reads
+            "engine": None,  # the stand-in reads no options
             "sampling": SamplingOptions(
                 group_size=3, seed=42, max_response_tokens=12, stop_token_ids=[STOP], truncation={}
             ),
@@ -449,13 +417,13 @@ def test_a_repeated_group_is_identical_and_its_samples_differ(make_generator):
     assert all(t.finish_reason == "length" for t in first), "three turns without an end"
 
 
-def test_every_turn_has_its_own_seed_and_the_remaining_room(make_generator, module):
+def test_every_turn_has_its_own_seed_and_the_remaining_room(make_generator, engine, module):
     generator = make_generator(dice)
     asyncio.run(generate(generator, group_id=5))
     for i in range(3):
-        mine = [r for r in FakeEngine.latest.requests if r[0] == f"group 5 sample {i}"]
-        assert [left for _, _, left in mine] == [12, 9, 6]
-        seeds = [seed for _, seed, _ in mine]
+        mine = [each for each in engine.requests if each.name == f"group 5 sample {i}"]
+        assert [each.max_tokens for each in mine] == [12, 9, 6]
+        seeds = [each.seed for each in mine]
         assert seeds[0] == module.sampling_seed(42, 0, 5, i) and len(set(seeds)) == 3
 
 

@@ -2,17 +2,20 @@
 
 from collections import Counter
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 
+from grpo_components.cluster.role import Role
 from grpo_components.twin.advice import advise
 from grpo_components.twin.setup import Setup
 from grpo_components.twin.simulation import simulate
 from grpo_components.twin.times import Lengths, Times
 from grpo_components.twin.virtual_engine import StepTime
+from grpo_components.twin.virtual_role import VirtualRole
 
 NOTHING = Times(
     engine_step=StepTime(0.0, 0.0, 0.0),
@@ -174,3 +177,11 @@ def test_the_advised_split_gives_the_slow_half_more_gpus():
         assert found.step_s == min(each.step_s for each in tried.values())
     with pytest.raises(ValueError, match="--gpus: 1 given for generators and trainers"):
         advise(setup, 1, lambda each: simulate(each, times, lengths()))
+
+
+def test_a_virtual_role_is_called_as_a_role_is():
+    for name in ("submit", "result", "call", "answer"):
+        own, real = (signature(getattr(each, name)).parameters for each in (VirtualRole, Role))
+        assert [(p.name, p.kind, p.default) for p in own.values()] == [
+            (p.name, p.kind, p.default) for p in real.values()
+        ]

@@ -1,0 +1,177 @@
+"""Stand for an inference engine, which says what it samples and when, and for a reward pool."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpo_components.exchange.weights import check_names_and_shapes, shapes_of
+from grpo_components.rewards.pool import Score
+from grpo_components.rollout.completions import Completion, Watch
+from grpo_components.rollout.engine_use import EngineUse
+
+if TYPE_CHECKING:  # it imports vLLM
+    from grpo_components.rollout.weight_receiver import IncomingWeights
+
+
+@dataclass
+class Request:
+    """What was submitted, and what is sampled for it."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop_token_ids: Sequence[int]
+    truncation: Mapping[str, float] | None
+    name: str
+    watch: Watch | None
+    future: Future[Completion] = field(default_factory=Future)
+    answer: Completion | None = None
+    """All that can be sampled for it."""
+    sampled: int = 0
+    """Number of tokens so far."""
+
+    def step(self, count: int = 1) -> None:
+        """Sample tokens; the last one, or one at which the watch ends, finishes the request."""
+        given = self.answer
+        assert given is not None
+        ids = given.token_ids.tolist()
+        for _ in range(count):
+            self.sampled += 1
+            size = min(self.sampled, self.max_tokens)
+            if size >= len(ids):
+                self.future.set_result(given)
+            elif size == self.max_tokens or (self.watch and self.watch(ids[:size])):
+                cut = {
+                    name: getattr(given, name)[:size]
+                    for name in ("token_ids", "logprobs", "token_versions")
+                }
+                reason = "length" if size == self.max_tokens else "stop"
+                self.future.set_result(replace(given, **cut, finish_reason=reason))
+            if self.future.done():
+                return
+
+    def finish(self) -> None:
+        """Sample all tokens."""
+        while not self.future.done():
+            self.step()
+
+
+class StandInEngine:
+    """Has the methods of `VLLMEngine`.
+
+    Args:
+        answer: function of a `Request` that returns all that can be sampled for it.
+        arrived: function called with each `Request` that is submitted: finishes it at once, or
+            leaves that to the test.
+        shapes: shapes of the weights by name; others are refused.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Request], Completion],
+        arrived: Callable[[Request], None] = Request.finish,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.answer, self.arrived, self.shapes = answer, arrived, shapes
+        self.use = EngineUse(4)
+        self.requests: list[Request] = []
+        self.loaded: list[Any] = []
+        """The version and weights of each load, and "asleep"."""
+        self.probe: Any = None
+        """What a load of weights reads."""
+        self.left = 0
+        """Number of requests that `sleep` aborts."""
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        truncation: Mapping[str, float] | None = None,
+        name: str = "a request",
+        watch: Watch | None = None,
+    ) -> Future[Completion]:
+        """See `VLLMEngine.submit`."""
+        sampling = (max_tokens, temperature, seed, stop_token_ids, truncation)
+        request = Request(list(prompt_ids), *sampling, name, watch)
+        self.requests.append(request)
+        request.answer = self.answer(request)
+        self.arrived(request)
+        return request.future
+
+    def sleep(self) -> Future[int]:
+        """See `VLLMEngine.sleep`."""
+        self.loaded.append("asleep")
+        return _done(self.left)
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[Any]:
+        """See `VLLMEngine.load_weights`."""
+        check_names_and_shapes(shapes_of(tensors), self.shapes)
+        self.loaded.append((version, tensors))
+        return _done(self.probe)
+
+    def receive_weights(self, version: int, weights: IncomingWeights) -> Future[Any]:
+        """See `VLLMEngine.receive_weights`; the calls of the transfer do nothing."""
+        check_names_and_shapes(weights.shapes, self.shapes)
+        self.loaded.append((version, weights))
+        received: Future[Any] = Future()
+
+        def receive() -> None:
+            try:
+                weights.receive(lambda *_, **__: None)
+                received.set_result(None)
+            except RuntimeError as error:
+                received.set_exception(error)
+
+        threading.Thread(target=receive).start()
+        return received
+
+    def close(self) -> None:
+        """See `VLLMEngine.close`."""
+
+
+class StandInPool:
+    """Stands for a `RewardPool`: scores at once.
+
+    Args:
+        scores: function of samples that returns their scores.
+    """
+
+    def __init__(self, scores: Callable[[Sequence[Any]], list[Score]]) -> None:
+        self._scores, self.begun = scores, []
+
+    def begin(self, sample: Any) -> Future[Score]:
+        """See `RewardPool.begin`."""
+        self.begun.append(sample)
+        return _done(self._scores([sample])[0])
+
+    def score(self, samples: Sequence[Any]) -> list[Score]:
+        """See `RewardPool.score`."""
+        return [s.result() if isinstance(s, Future) else self._scores([s])[0] for s in samples]
+
+    def __call__(self, samples: Sequence[Any]) -> list[Score]:
+        """See `RewardPool.__call__`."""
+        return self.score(samples)
+
+    def late(self) -> str:
+        """See `RewardPool.late`."""
+        return "mood was late"
+
+    def close(self) -> None:
+        """See `RewardPool.close`."""
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
