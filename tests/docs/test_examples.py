@@ -27,6 +27,7 @@ from grpo_components.settings import Settings
 PAGES = [page for page in ALL_PAGES if page in tracked("*.md", "docs/*.md")]
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 SAMPLES = "/tmp/torchtune-async-grpo/samples"
+POLICY = "/tmp/torchtune-async-grpo/tiny_policy"
 EXTERNAL_PATHS = re.compile(
     r"(train_from|replay_events|eval_only|teacher\.path)=/|reward_model\.path=|resume_|replay_(until|without)="
 )
@@ -66,13 +67,13 @@ FILES = [pytest.param(page, name, id=name) for page in PAGES for name in files(p
 
 
 @pytest.fixture
-def folder_of(tmp_path, monkeypatch):
+def folder_of(tmp_path, tiny_policy, monkeypatch):
     """Enter a folder with the files of a page, importable from there, until the test ends."""
     modules = {name.removesuffix(".py") for page in PAGES for name in files(page)}
 
     def enter(page):
         for name, text in files(page).items():
-            (tmp_path / name).write_text(text)
+            (tmp_path / name).write_text(text.replace(POLICY, str(tiny_policy)))
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
         return tmp_path
@@ -97,7 +98,7 @@ def test_a_documented_run_passes_the_checks(
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     sample_data.main([str(here / "data")])
     own = [each for each in overrides if not EXTERNAL_PATHS.match(each)]
-    own = [each.replace(SAMPLES, str(here / "data")) for each in own]
+    own = [each.replace(SAMPLES, f"{here}/data").replace(POLICY, str(tiny_policy)) for each in own]
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     assert isinstance(config, dict)
     folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")

@@ -283,15 +283,16 @@ def checked(*overrides):
 @pytest.fixture(scope="module")
 def data(tiny_policy, own):
     """Tokenizer and data set."""
-    return build_data(checked("output_dir=/tmp/not-made"))[:2]
+    return build_data(checked("output_dir=/tmp/not-made", f"base_model_path={tiny_policy}"))[:2]
 
 
 @pytest.fixture
-def tried(own, data, tmp_path):
+def tried(own, data, tiny_policy, tmp_path):
     """Build what the recipe's `setup` builds, and try it; returns the objective."""
 
     def run(*overrides):
-        cfg = checked(*overrides, f"output_dir={tmp_path / 'run'}")
+        folders = (f"output_dir={tmp_path / 'run'}", f"base_model_path={tiny_policy}")
+        cfg = checked(*overrides, *folders)
         objective = build_objective(cfg, grpo_loss, *data)
         assert not (tmp_path / "run").exists()
         return objective
@@ -520,6 +521,7 @@ def agent(settings_with, tiny_policy, own):
             **{"agent": "fine_agent.run", "chat_template": "plain"},
         }
         given = {key: changes.pop(key) for key in ("reward_model", "rollout_only") & changes.keys()}
+        given["base_model_path"] = str(tiny_policy)
         try_environment(settings_with(environment=environment | changes, **given), None, [])
 
     return agent
