@@ -71,7 +71,7 @@ check: lint  ## Check style, types and all that needs no engine, rank or Ray (a 
 	@$(call with_types,EXAMPLES=0.1 $(BIN)/pytest -q -m '$(UNMARKED)' $(TESTS))
 
 test: lint  ## Check style and types, run all tests but nightly ones (about 10 minutes on two cores)
-	@$(call with_types,$(PYTEST) -m 'not nightly' $$($(TRACKED) 'tests/**/test_*.py'))
+	@$(call with_types,EXAMPLES=0.3 $(PYTEST) -m 'not nightly' $$($(TRACKED) 'tests/**/test_*.py'))
 
 nightly: install-dev tiny-policy  ## Run what is long or needs root: two machines, kills at any moment, all planted bugs (hours)
 	EXAMPLES=3 $(BIN)/pytest -m 'nightly or hypothesis'

@@ -15,7 +15,14 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from lib.properties import many
 
-pytest_plugins = ["lib.costs", "lib.tiers", "lib.shared_runs", "lib.tune", "lib.finished_runs"]
+pytest_plugins = [
+    "lib.costs",
+    "lib.tiers",
+    "lib.interpreter",
+    "lib.shared_runs",
+    "lib.tune",
+    "lib.finished_runs",
+]
 
 # The machine may be busy with real engines, so that an example may take long.
 settings.register_profile(

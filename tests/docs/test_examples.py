@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components.config import preflight
-from grpo_components.config.building import build_data, check_components
+from grpo_components.config.building import check_components
 from grpo_components.examples import sample_data
 from grpo_components.objective.contracts import advantages_of
 from grpo_components.settings import Settings
@@ -103,9 +103,7 @@ def test_a_documented_run_passes_the_checks(
     assert isinstance(config, dict)
     folders = (f"output_dir={here / 'run'}", f"base_model_path={tiny_policy}")
     cfg = _merge_yaml_and_cli_args(Namespace(**config), [*own, *folders])
-    checked = preflight.check(cfg)
-    check_components(checked)
-    build_data(checked)
+    check_components(preflight.check(cfg))
 
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)

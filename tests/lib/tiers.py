@@ -3,8 +3,8 @@
 import pytest
 
 TIERS = {
-    "e2e": ("tune", "shared_runs", "bench"),
-    "ray": ("cluster",),
+    "e2e": ("tune", "shared_runs", "bench", "interpreter", "wheel_install"),
+    "ray": ("cluster", "parent"),
     "ranks": ("ranks",),
     "engine": ("build_engine",),
 }

@@ -73,11 +73,10 @@ def test_the_hook_plants_a_bug_into_any_process_and_none_without_its_name(bug, e
     assert found == (expected or [[0.5, 0], [-0.5, 0]])
 
 
-def test_every_bug_replaces_something_that_there_is():
+def test_every_bug_replaces_something_that_there_is(interpreter):
     """In a process without the hook: a bug is planted, looked at, and undone, one after another."""
-    done = subprocess.run(
-        [sys.executable, "-c", PLANT_ALL, str(ROOT)], capture_output=True, text=True, check=True
-    )
+    done = interpreter("-c", PLANT_ALL, ROOT)
+    assert done.returncode == 0, done.stderr
     replaced = json.loads(done.stdout.splitlines()[-1])
     assert set(replaced) == {f"{bug} {module}" for bug in BUGS for module in BUGS[bug]}
     assert all(replaced.values())

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -107,16 +105,12 @@ logger.info("an info")
 """
 
 
-def test_a_warning_of_vllm_is_in_the_log_of_its_role_and_not_on_the_console(tmp_path):
+def test_a_warning_of_vllm_is_in_the_log_of_its_role_and_not_on_the_console(tmp_path, interpreter):
     """vLLM configures its own loggers while it is imported."""
     log = tmp_path / "generator_0.log"
-    result = subprocess.run(
-        [sys.executable, "-c", IN_A_ROLE, str(log)],
-        env=os.environ | engine_environment("cpu", "WARNING"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = os.environ | engine_environment("cpu", "WARNING")
+    result = interpreter("-c", IN_A_ROLE, log, env=environment)
+    assert result.returncode == 0, result.stderr
     assert result.stdout == "" and "QKVParallelLinear" not in result.stderr
     written = log.read_text()
     assert "QKVParallelLinear: Failed to load weights" in written

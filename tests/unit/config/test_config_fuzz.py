@@ -269,12 +269,14 @@ def test_values_of_any_type_are_refused_by_key_or_accepted(recipe, changes):
     assert any(name in refusal for name in named), refusal
 
 
+@pytest.mark.nightly
 def test_each_key_that_is_missing_has_a_default_or_is_named(recipe):
     for key in holders(recipe.values):
         refusal = recipe(**changed(recipe.values, {key: ...}))
         assert not refusal or key[0] in refusal, (key, refusal)
 
 
+@pytest.mark.nightly
 @fuzz(80)
 @given(
     st.dictionaries(
@@ -312,6 +314,7 @@ def damaged_yaml(draw):
     return text
 
 
+@pytest.mark.nightly
 @fuzz(150)
 @given(damaged_yaml())
 def test_text_that_was_damaged(recipe, text):
@@ -323,6 +326,7 @@ def test_text_that_was_damaged(recipe, text):
         recipe(text)
 
 
+@pytest.mark.nightly
 @fuzz(150)
 @given(
     st.lists(
@@ -348,6 +352,7 @@ def test_overrides_of_any_form(recipe, overrides):
     recipe(overrides=[text for text in overrides if not text.startswith("-h")])
 
 
+@pytest.mark.nightly
 def test_a_number_of_400_digits_is_refused_at_every_key(recipe):
     for key in KEYS:
         refusal = recipe(**changed(recipe.values, {key: 10**400}))

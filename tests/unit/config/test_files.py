@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -187,7 +186,7 @@ def test_a_good_config_comes_back_resolved_with_every_default(cfg, check):
     assert not Path("run").exists(), "checking leaves nothing behind"
 
 
-def test_checking_imports_neither_ray_nor_vllm(cfg, tmp_path):
+def test_checking_imports_neither_ray_nor_vllm(cfg, tmp_path, interpreter):
     OmegaConf.save(cfg, tmp_path / "cfg.yaml")
     script = (
         "import sys\nfrom omegaconf import OmegaConf\n"
@@ -195,10 +194,8 @@ def test_checking_imports_neither_ray_nor_vllm(cfg, tmp_path):
         f"preflight.check(OmegaConf.load({str(tmp_path / 'cfg.yaml')!r}))\n"
         "print(sorted({'ray', 'vllm'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    done = interpreter("-c", script)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_an_enabled_profiler_traces_into_the_folder_of_the_run(cfg, read):

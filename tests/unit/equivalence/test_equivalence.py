@@ -24,6 +24,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "equivalence.md"
 NIGHTLY = {  # what they take is long, and other rungs and runs take most of the same way
     resume.resumed_is_uninterrupted_by_transformers,
     family_rungs.reloaded_is_exported_by_transformers,
+    family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
     agent_rungs.session_is_plain_rollout,
 }
 

@@ -19,6 +19,7 @@ from grpo_components.interop.weight_sync import (
 PROMPTS = ("12 + 7 =", "3 + 4 =", "What is 5?")
 
 
+@pytest.mark.engine  # of torchrl's wrapper, and not of a fixture
 def test_what_a_wrapped_engine_samples_is_of_the_pulled_weights(tiny_policy, monkeypatch):
     """Its trajectories have the logprobs of a transformers model that pulled the same weights."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -11,7 +11,11 @@ from grpo_components.plan.__main__ import main
 from grpo_components.settings import Settings
 
 FOLDER = Path(__file__).parents[3] / "recipes/configs"
-GPU_CONFIGS = sorted(path.stem for path in FOLDER.glob("qwen*.yaml"))
+OFTEN = ("qwen3B_async_grpo", "qwen3B_colocated_grpo_1gpu", "qwen3_8B_lora_async_grpo_1gpu")
+GPU_CONFIGS = [
+    pytest.param(path.stem, marks=[] if path.stem in OFTEN else [pytest.mark.nightly])
+    for path in sorted(FOLDER.glob("qwen*.yaml"))
+]
 ONE_GPU = "qwen0.5B_async_grpo_1gpu"
 TURNS = (
     ONE_GPU,

@@ -94,6 +94,7 @@ def caller(tiny_policy, tmp_path):
     return tmp_path / "caller"
 
 
+@pytest.mark.nightly
 def test_a_tool_call_that_the_policy_samples_is_answered_and_its_tokens_go_on(
     caller, make_engine, tmp_path, monkeypatch
 ):

@@ -36,7 +36,7 @@ def logprobs(base, adapter, prompt, response):
     return taken[:, 0].numpy()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_running_requests_go_on_with_each_new_adapter(make_engine, checkpoints, workers):
     base = checkpoints / "untied_A"
     prompts = [[5, 6, 7, number] for number in range(2)]

@@ -1,8 +1,5 @@
 """`python -m grpo_components.versions` says in one line why it can do nothing."""
 
-import subprocess
-import sys
-
 import pytest
 
 from grpo_components.versions.__main__ import main
@@ -25,7 +22,6 @@ def test_a_folder_without_versions_is_refused_in_one_line(tmp_path, capsys, conf
     assert output.err.count("\n") == 1
 
 
-def test_no_library_speaks_before_the_answer(tmp_path):
-    command = [sys.executable, "-m", "grpo_components.versions", str(tmp_path)]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_no_library_speaks_before_the_answer(tmp_path, interpreter):
+    outcome = interpreter("-m", "grpo_components.versions", tmp_path)
     assert outcome.stderr.startswith(f"{tmp_path} is no output_dir of a run")
