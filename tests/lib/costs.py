@@ -97,6 +97,8 @@ class CostTable:
         TABLE.write_text("core_s\tseconds\ttest\n" + "".join(rows))
 
     def pytest_terminal_summary(self, terminalreporter):
+        if not self.core_s:
+            return
         total, wall = sum(self.core_s.values()), sum(self.seconds.values())
         text = f"{total:.0f} core seconds in {wall:.0f} s of tests; build/{TABLE.name} has each"
         terminalreporter.write_line(text)
