@@ -65,7 +65,7 @@ check: TYPED = 'grpo_components/$(ROOM)/**/*.py'
 check: SPELLED = $(CHECKED)
 check: TESTS = tests/unit/$(ROOM)
 else
-check: TESTS = $$($(TRACKED) 'tests/**/test_*.py')
+check: TESTS = -n 2 --dist worksteal $$($(TRACKED) 'tests/**/test_*.py')
 endif
 check: lint  ## Check style, types and all that needs no engine, rank or Ray (a minute); ROOM=exchange: of one room
 	@$(call with_types,EXAMPLES=0.1 $(BIN)/pytest -q -m '$(UNMARKED)' $(TESTS))
