@@ -18,7 +18,7 @@ CHECKED := '**/*.py'
 SPELLED = '**'
 CHECK_TYPES = $(BIN)/pyright $$($(TRACKED) $(TYPED))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
-UNMARKED := not (engine or ranks or ray or e2e or nightly)
+UNMARKED := not (engine or ranks or ray or e2e or costly or nightly)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help

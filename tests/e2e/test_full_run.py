@@ -113,6 +113,7 @@ def test_all_tokens_of_the_replay_are_scored_again_with_their_own_versions(repla
     assert f"rescored: {trained:,} trained tokens of 8 steps" in table
 
 
+@pytest.mark.nightly
 def test_a_kept_version_is_the_checkpoint_of_its_step_and_loads_elsewhere(replayed_run, tmp_path):
     """Rebuilt from the base model and the changes, with every byte; transformers and vLLM agree."""
     rebuilt, folder = tmp_path / "version_8", str(replayed_run.folder)

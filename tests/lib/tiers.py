@@ -1,4 +1,9 @@
-"""Marks each test by what it needs, which its fixtures tell; a test needs the first that fits."""
+"""Marks each test by what it needs, which its fixtures tell; a test needs the first that fits.
+
+A test that needs nothing is marked as `costly` if `costly.txt` names it: see `lib.costs`.
+"""
+
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +14,7 @@ TIERS = {
     "engine": ("build_engine",),
 }
 """Marker -> fixtures, the dearest first."""
+COSTLY = Path(__file__).with_name("costly.txt")
 NIGHTLY = "nightly"  # the folder, and the marker of what is in it
 
 
@@ -22,8 +28,10 @@ def tier_of(item) -> str | None:
 def pytest_collection_modifyitems(items):
     """Mark the tests, and begin with those that take longest: they are the ones of whole runs."""
     ranks = {tier: number for number, tier in enumerate((*TIERS, None))}
+    costly = set(COSTLY.read_text().split())
     for item in items:
-        if tier := tier_of(item):
+        tier = tier_of(item) or ("costly" if item.nodeid.partition("[")[0] in costly else None)
+        if tier:
             item.add_marker(tier)
         if NIGHTLY in item.path.parts:
             item.add_marker(NIGHTLY)

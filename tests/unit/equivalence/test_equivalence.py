@@ -10,6 +10,7 @@ import torch
 from grpo_components.equivalence import __main__ as equivalence
 from grpo_components.equivalence import (
     agent_rungs,
+    engine_rungs,
     family_rungs,
     resume,
     rungs,
@@ -26,6 +27,8 @@ NIGHTLY = {  # what they take is long, and other rungs and runs take most of the
     family_rungs.reloaded_is_exported_by_transformers,
     family_rungs.every_policy_of_transformers_samples_from_what_it_trained,
     agent_rungs.session_is_plain_rollout,
+    agent_rungs.continued_session_is_plain_rollout,
+    engine_rungs.two_workers_are_one,
 }
 
 

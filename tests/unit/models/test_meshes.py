@@ -190,9 +190,8 @@ def test_gradients_reduced_in_bf16_are_rounded_and_close(run):
     assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
 
 
-@pytest.mark.parametrize(
-    "name", ["QWEN2 tied", pytest.param("QWEN3 tied", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["QWEN2 tied", "QWEN3 tied"])
 def test_compiled_layers_softmax_and_loss_make_the_same_update(run, name):
     """The loss has a schedule: a new step is no new graph."""
     schedule = Schedule("linear", start=0.2, end=0.1, num_steps=9)

@@ -294,6 +294,7 @@ def test_wrong_names_and_shapes_and_a_sender_that_never_starts_leave_the_engine_
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_each_tensor_parallel_worker_takes_its_part_and_checks_the_whole(
     make_engine, checkpoints, relay
 ):
