@@ -1,10 +1,11 @@
 """A reward model for tests: random weights over the tiny policy's tokens."""
 
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
-
 
 def random_classifier(folder, tiny_policy):
     """Save one, with the tokenizer of that policy, in a new folder; returns that."""
+    # Here, as every test session imports this file, and few of them need seconds of transformers.
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1}
     model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=384, **shape, **heads))
