@@ -28,6 +28,9 @@ class Replaced(NamedTuple):
     was: Any
 
 
+_OF_PLANTING = {"_owner", "_title", "_replaced", "_own", "__dict__", "__class__"}
+
+
 class Planting:
     """A module, or a class of it, to a bug: reads as itself; only own attributes can be replaced.
 
@@ -42,8 +45,13 @@ class Planting:
             raise PlantingError(f"{self._title} has no attribute {name} of its own")
         return vars(self._owner)[name]
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute, a class such that what it has cannot be missed either."""
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute, a class such that what it has cannot be missed either.
+
+        Also `__init__` and the like are the owner's, and not those of this object.
+        """
+        if name in _OF_PLANTING:
+            return object.__getattribute__(self, name)
         self._own(name)
         value = getattr(self._owner, name)
         if not isinstance(value, type):

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from museum.__main__ import Result, main, page
-from museum.bugs import BUGS, PlantingError, plant
+from museum.bugs import BUGS, Planting, PlantingError, plant
 from museum.exhibits import EXHIBITS
 from museum.runs import Outcome, caught, check_planted
 
@@ -195,3 +195,13 @@ def test_results_of_earlier_calls_are_kept(tmp_path):
     arguments = ["--folder", str(tmp_path), "--output", str(output), "--only", "wrong_axis"]
     assert main(arguments) == 0
     assert "1 of" in output.read_text()
+
+
+def test_a_bug_reads_the_special_methods_of_what_it_changes():
+    class Kind:
+        def __init__(self, number):
+            self.number = number
+
+    module = ModuleType("ours")
+    module.Kind = Kind
+    assert Planting(module, "a bug", []).Kind.__init__ is Kind.__init__
