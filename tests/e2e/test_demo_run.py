@@ -42,5 +42,5 @@ def test_the_seconds_of_a_roles_activities_are_those_between_its_heartbeats(demo
 def test_its_twin_is_fitted_from_its_files_and_meets_its_step_time(demo_run):
     run = fit(demo_run.folder)
     twin = simulate(run.setup, run.times, run.lengths(run.setup, 0))
-    assert twin.step_s == pytest.approx(run.step_s, rel=0.25)
+    assert twin.step_s == pytest.approx(run.step_s, rel=0.2)
     assert 0 < twin.staleness_max <= run.setup.max_staleness
