@@ -26,7 +26,12 @@ from grpo_components.config.lora_checks import check_adapters
 from grpo_components.config.model_checks import check_model
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import ConfigError, fail
-from grpo_components.exchange.weights import check_names_and_shapes, checkpoint_shapes, shapes_of
+from grpo_components.exchange.weights import (
+    check_names_and_shapes,
+    check_output_head,
+    checkpoint_shapes,
+    shapes_of,
+)
 from grpo_components.models.hf_weights import file_converter
 from grpo_components.models.hugging_face_check import check_hugging_face
 from grpo_components.models.hugging_face_policy import is_transformers
@@ -334,6 +339,7 @@ def check_components(cfg: Settings) -> None:
             f"{kind} given, and {cfg.model._component_} cannot be saved as such, {what}",
             f"the family of both model and {base / 'config.json'}",
         ) from error
+    check_output_head(base)
     try:
         check_names_and_shapes(shapes_of(converted), checkpoint_shapes(base))
     except ValueError as error:

@@ -58,7 +58,7 @@ class HuggingFaceTokenizer:
 
 
 def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
-    """Load the tokenizer of a model folder; generation_config.json says which tokens stop.
+    """Load the tokenizer of a model folder; its end and those of generation_config.json stop.
 
     For the folder's chat template, set `chat_template` of the data sets to the same folder.
 
@@ -79,8 +79,9 @@ def hugging_face_tokenizer(path: str) -> HuggingFaceTokenizer:
         problem = f"{path} has a {type(tokenizer).__name__}, which is not a fast tokenizer"
         fail("tokenizer.path", problem, _ALLOWED)
     stop_tokens = _stop_tokens(Path(path))
-    if not stop_tokens and tokenizer.eos_token_id is not None:
-        stop_tokens = [tokenizer.eos_token_id]
+    # The two often differ, and a model may end its turns with either.
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stop_tokens:
+        stop_tokens.append(tokenizer.eos_token_id)
     if not stop_tokens:
         problem = f"neither the tokenizer nor generation_config.json of {path} has an eos token"
         fail("tokenizer.path", problem, _ALLOWED)

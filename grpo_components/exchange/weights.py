@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
+from grpo_components.errors import fail
+
 _HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 StateDict = dict[str, Tensor]
 
 
@@ -237,6 +241,37 @@ def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
     if hf_config.get("tie_word_embeddings", hf_config.get("model_type") == "gemma"):
         shapes.pop(_HEAD, None)
     return shapes
+
+
+def check_output_head(model_path: Path) -> None:
+    """Refuse a checkpoint whose output head is not what its config.json says.
+
+    Args:
+        model_path: folder of the model; a copy of the embedding as its head is right.
+
+    Raises:
+        ConfigError: the config ties the head, and the files have another; or the reverse.
+    """
+    hf_config = json.loads((model_path / "config.json").read_text())
+    tied = hf_config.get("tie_word_embeddings")
+    parts: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        for file in checkpoint_files(model_path):
+            tensors = stack.enter_context(safe_open(file, framework="pt"))
+            parts |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        head = parts.get(_HEAD)
+        embedding = next((p for name, p in parts.items() if name.endswith(_EMBEDDING)), None)
+        if tied is False and head is None:
+            problem = f"{model_path} has no {_HEAD}, and its config.json tie_word_embeddings: false"
+            fail("base_model_path", problem, "true there, or a file with the output head")
+        if not tied or head is None or embedding is None:
+            return
+        rows = [(start, start + 4096) for start in range(0, head.get_shape()[0], 4096)]
+        if head.get_shape() != embedding.get_shape() or any(
+            bool((head[start:end] != embedding[start:end]).any()) for start, end in rows
+        ):
+            problem = f"{_HEAD} of {model_path} differs from the embedding, and its config.json has"
+            fail("base_model_path", f"{problem} tie_word_embeddings: true", f"false, or no {_HEAD}")
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

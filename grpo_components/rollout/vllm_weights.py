@@ -165,14 +165,23 @@ def _written_directly(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _missed(model: torch.nn.Module) -> str:
-    """Return the names of parameters for which nothing was loaded, but those of a tied head."""
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    names: list[str] = []
+    """Return the names of parameters for which nothing was loaded, but those of a tied head.
+
+    The config does not tell whether a head is tied: if a checkpoint has a copy of the embedding as
+    its head, vLLM calls the two untied, and lets them share one tensor.
+    """
+    loaded: set[int] = set()
+    unloaded: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         info = get_layerwise_info(module)
-        if info.can_load() and info.load_numel <= 0 and not (tied and path.endswith("lm_head")):
-            names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-    return ", ".join(names)
+        tensors = dict(module.named_parameters(recurse=False))
+        if info.kernel_tensors is not None:  # those of the engine, which the new ones replace
+            tensors = info.kernel_tensors[0]
+        if info.can_load() and info.load_numel <= 0:
+            unloaded |= {f"{path}.{name}": tensor for name, tensor in tensors.items()}
+        else:
+            loaded |= {id(tensor) for tensor in tensors.values()}
+    return ", ".join(name for name, tensor in unloaded.items() if id(tensor) not in loaded)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lib.config_errors import refused_key
 from safetensors.torch import save_file
 
 from grpo_components.exchange.weights import (
     BucketBuffers,
     check_names_and_shapes,
+    check_output_head,
     checkpoint_shapes,
     pack_bucket,
     snapshot_checksum,
@@ -74,6 +76,45 @@ def test_only_a_tied_head_may_be_missing(tied, tmp_path):
     else:
         with pytest.raises(ValueError, match=r"^weights: .* lm_head\.weight"):
             check_names_and_shapes({"a": (1,)}, expected)
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+@pytest.mark.parametrize(
+    ("tied", "head", "right"),
+    [
+        (True, "missing", True),
+        (True, "equal", True),
+        (True, "other", False),
+        (True, "other shape", False),
+        (False, "missing", False),
+        (False, "equal", True),
+        (False, "other", True),
+        (None, "missing", True),  # the family decides, which vLLM and the trainer know
+        (None, "other", True),
+    ],
+)
+def test_a_head_that_contradicts_the_config_is_refused(tied, head, right, num_files, tmp_path):
+    """vLLM would use the other head, and torchtune the embedding."""
+    embedding = torch.randn(5000, 2)
+    heads = {"equal": embedding.clone(), "other": embedding.clone(), "other shape": torch.ones(3)}
+    heads["other"][4999, 1] += 1
+    tensors = {"model.embed_tokens.weight": embedding}
+    if head != "missing":
+        tensors["lm_head.weight"] = heads[head]
+    names = [f"model-{i}.safetensors" for i in range(num_files)]
+    if num_files == 1:
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        for name, (key, tensor) in zip(names, tensors.items(), strict=False):
+            save_file({key: tensor}, tmp_path / name)
+        index = {"weight_map": dict(zip(tensors, names, strict=False))}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {} if tied is None else {"tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if right:
+        check_output_head(tmp_path)
+    else:
+        assert refused_key(check_output_head, tmp_path) == "base_model_path"
 
 
 def test_a_buffer_is_written_again_only_once_nobody_uses_its_bucket():

@@ -2,9 +2,11 @@
 
 import gc
 import os
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_components.rollout.engine_environment import engine_environment
@@ -82,7 +84,7 @@ def make_engine(build_engine):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Folders of two random models, A and B: tied and untied embeddings, and experts with sinks."""
+    """Folders of random models: heads tied, redundantly tied or untied, and experts with sinks."""
     folder = tmp_path_factory.mktemp("models")
     for tied in (True, False):
         for seed, name in enumerate("AB"):
@@ -100,6 +102,11 @@ def checkpoints(tmp_path_factory):
             )
             path = folder / f"{'tied' if tied else 'untied'}_{name}"
             Qwen2ForCausalLM(config).save_pretrained(path)
+    # Some tools write a tied head again, as a copy of the embedding.
+    shutil.copytree(folder / "tied_A", folder / "redundant_A")
+    tensors = load_file(folder / "tied_A" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "redundant_A" / "model.safetensors", metadata={"format": "pt"})
     for seed, name in enumerate("AB"):
         torch.manual_seed(seed)
         config = GptOssConfig(

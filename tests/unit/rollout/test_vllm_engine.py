@@ -33,18 +33,21 @@ def assert_same(left, right):
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("tied_A", "tied_B"), ("untied_A", "untied_B"), ("redundant_A", "tied_B")],
+)
 def test_weights_loaded_into_a_running_engine_are_those_of_a_fresh_one(
-    make_engine, checkpoints, kind
+    make_engine, checkpoints, first, second
 ):
-    engine = make_engine(checkpoints / f"{kind}_A")
+    engine = make_engine(checkpoints / first)
     before = [future.result() for future in submit(engine)]
-    given = weights(checkpoints / f"{kind}_B")
+    given = weights(checkpoints / second)
     engine.load_weights(3, given).result()
     for tensor in given.values():  # the next delta push changes these bytes
         tensor.zero_()
     after = [future.result() for future in submit(engine)]
-    fresh = [future.result() for future in submit(make_engine(checkpoints / f"{kind}_B"))]
+    fresh = [future.result() for future in submit(make_engine(checkpoints / second))]
     assert_same(after, fresh)
     assert any(
         len(a.token_ids) != len(b.token_ids) or (a.token_ids != b.token_ids).any()
