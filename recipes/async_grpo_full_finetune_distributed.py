@@ -144,7 +144,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
         prompts = build_prompts(cfg, dataset)
         self.ledger = Ledger(contract, 0 if cfg.eval_only else cfg.num_steps, prompts)
         self.records = open_run(
-            cfg, self.ledger, prompts, self.temperature, dataset, held_out, __file__
+            cfg, self.ledger, prompts, self.temperature, tokenizer, dataset, held_out, __file__
         )
         log = self.records.log
         self.cluster = build_cluster(

@@ -49,6 +49,7 @@ def open_run(
     ledger: Ledger,
     prompts: Stateful,
     temperature: Schedule,
+    tokenizer: Any,
     dataset: Any,
     held_out: Any,
     recipe: str | None = None,
@@ -60,6 +61,7 @@ def open_run(
         ledger: new ledger, the account of every group of the run.
         prompts: source of the ledger's prompts, at its first prompt.
         temperature: sampling temperature by training step.
+        tokenizer: tokenizer whose stop tokens end a response.
         dataset: data set to train on.
         held_out: data set to evaluate on.
         recipe: path of the recipe's file, for the snapshot of the code; None if it is not known.
@@ -96,7 +98,7 @@ def open_run(
         agreement=GeneratorAgreement(cfg.max_generator_kl, exact=cfg.device == "cpu"),
         skipped_steps=SkippedSteps(cfg.max_skipped_steps, cfg.output_dir, log.note),
         rollouts_logged=cfg.rollouts_logged_per_step,
-        watch=_watch(cfg, ledger, log),
+        watch=_watch(cfg, ledger, log, tokenizer),
         curriculum=curriculum,
         comparison=comparison,
     )
@@ -121,9 +123,13 @@ def _check_prompts(cfg: Settings, prompts: Stateful) -> None:
         fail("curriculum", problem, "null, or a recipe with `build_prompts(cfg, dataset)`")
 
 
-def _watch(cfg: Settings, ledger: Ledger, log: RunLog) -> RunWatch:
+def _watch(cfg: Settings, ledger: Ledger, log: RunLog, tokenizer: Any) -> RunWatch:
     """Return what warns of silent mistakes, and let it follow the ledger's events."""
-    watch = RunWatch(log.note, averages_tokens=cfg.aggregation._component_ == _TOKEN_MEAN)
+    names = {token_id: name for name, token_id in getattr(tokenizer, "special_tokens", {}).items()}
+    stops = cfg.generator.stop_token_ids or tokenizer.stop_tokens
+    ends = ", ".join(f"{i} ({names[i]})" if i in names else f"{i}" for i in stops)
+    averages_tokens = cfg.aggregation._component_ == _TOKEN_MEAN
+    watch = RunWatch(log.note, averages_tokens=averages_tokens, ends=ends)
     ledger.events.listen(watch.follow)
     return watch
 

@@ -26,10 +26,11 @@ class RunWatch:
         note: function that shows a line to the user.
         averages_tokens: whether the loss is the mean over the tokens, so that `loss/total` is the
             sum of its parts.
+        ends: the tokens that end a response, as text.
     """
 
-    def __init__(self, note: Callable[[str], None], *, averages_tokens: bool) -> None:
-        self._note, self._averages_tokens = note, averages_tokens
+    def __init__(self, note: Callable[[str], None], *, averages_tokens: bool, ends: str) -> None:
+        self._note, self._averages_tokens, self._ends = note, averages_tokens, ends
         self._shown: set[str] = set()
         self._seeds: dict[int, int] = {}
         """Seed -> group that it sampled for."""
@@ -56,13 +57,19 @@ class RunWatch:
             del self._seeds[next(iter(self._seeds))]
 
     def check_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check the balance of a step's loss, and its mismatch against that of the steps before.
+        """Check a step's loss and responses, and its mismatch against that of the steps before.
 
         Args:
             step: training step, from 1.
             metrics: metrics of the step.
         """
         self._check_balance(step, metrics)
+        if metrics.get("rollout/cut_off_fraction") == 1.0:
+            self._warn(
+                "cut off",
+                f"step {step}: all responses were cut off at generator.max_response_tokens; only "
+                f"{self._ends} would have ended one: does the model end its responses otherwise?",
+            )
         kl = metrics.get("mismatch/generator_kl", math.nan)
         if not math.isfinite(kl):
             return

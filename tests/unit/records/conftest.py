@@ -12,4 +12,4 @@ def notes():
 
 @pytest.fixture
 def watch(notes):
-    return RunWatch(notes.append, averages_tokens=True)
+    return RunWatch(notes.append, averages_tokens=True, ends="7 (<end>)")

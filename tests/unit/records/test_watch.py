@@ -59,7 +59,7 @@ def test_tokens_that_do_not_weigh_the_same_are_warned_of_with_the_step(watch, no
 
 
 def test_another_aggregation_weighs_tokens_as_it_likes(notes):
-    RunWatch(notes.append, averages_tokens=False).check_step(1, losses(SequenceMean()))
+    RunWatch(notes.append, averages_tokens=False, ends="").check_step(1, losses(SequenceMean()))
     assert notes == []
 
 
@@ -112,3 +112,11 @@ def test_dropping_the_long_ones_is_warned_of_once_with_both_means(watch, notes):
 def test_only_groups_dropped_as_too_old_are_compared(watch, notes):
     drops(watch, lambda _, tokens: tokens > 30, reason="filtered")
     assert notes == []
+
+
+def test_a_run_whose_responses_are_all_cut_off_says_what_would_have_ended_them(watch, notes):
+    watch.check_step(1, {"rollout/cut_off_fraction": 0.99})
+    assert not notes
+    for step in (2, 3):
+        watch.check_step(step, {"rollout/cut_off_fraction": 1.0})
+    assert len(notes) == 1 and "7 (<end>)" in notes[0]
