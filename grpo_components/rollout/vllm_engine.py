@@ -104,6 +104,7 @@ class VLLMEngine:
         self._running: dict[str, Future[Any]] = {}
         self._watched: dict[str, WatchedRequest] = {}
         self._next_request = 0
+        self._probe: Future[Any] | None = None
         self._entered_prompts = self._entered_tokens = 0
         """Requests, and tokens of their prompts, that entered since the last step."""
         self._dead: BaseException | None = None
@@ -262,8 +263,7 @@ class VLLMEngine:
         if self._sleep.asleep:
             future.set_exception(EngineAsleepError("the engine sleeps until it gets weights"))
             return
-        request_id = str(self._next_request)
-        self._next_request += 1
+        request_id = self._new_id()
         try:
             prompt, adapter = TokensPrompt(prompt_token_ids=prompt_ids), self._adapters
             lora = adapter and adapter.current
@@ -277,12 +277,16 @@ class VLLMEngine:
         self._entered_prompts += 1
         self._entered_tokens += len(prompt_ids)
 
+    def _new_id(self) -> str:
+        self._next_request += 1
+        return str(self._next_request)
+
     def _add_probe(self, future: Future[Any]) -> None:
         if not (tokens := min(self._schedule.probe_tokens, self._longest - 1)):
             return future.set_result(None)
-        request_id, lora = f"probe {self._step}", self._adapters and self._adapters.current
+        request_id, lora = self._new_id(), self._adapters and self._adapters.current
         add_probe(self._engine, self._core.scheduler, request_id, tokens, lora)
-        self._running[request_id] = future
+        self._running[request_id] = self._probe = future
 
     def _step_engine(self) -> None:
         for output in cast("list[Any]", self._engine.step()):
@@ -303,6 +307,8 @@ class VLLMEngine:
         self, version: int, tensors: Mapping[str, torch.Tensor] | IncomingWeights
     ) -> None:
         self.use.begin("loading weights", len(self._running))
+        while self._probe is not None and not self._probe.done():
+            self._step_engine()  # else it would read these weights in the place of its own
         core = self._core
         self._finish_batches_in_flight(core)
         with self._sleep.woken():
