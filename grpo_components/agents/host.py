@@ -34,6 +34,8 @@ _KILL_S = 10.0
 """Seconds until the kernel has ended a killed process."""
 _MAX_LINE = 1 << 20
 _MAX_ERROR_CHARS = 8000
+_MAX_RESULT = 1 << 20
+"""Bytes that an agent may send as its result; more, or others than its reward, fail its sample."""
 _MAX_SAID = 1000
 """Bytes that are kept of the end of what a command says on its standard error."""
 _libc = ctypes.CDLL(None)
@@ -101,15 +103,19 @@ class AgentHost:
 
         def read() -> None:
             with contextlib.suppress(BlockingIOError):
-                while part := os.read(reading, _MAX_LINE):
+                # One part at a time: an agent may write without end.
+                if part := os.read(reading, _MAX_LINE):
                     self._keep(self._running[number][2], part)
+                    if len(self._running[number][2]) > _MAX_RESULT:
+                        self._end(number)
+                    return
                 # Closed by the agent, which may run on: else the pipe would be ready all the time.
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(reading)
 
         def ended() -> None:
             self._selector.unregister(self._running[number][1])
-            read()
+            read()  # the rest: a pipe holds no more than a part
             with contextlib.suppress(KeyError):
                 self._selector.unregister(reading)
             os.close(reading)
@@ -121,6 +127,7 @@ class AgentHost:
     def _keep(self, kept: bytearray, part: bytes) -> None:
         """Keep what came from an agent; what a command says is also for this process's log."""
         kept += part
+        del kept[_MAX_RESULT + 1 :]
         if self._command:
             with contextlib.suppress(OSError):  # a full disk is no fault of the agent
                 os.write(2, part)
@@ -175,7 +182,9 @@ class AgentHost:
                 os.dup2(writing, 2)
                 _become(self._command, task)
             assert self._function is not None
-            os.write(writing, _result_of(self._function, task))
+            result = _result_of(self._function, task)
+            while result:
+                result = result[os.write(writing, result) :]
             status = 0
         finally:
             with contextlib.suppress(OSError, ValueError):

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_components.agents.host import MARK
+from grpo_components.agents.rewards import checked_reward
 
 _START_S = 120.0
 """Seconds for the agent's module to be imported."""
 _KILL_S = 20.0
 """Seconds until the kernel has ended a killed agent."""
 _MAX_LINE = 1 << 24
+"""Bytes of an answer: those of a result (`host._MAX_RESULT`), each up to six in JSON."""
 
 
 class AgentImportError(RuntimeError):
@@ -109,7 +111,7 @@ class AgentProcesses:
             return Outcome(error=f"agent: {ended['lost']}")
         status = ended["status"]
         if text := ended.get("result"):
-            return Outcome(**json.loads(text))
+            return _result(text)
         if status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         else:
@@ -175,3 +177,16 @@ class AgentProcesses:
             if not ended.done():
                 ended.set_result({"lost": "the process that starts agents ended"})
         writer.close()
+
+
+def _result(text: str) -> Outcome:
+    """Read what came through an agent's pipe, into which it may write what it likes."""
+    try:
+        result = json.loads(text)
+        reward, error = result.get("reward"), result.get("error")
+        if result.keys() <= {"reward", "error"} and isinstance(error, str | None):
+            return Outcome(checked_reward(reward), error)
+    except (ValueError, RecursionError, AttributeError):
+        pass
+    problem = f"its result of {len(text)} characters is not the one of its function"
+    return Outcome(error=f"agent: {problem}, or too large: {text!r:.100}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MOST_CHOICES = 128
+_MOST_CHOICES, _MOST_STOPS, _MOST_STOP_CHARS = 128, 64, 1000
 _HONOURED = {
     *("model", "messages", "prompt", "tools", "tool_choice", "n", "stop", "max_tokens"),
     *("max_completion_tokens", "temperature", "stream", "stream_options", "seed"),
@@ -219,4 +219,7 @@ def _stops(given: Any) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else ()
     if (given and not stops) or not all(isinstance(stop, str) and stop for stop in stops):
         raise RequestError(f"stop: {given!r:.60} given; allowed: a text, or a list of them", "stop")
+    if len(stops) > _MOST_STOPS or any(len(stop) > _MOST_STOP_CHARS for stop in stops):
+        allowed = f"at most {_MOST_STOPS} texts of at most {_MOST_STOP_CHARS} characters"
+        raise RequestError(f"stop: too many or too long; allowed: {allowed}", "stop")
     return stops

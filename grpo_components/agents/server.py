@@ -26,6 +26,10 @@ from grpo_components.agents.session import Session
 
 _HOST = "127.0.0.1"
 _START_S, _STOP_S = 60.0, 10.0
+_MAX_BODY = 1 << 21
+"""Bytes of a request: the tokenizer reads it in the event loop that all sessions share."""
+_MAX_DIGITS = 300
+"""Digits of a whole number: a float has at most 309."""
 _KEEP_ALIVE_S = 3600
 """Seconds that an idle connection is kept: a client that reuses a closed one sees an error."""
 
@@ -197,10 +201,26 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
+    read, size = bytearray(), 0
+    async for part in request.stream():  # to its end: else the client may miss the answer
+        size += len(part)
+        if size <= _MAX_BODY:
+            read += part
+    if size > _MAX_BODY:
+        problem = f"the request has {size} bytes; allowed: at most {_MAX_BODY}"
+        raise RequestError(problem, status=413)
     try:
-        body = json.loads(await request.body())
+        body = json.loads(read, parse_int=_whole_number)
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # no halves of characters
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request is not JSON: {error}") from error
+        problem = str(error).encode(errors="replace").decode()
+        raise RequestError(f"the request is not JSON: {problem}") from error
     if not isinstance(body, dict):
         raise RequestError("the request is not a JSON object")
     return body
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits; allowed: at most {_MAX_DIGITS}")
+    return int(digits)

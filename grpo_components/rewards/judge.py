@@ -37,7 +37,12 @@ _OWN_FIELDS = ("model", "messages", "stream", "n")
 """Fields of a request that the judge sets."""
 _TEMPORARY = (408, 409, 425, 429)
 """Statuses below 500 after which another request may succeed."""
+_WHOLE = ("stop", None)
+"""Reasons of a reply's end with which it is whole: `Score: 1` may be the start of `Score: 10`."""
 _PRICES = ("prompt", "completion")
+_USED_TOKENS = tuple(f"{each}_tokens" for each in _PRICES)
+_MOST_TOKENS = 2**40
+"""Most tokens of one request; a larger number in `usage` is none."""
 _TOKENS_PER_PRICE = 1e6
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_ERROR_CHARS = 300
@@ -57,16 +62,11 @@ class _Choice(BaseModel):
     finish_reason: str | None = None
 
 
-class _Usage(BaseModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class _Completion(BaseModel):
     """What is read of a chat completion; a server may send more."""
 
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: Any = None
 
 
 class LLMJudge:
@@ -275,13 +275,13 @@ class LLMJudge:
             answer = _Completion.model_validate_json(body)
         except ValidationError:
             return None, f"the answer is no chat completion: {shown(body)}"
-        if answer.usage is not None:
-            self._used["prompt_tokens"] += answer.usage.prompt_tokens
-            self._used["completion_tokens"] += answer.usage.completion_tokens
+        for name, count in answer.usage.items() if isinstance(answer.usage, dict) else ():
+            if name in _USED_TOKENS and type(count) is int and 0 <= count <= _MOST_TOKENS:
+                self._used[name] += count
         reply = (answer.choices[0].message.content or "") if answer.choices else ""
-        if self._verdict.read(reply) is not None:
-            return reply, ""
         ended = answer.choices[0].finish_reason if answer.choices else "nothing"
+        if ended in _WHOLE and self._verdict.read(reply) is not None:
+            return reply, ""
         where = f"verdict.format {self._verdict.format}, finish_reason {ended}"
         end = f"...{reply[-50:]}" if len(reply) > 50 else reply
         return None, f"the reply has no grade in the scale ({where}): {end!r}"

@@ -103,7 +103,8 @@ class VLLMEngine:
         self._step, self._version, self._longest = 0, BASE_VERSION, options.max_model_len
         self._running: dict[str, Future[Any]] = {}
         self._watched: dict[str, WatchedRequest] = {}
-        self._next_request = 0
+        self._ids = map(str, range(2**63))
+        self._probe: Future[Any] | None = None
         self._entered_prompts = self._entered_tokens = 0
         """Requests, and tokens of their prompts, that entered since the last step."""
         self._dead: BaseException | None = None
@@ -260,17 +261,15 @@ class VLLMEngine:
         future: Future[Completion],
     ) -> None:
         if self._sleep.asleep:
-            future.set_exception(EngineAsleepError("the engine sleeps until it gets weights"))
-            return
-        request_id = str(self._next_request)
-        self._next_request += 1
+            error = EngineAsleepError("the engine sleeps until it gets weights")
+            return future.set_exception(error)
+        request_id = next(self._ids)
         try:
             prompt, adapter = TokensPrompt(prompt_token_ids=prompt_ids), self._adapters
             lora = adapter and adapter.current
             self._engine.add_request(request_id, prompt, sampling, lora_request=lora)
         except (ValueError, VLLMValidationError) as error:  # e.g. a prompt that is too long
-            future.set_exception(error)
-            return
+            return future.set_exception(error)
         self._running[request_id] = future
         if watch is not None:
             self._watched[request_id] = WatchedRequest(watch)
@@ -280,9 +279,9 @@ class VLLMEngine:
     def _add_probe(self, future: Future[Any]) -> None:
         if not (tokens := min(self._schedule.probe_tokens, self._longest - 1)):
             return future.set_result(None)
-        request_id, lora = f"probe {self._step}", self._adapters and self._adapters.current
+        request_id, lora = next(self._ids), self._adapters and self._adapters.current
         add_probe(self._engine, self._core.scheduler, request_id, tokens, lora)
-        self._running[request_id] = future
+        self._running[request_id] = self._probe = future
 
     def _step_engine(self) -> None:
         for output in cast("list[Any]", self._engine.step()):
@@ -303,8 +302,9 @@ class VLLMEngine:
         self, version: int, tensors: Mapping[str, torch.Tensor] | IncomingWeights
     ) -> None:
         self.use.begin("loading weights", len(self._running))
-        core = self._core
-        self._finish_batches_in_flight(core)
+        while self._probe is not None and not self._probe.done():
+            self._step_engine()  # else it would read these weights in the place of its own
+        self._finish_batches_in_flight(core := self._core)
         with self._sleep.woken():
             if self._adapters is not None:
                 assert not isinstance(tensors, IncomingWeights), "preflight refuses it"

@@ -37,6 +37,26 @@ def nonsense(task):
 def dies(task):
     os.kill(os.getpid(), 9)
 
+def large(task):
+    return {"x" * task["size"]: 1.0}
+
+def writes(task):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                os.write(fd, task["sent"].encode("latin-1") * task["size"])
+        except OSError:
+            pass
+    if task["exits"]:
+        os._exit(0)
+    return 1.0
+
+def floods(task):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+            while True:
+                os.write(fd, b"x" * 65536)
+
 def hangs(task):
     code = "import time; time.sleep(600)"
     start = [sys.executable, "-c", code]
@@ -100,6 +120,43 @@ def test_a_reward_is_what_the_function_returns(agents):
 def test_an_agent_that_fails_says_how(agents, name, error):
     found = run_one(f"my_agent.{name}").error
     assert error.replace("FILE", str(agents / "my_agent.py")) in found
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("large", {"size": size}) for size in (1 << 20, 1 << 24, 1 << 25)]
+    + [
+        ("writes", {"sent": sent, "size": size, "exits": exits})
+        for sent, size in [
+            ("x", 1),
+            ("7", 1),
+            ("[", 100_000),
+            ("\xff\0", 1 << 23),
+            ('{"reward": {"a": NaN}}', 1),
+            ('{"reward": {"a": 1e999}}', 1),
+            ('{"error": 7}', 1),
+            ('{"other": 1}', 1),
+        ]
+        for exits in (False, True)
+    ],
+)
+def test_whatever_comes_through_an_agents_pipe_fails_no_other_sample(agents, name, task):
+    async def run():
+        processes = AgentProcesses(f"my_agent.{name}")
+        failure = asyncio.get_running_loop().create_future()
+        variables = {"OPENAI_API_KEY": "sk-1"}
+        sound = {"large": {"size": 1}, "writes": {"sent": "", "size": 0, "exits": False}}[name]
+        try:
+            return [
+                await processes.run({**TASK, **each}, variables, 60.0, failure)
+                for each in (task, sound)
+            ]
+        finally:
+            processes.close()
+
+    bad, good = asyncio.run(run())
+    assert bad.error and bad.reward is None
+    assert good.error is None and list(good.reward.values()) == [1.0]
 
 
 @pytest.mark.parametrize("fails_after", [None, 3.0])
@@ -249,7 +306,8 @@ def test_many_agents_at_once(agents):
 def test_rewards_are_finite_numbers_by_name():
     assert checked_reward(True) == {"reward": 1.0}
     assert checked_reward(None) is None
-    for wrong in ("1", float("nan"), {"a": "b"}, {1: 2.0}, [1.0]):
+    huge = [10**309, -(10**400), 10**5000, float("inf")]
+    for wrong in ("1", float("nan"), {"a": "b"}, {1: 2.0}, [1.0], {"\ud83d": 1.0}, *huge):
         with pytest.raises(ValueError, match="allowed: a finite number"):
             checked_reward(wrong)
     assert AgentReward("b")(agent_reward={"a": 1.0, "b": 2.0}, prompt_text="x") == 2.0

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import time
+import urllib.error
 import urllib.request
 
 import openai
@@ -103,6 +104,41 @@ def test_a_reward_can_be_posted(serve):
         with pytest.raises(openai.BadRequestError, match="the id of an answer") as caught:
             client.post("/reward", cast_to=object, body={"reward": 1, "completion": identity})
         assert caught.value.param == "completion"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("reward", b'{"reward": 1' + b"0" * 309 + b"}", 400),
+        ("reward", b'{"reward": 1' + b"0" * 9000 + b"}", 400),
+        ("reward", b'{"reward": NaN}', 400),
+        ("reward", b'{"reward": {"a": -Infinity}}', 400),
+        ("reward", b'{"reward": 1e999}', 400),
+        ("reward", b'{"reward": {"\\ud83d": 1}}', 400),
+        ("chat/completions", b"[" * 100_000, 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
+        ("chat/completions", b'{"messages": [], "stop": "\\udc00"}', 400),
+        ("chat/completions", b" " * (1 << 21) + b"{}", 413),
+        ("chat/completions", b"[" * (20 << 20), 413),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused_with_its_status(serve, path, body, status):
+    _, _, client = serve("a<|im_end|>")
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    asked = urllib.request.Request(f"{client.base_url}{path}", body, headers)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked)
+    assert refused.value.code == status and json.load(refused.value)["error"]["message"]
+    assert client.chat.completions.create(model="m", messages=USER).choices
+
+
+@pytest.mark.parametrize("stop", [["x"] * 65, ["x" * 1001], "x" * 1001])
+def test_stops_have_limits(serve, stop):
+    _, _, client = serve()
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="m", messages=USER, stop=stop)
+    assert refused.value.param == "stop"
 
 
 def test_a_client_that_disconnects_leaves_nothing_to_train(serve, server):

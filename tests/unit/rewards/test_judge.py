@@ -94,6 +94,42 @@ def test_a_judge_that_gives_no_grade_is_an_error_and_no_grade_of_0(
     assert (used["requests"], used["failures"]) == (tries, 1)
 
 
+def sent(reply, **more):
+    choice = {"message": {"content": reply}, "finish_reason": more.pop("finish_reason", "stop")}
+    return 200, json.dumps({"choices": [choice], **more}).encode(), {}
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "tool_calls", "abort", ""])
+def test_a_reply_that_was_cut_off_is_no_grade(server, make, reason):
+    server.default = sent("Score: 1", finish_reason=reason)
+    judge = make(retries=1)
+    with pytest.raises(JudgeError):
+        judge(**CALL)
+    used = judge.take_use()
+    assert (used["requests"], used["failures"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        7,
+        [1],
+        {},
+        {"prompt_tokens": None, "completion_tokens": None},
+        {"prompt_tokens": 10**400, "completion_tokens": -1},
+        {"prompt_tokens": math.inf, "completion_tokens": math.nan},
+        {"prompt_tokens": "x", "completion_tokens": True},
+    ],
+)
+def test_the_numbers_of_tokens_do_not_matter_to_a_grade(server, make, usage):
+    server.default = sent("Score: 7", usage=usage)
+    judge = make(prices={"prompt": 3, "completion": 100})
+    assert judge(**CALL) == 0.7
+    used = judge.take_use()
+    assert (used["prompt_tokens"], used["completion_tokens"], used["cost"]) == (0, 0, 0)
+
+
 def test_a_server_that_is_not_there_is_an_error_with_its_address(make, server):
     judge = LLMJudge("http://127.0.0.1:9/v1/", "judge", RUBRIC, retries=0)
     with pytest.raises(JudgeError, match=r"judge at http://127\.0\.0\.1:9/v1 gave no grade: Conn"):

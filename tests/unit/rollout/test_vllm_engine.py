@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 from grpo_components.exchange.weight_probe import PROBE_IDS
-from grpo_components.replay.schedule import open_schedule
+from grpo_components.replay.schedule import Schedule, open_schedule
 
 PROMPTS = [[5, 6, 7, i + 1] for i in range(8)]
 
@@ -337,6 +337,18 @@ def test_a_swap_gives_the_weight_probe_by_the_new_weights_while_requests_run(
     assert [each.label for each in (first, other, again)] == [1, 2, 3]
     assert [each.cached_tokens for each in (first, other, again)] == [0, 0, 0]
     assert all(len(future.result(timeout=60).token_ids) for future in running)
+
+
+def test_of_two_swaps_before_one_step_each_has_its_own_reading(make_engine, checkpoints):
+    both = Schedule(recorded=[(0, "weights 1"), (0, "weights 2")], timeout_s=60)
+    engine = make_engine(checkpoints / "tied_A", schedule=both)
+    pulls = [
+        engine.load_weights(version, weights(checkpoints / name))
+        for version, name in enumerate(("tied_B", "tied_A"), start=1)
+    ]
+    first, second = (pull.result(timeout=60) for pull in pulls)
+    assert (first.label, second.label) == (1, 2)
+    assert np.abs(np.subtract(first.logprobs, second.logprobs)).max() > 0.01
 
 
 def test_the_weight_probe_sees_a_stale_prefix_cache_and_a_wrong_label(
