@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+FORMAT = 1
+"""Format of a checkpoint's files; raised when a version cannot read those of the one before."""
 _MARK = "__is__"
 """Key that marks a JSON object as the encoded value of a type that JSON lacks."""
 

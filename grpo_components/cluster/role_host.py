@@ -230,7 +230,9 @@ def named_failure(role: str, log_file: str, method: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:  # `sys.exit` would end the process silently
+    except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # `sys.exit` would end the process silently, as DCP's errors do
         logging.getLogger(role).exception("%s failed", method)
         what = f"failed: {type(error).__name__}: {error}"
         kind = "waited" if isinstance(error, TimeoutError) else "raised"

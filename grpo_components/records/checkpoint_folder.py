@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,9 +60,14 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
     checkpoints = unfinished.parent
     target = checkpoints / f"step_{step}"
     assert latest(checkpoints) != target, "a step is saved once in an attempt"
+    # safetensors makes files that only their owner can read: give all the mode of a plain one.
+    mode = stat.S_IMODE((unfinished / "state" / "config.yaml").stat().st_mode)
     for folder, _, files in os.walk(unfinished):
         for name in (*files, "."):
-            _sync(Path(folder, name))
+            path = Path(folder, name)
+            if name != "." and stat.S_IMODE(path.stat().st_mode) != mode:
+                path.chmod(mode)
+            _sync(path)
     discard(target)  # left by an earlier attempt
     unfinished.rename(target)
     _sync(checkpoints)
@@ -79,6 +85,13 @@ def publish(unfinished: Path, step: int, keep_last_n: int | None) -> Path:
 def latest(checkpoints: Path) -> Path | None:
     """Return the checkpoint that `latest` points at; None if there is no such link."""
     return _target(checkpoints, LATEST)
+
+
+def earlier(checkpoint: Path) -> list[Path]:
+    """Return the checkpoints of earlier steps beside one, the newest first."""
+    others = [folder for folder in checkpoint.parent.glob("step_*") if folder.is_dir()]
+    before = [folder for folder in others if _step(folder) < _step(checkpoint)]
+    return sorted(before, key=_step, reverse=True)
 
 
 def point_latest(checkpoint: Path) -> None:

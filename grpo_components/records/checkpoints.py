@@ -24,7 +24,7 @@ from grpo_components.records.resume import RunStart, Stateful
 from grpo_components.records.run_identity import RunIdentity
 from grpo_components.records.run_log import RunLog
 from grpo_components.settings import Settings
-from grpo_components.state_files import write_state
+from grpo_components.state_files import FORMAT, write_state
 
 
 class Checkpoints:
@@ -216,7 +216,7 @@ class Checkpoints:
                 self._log.note(f"step {step}: best checkpoint, {self._keep_best} {value:.3f}")
 
     def _publish(self, folder: Path, step: int, state: dict[str, Any]) -> Path:
-        whole = {**state, "identity": self._identity.as_dict()}
+        whole = {**state, "identity": self._identity.as_dict(), "format": FORMAT}
         write_state(folder / "state", "driver", whole)
         saved = OmegaConf.create(self._cfg.model_dump())
         OmegaConf.save(saved, folder / "state" / "config.yaml")

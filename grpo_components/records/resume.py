@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 
 from grpo_components.errors import fail, shown
-from grpo_components.records.checkpoint_folder import point_latest
+from grpo_components.records.checkpoint_folder import earlier, latest, point_latest
 from grpo_components.records.code_snapshot import copy_code
 from grpo_components.records.folder_lock import FolderLock, lock_folder
 from grpo_components.records.leftover_roles import wait_for_roles
@@ -26,6 +26,7 @@ from grpo_components.records.receipt_chain import END_FILE
 from grpo_components.records.run_identity import RunIdentity, new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
+from grpo_components.training.damage import damage
 
 FIXED = (
     *("seed", "dtype", "base_model_path", "model", "tokenizer", "checkpointer.model_type"),
@@ -87,22 +88,31 @@ def find_checkpoint(resume_from: bool | str, output_dir: Path) -> Path | None:
 
     Args:
         resume_from: value of the config key `resume_from_checkpoint`: false, true for the newest
-            checkpoint of the run, or the path of a checkpoint.
+            whole checkpoint of the run, or the path of a checkpoint.
         output_dir: folder of the run.
 
     Returns:
         The checkpoint's folder; None for a new run.
 
     Raises:
-        ValueError: there is no such checkpoint; names the key.
+        ConfigError: there is no such checkpoint, or it is damaged.
     """
     if resume_from is False:
         return None
-    path = output_dir / "checkpoints/latest" if resume_from is True else Path(resume_from)
-    if not (path / "state" / "driver.json").is_file():
+    checkpoints = output_dir / "checkpoints"
+    path = checkpoints / "latest" if resume_from is True else Path(resume_from)
+    if not (path / "state").is_dir():
         problem = f"{shown(resume_from)} given, but {path} is not a checkpoint of a run"
         fail("resume_from_checkpoint", problem, "false, or the path of a step_<n> folder")
-    return path.resolve()
+    path = path.resolve()
+    problem = damage(path)
+    if problem is None:
+        return path
+    whole = next((other for other in earlier(path) if damage(other) is None), None)
+    if whole is not None and resume_from is True:
+        return whole
+    offered = f"{whole}, the newest whole checkpoint before it" if whole else "another checkpoint"
+    fail("resume_from_checkpoint", f"{path} is damaged: {problem}", offered)
 
 
 def check_resume(values: dict[str, Any], needs_reference: Callable[[Any], bool]) -> None:
@@ -184,11 +194,14 @@ def _resume_in_place(
         problem = f"{shown(cfg.resume_from_checkpoint)} given, which is of run {saved}"
         fail("resume_from_checkpoint", problem, f"a checkpoint of run {known}, as in output_dir")
     identity = new_identity(known or saved)
+    newest = latest(checkpoint.parent)
     point_latest(checkpoint)  # later checkpoints belong to the old attempt
     attempt = last_attempt(folder) + 1
     reopen_output_folder(folder, cfg, attempt, identity)
-    note = _noted(f"resumed from {checkpoint} (attempt {attempt})", lock)
-    return RunStart(attempt, checkpoint, note, folder, state, identity, lock)
+    note = f"resumed from {checkpoint} (attempt {attempt})"
+    if newest is not None and (problem := damage(newest)):
+        note += f", because {newest.name} is damaged: {problem}"
+    return RunStart(attempt, checkpoint, _noted(note, lock), folder, state, identity, lock)
 
 
 def _resume_elsewhere(

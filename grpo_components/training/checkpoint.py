@@ -9,6 +9,7 @@ import json
 import pickle
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -31,9 +32,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from grpo_components.errors import ConfigError
 from grpo_components.models.lora import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
@@ -53,12 +56,17 @@ _METADATA_CLASSES = {
     "torch": {"Size", *(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex"),
         *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Allowlist: module -> names of its classes that DCP's metadata file may hold."""
+"""Allowlist: module -> names of its classes that DCP's metadata file may hold.
+
+Not BytesStorageMetadata: torch would unpickle such an entry without any check."""
+
+
+_ANOTHER = "another checkpoint of the run"
 
 
 class TrainerState:
@@ -166,6 +174,9 @@ class TrainerState:
 
         Returns:
             The policy version of the checkpoint.
+
+        Raises:
+            ConfigError: a file is damaged, or a weight or a moment of the optimizer is not finite.
         """
         plain = read_state(folder / "state", "trainer")
         reader = MetadataReader(folder / "state" / "trainer")
@@ -178,7 +189,17 @@ class TrainerState:
         owner = self._rank % plain["num_ranks"]
         states = {f"random.{owner}.{kind}": t for kind, t in self._random_states().items()}
         states = {name: torch.empty_like(t) for name, t in states.items() if name in saved}
-        load(tensors | states, storage_reader=reader, process_group=self._group)
+        try:
+            load(tensors | states, storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:  # a BaseException, which names process ids
+            why = str(next(iter(error.failures.values()))[0]).splitlines()[0]
+            problem = f"{folder} cannot be loaded: {why}"
+            raise ConfigError("resume_from_checkpoint", problem, _ANOTHER) from error
+        for name, tensor in tensors.items():
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not part.isfinite().all():
+                problem = f"{folder}: {name} is not finite"
+                raise ConfigError("resume_from_checkpoint", problem, _ANOTHER)
         options = _WHOLE if self._lora is None else _TRAINED
         set_model_state_dict(self._model, _unnamed("model", tensors), options=options)
         if moments:
@@ -269,14 +290,37 @@ def save_hf_weights(state_dict: dict[str, Tensor], base_model_path: Path, folder
     Args:
         state_dict: CPU tensors by Hugging Face name.
         base_model_path: folder of the base model; its config, generation config and tokenizer files
-            are copied.
+            are copied, the config with the dtype of the weights.
         folder: folder to write; created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(state_dict, folder, max_shard_size="5GB")
     for file in base_model_path.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
-            shutil.copy2(file, folder / file.name)
+            shutil.copyfile(file, folder / file.name)
+    config = folder / "config.json"
+    if config.is_file():
+        described = json.loads(config.read_text(encoding="utf-8"))
+        _set_dtype(described, _dtype(state_dict.values()))
+        config.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _dtype(tensors: Iterable[Tensor]) -> str:
+    """Return the name of the dtype that most weights have, as transformers writes it."""
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        counts[tensor.dtype] += tensor.numel()
+    return str(counts.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Replace the base model's dtype, under its old and its new name, also in nested configs."""
+    config.setdefault("dtype", dtype)
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype"):
+            config[key] = dtype
+        elif isinstance(value, dict) and {"dtype", "torch_dtype"} & value.keys():
+            _set_dtype(value, dtype)
 
 
 def _why_not_written(error: CheckpointException) -> str:

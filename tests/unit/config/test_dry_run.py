@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lib.checkpoints import write_checkpoint
 
 from grpo_components.config.dry_run import plan
 from grpo_components.objective.losses import GRPOLoss
@@ -12,7 +13,6 @@ from grpo_components.offline.partial_runs import RecordedPrompts
 from grpo_components.offline.trajectory_file import group_line
 from grpo_components.records.output_folder import prepare_output_folder
 from grpo_components.records.run_identity import new_identity
-from grpo_components.state_files import write_state
 from grpo_components.trajectory import Trajectory
 
 
@@ -140,7 +140,7 @@ def test_an_earlier_run_in_the_folder_would_be_moved_aside(planned, settings_wit
 
 def test_a_resume_goes_on_in_its_folder(planned, tmp_path):
     run = tmp_path / "run"
-    write_state(run / "checkpoints" / "step_7" / "state", "driver", {"ledger": {"steps_done": 7}})
+    write_checkpoint(run / "checkpoints" / "step_7", {"ledger": {"steps_done": 7}})
     (run / "checkpoints" / "latest").symlink_to("step_7")
     (run / "receipts.jsonl").write_text('{"record": "start", "attempt": 0}\n')
     found = planned(resume_from_checkpoint=True)

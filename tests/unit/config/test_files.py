@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lib.checkpoints import write_checkpoint
 from lib.config_errors import refusal_of, refused_key
 from omegaconf import OmegaConf
 
@@ -18,7 +19,6 @@ from grpo_components.config.reading import read_settings
 from grpo_components.examples import tiny_policy as tiny_policy_command
 from grpo_components.records.folder_lock import lock_folder
 from grpo_components.settings import Settings
-from grpo_components.state_files import write_state
 
 CONFIG = Path(__file__).parents[3] / "recipes/configs/tiny_async_grpo.yaml"
 QWEN3 = "grpo_components.models.qwen3_weights.Qwen3Checkpointer"
@@ -428,7 +428,7 @@ def test_folders_of_the_system_and_homes_are_refused(values, tmp_path, monkeypat
 
 @pytest.mark.parametrize("key", [None, *KEYS])
 def test_a_folder_in_use_is_refused_for_every_kind_of_run(values, tmp_path, key):
-    write_state(tmp_path / "run/checkpoints/step_2/state", "driver", {})
+    write_checkpoint(tmp_path / "run/checkpoints/step_2")
     (tmp_path / "run/checkpoints/latest").symlink_to("step_2")
     lock = lock_folder(tmp_path / "run")
     changes = {} if key is None else {key: True if key in KEYS[:3] else values[key]}
@@ -437,7 +437,7 @@ def test_a_folder_in_use_is_refused_for_every_kind_of_run(values, tmp_path, key)
 
 
 def test_a_run_goes_on_in_its_folder_whatever_else_lies_there(values, tmp_path):
-    write_state(tmp_path / "run/checkpoints/step_2/state", "driver", {})
+    write_checkpoint(tmp_path / "run/checkpoints/step_2")
     (tmp_path / "run" / "notes.md").touch()
     for path in (f"{tmp_path}/run/checkpoints/step_2", "../run/checkpoints/step_2"):
         check_with(check_folder, values, resume_from_checkpoint=path)
@@ -446,7 +446,7 @@ def test_a_run_goes_on_in_its_folder_whatever_else_lies_there(values, tmp_path):
 
 @pytest.mark.parametrize("output_dir", ["kept/step_2", "kept/step_2/more", "kept"])
 def test_the_checkpoint_of_another_run_is_not_written_to(values, tmp_path, output_dir):
-    write_state(tmp_path / "kept/step_2/state", "driver", {})
+    write_checkpoint(tmp_path / "kept/step_2")
     (tmp_path / "kept/receipts.jsonl").write_text('{"record": "start"}\n')
     resumed = {"resume_from_checkpoint": f"{tmp_path}/kept/step_2"}
     is_refused(check_folder, values, tmp_path / output_dir, **resumed)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lib.checkpoints import write_checkpoint
 from lib.config_errors import refused_key
 from omegaconf import OmegaConf
 
@@ -13,7 +14,6 @@ from grpo_components.config.reading import read_settings
 from grpo_components.config.replay_check import check_replay
 from grpo_components.config.what_if import check_what_if, left_out
 from grpo_components.replay.recorded_run import FORMAT
-from grpo_components.state_files import write_state
 
 
 def write(path, *records):
@@ -161,9 +161,7 @@ def test_a_run_that_cannot_be_replayed_is_refused(values, file, line):
 def test_it_goes_on_only_from_a_checkpoint_after_the_step(values, tmp_path):
     values["optimizer"] = values["optimizer"] | {"lr": 1.0}
     for step in (1, 2):
-        state = tmp_path / f"step_{step}" / "state"
-        state.mkdir(parents=True)
-        write_state(state, "driver", {"ledger": {"steps_done": step}})
+        write_checkpoint(tmp_path / f"step_{step}", {"ledger": {"steps_done": step}})
     values["resume_from_checkpoint"] = str(tmp_path / "step_1")
     assert refused_key(planned, values) == "resume_from_checkpoint"
     values["resume_from_checkpoint"] = str(tmp_path / "step_2")

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grpo_components.cluster.handles import ReplayBufferHandle, TrainersHandle
+from grpo_components.errors import ConfigError
 from grpo_components.exchange.group_reuse import GroupReuse
 from grpo_components.exchange.ledger import LedgerEntry
 from grpo_components.exchange.replay_buffer import ReplayBuffer
@@ -30,7 +31,12 @@ from grpo_components.records.folder_lock import lock_folder
 from grpo_components.records.run_identity import new_identity
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
-from grpo_components.training.checkpoint import TrainerState
+from grpo_components.training.checkpoint import (
+    MetadataReader,
+    TrainerState,
+    save_hf_weights,
+)
+from grpo_components.training.damage import damage
 from grpo_components.trajectory import Trajectory, pack, summarize
 
 
@@ -182,8 +188,10 @@ class Run:
     def __init__(self, tmp_path, **options):
         base = tmp_path / "base"
         base.mkdir(exist_ok=True)
-        for name in ("config.json", "generation_config.json", "model.safetensors", "old.bin"):
+        for name in ("generation_config.json", "model.safetensors", "old.bin"):
             (base / name).write_text(name)
+        if not (base / "config.json").exists():
+            (base / "config.json").write_text('{"dtype": "bfloat16", "layers": 2}')
         self.folder = tmp_path / "run" / "checkpoints"
         self.ledger, self.policy, self.log = Account(), Policy(base), Log()
         self.identity = new_identity()
@@ -254,8 +262,9 @@ def state_of(folder, tmp_path):
     _, taken = asyncio.run(run.buffer.take(1, 0))
     assert [group.group_id for group in taken.groups] == [step]
     assert OmegaConf.load(folder / "state" / "config.yaml").seed == 7
-    for name in ("config.json", "generation_config.json"):
-        assert (folder / name).read_text() == name
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"dtype": "float32", "layers": 2}
+    assert (folder / "generation_config.json").read_text() == "generation_config.json"
     assert not (folder / "old.bin").exists()
     return step
 
@@ -293,6 +302,49 @@ def test_a_checkpoint_names_its_run_and_process(tmp_path):
         }
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_all_files_are_readable_as_the_umask_says(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        run = Run(tmp_path)
+        (tmp_path / "base" / "config.json").chmod(0o400)
+        asyncio.run(run.step())
+        asyncio.run(run.save())
+    finally:
+        os.umask(before)
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+
+
+@pytest.mark.parametrize("harm", ["not finite", "garbled"])
+def test_a_damaged_moment_is_refused_by_the_trainer(tmp_path, harm):
+    """The driver reads the weights only."""
+
+    async def main():
+        run = Run(tmp_path)
+        await run.step()
+        (moments,) = run.policy.optimizer.state.values()
+        if harm == "not finite":
+            moments["momentum_buffer"].to_local().fill_(torch.nan)
+        await run.save()
+        checkpoint = run.folder / "step_1"
+        if harm == "garbled":
+            trainer = checkpoint / "state" / "trainer"
+            stored = MetadataReader(trainer).read_metadata().storage_data
+            (part,) = (p for index, p in stored.items() if "momentum" in index.fqn)
+            with (trainer / part.relative_path).open("r+b") as file:
+                file.seek(part.offset)
+                file.write(b"\xff" * part.length)
+        assert damage(checkpoint) is None
+        return checkpoint
+
+    checkpoint = asyncio.run(main())
+    with pytest.raises(ConfigError) as refused:
+        Run(tmp_path).policy.load_state(checkpoint)
+    assert refused.value.key == "resume_from_checkpoint"
+    assert str(checkpoint) in refused.value.problem
 
 
 @pytest.mark.parametrize("failure", ["error", "warn"])
@@ -565,3 +617,20 @@ def test_without_keep_best_there_is_no_best(tmp_path):
     run = Run(tmp_path)
     asyncio.run(saved_and_rated(run, 0.5))
     assert best_of(run) is None and not (run.folder / "step_1/evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "saved"),
+    [
+        ({"torch_dtype": "float32"}, {"torch_dtype": "bfloat16", "dtype": "bfloat16"}),
+        ({"dtype": None, "a": {"b": 1}}, {"dtype": "bfloat16", "a": {"b": 1}}),
+        ({"text_config": {"dtype": "float16"}}, {"text_config": {"dtype": "bfloat16"}}),
+    ],
+)
+def test_the_config_has_the_dtype_of_the_weights(tmp_path, base, saved):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(base))
+    weights = {"norm": torch.ones(2), "weight": torch.ones(8, dtype=torch.bfloat16)}
+    save_hf_weights(weights, tmp_path / "base", tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config == {"dtype": "bfloat16"} | saved

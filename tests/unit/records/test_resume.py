@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from lib.checkpoints import write_checkpoint
 from omegaconf import OmegaConf
 
 from grpo_components.audit.__main__ import audit
@@ -19,7 +20,6 @@ from grpo_components.records.receipt_chain import read_end
 from grpo_components.records.receipts import Receipts
 from grpo_components.records.resume import begin_run, check_resume, last_attempt, roll_back
 from grpo_components.settings import Settings
-from grpo_components.state_files import write_state
 
 VALUES = {
     "seed": 1,
@@ -60,8 +60,7 @@ def run(tmp_path):
             next(prompts)
         ledger.steps_done = ledger.policy_version = step
         state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-        write_state(checkpoint / "state", "driver", state)
-        OmegaConf.save(OmegaConf.create(VALUES), checkpoint / "state" / "config.yaml")
+        write_checkpoint(checkpoint, state, VALUES)
     point_latest(checkpoint)
     receipts(folder, parts()[0], 0).close()
     (folder / "logs").mkdir()
@@ -180,7 +179,7 @@ def begun(cfg):
     receipts(folder, ledger, run_start.attempt, run_start.identity).close()
     checkpoint = folder / "checkpoints" / "step_9"
     state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-    write_state(checkpoint / "state", "driver", state | {"identity": run_start.identity.as_dict()})
+    write_checkpoint(checkpoint, state | {"identity": run_start.identity.as_dict()}, VALUES)
     point_latest(checkpoint)
     run_start.close()
     return run_start.identity
@@ -307,7 +306,7 @@ def test_a_failed_attempt_rolls_back_to_its_newest_checkpoint(run, tmp_path, res
     trained_on(ledger, prompts)
     checkpoint = folder / "checkpoints" / "step_9"
     state = {"ledger": ledger.state_dict(), "prompts": prompts.state_dict()}
-    write_state(checkpoint / "state", "driver", state)
+    write_checkpoint(checkpoint, state, VALUES)
     point_latest(checkpoint)
     ahead = [next(prompts) for _ in range(3)]
     run_start = roll_back(run_start, ledger, prompts)

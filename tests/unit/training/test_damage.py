@@ -1,0 +1,110 @@
+"""A damaged checkpoint is named before a run resumes from it; the newest whole one is taken."""
+
+import pickle
+import shutil
+
+import pytest
+import torch
+from lib.checkpoints import write_checkpoint
+from lib.config_errors import refused_key
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from grpo_components.errors import ConfigError
+from grpo_components.records.checkpoint_folder import point_latest
+from grpo_components.records.resume import find_checkpoint
+from grpo_components.state_files import write_state
+from grpo_components.training.damage import damage
+
+FILES = (
+    *("config.yaml", "driver.json", "driver.npz", "trainer.json", "trainer.npz"),
+    *("buffer.json", "buffer.npz", "trainer/.metadata", "trainer/__0_0.distcp"),
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoints" / "step_4"
+    write_checkpoint(folder, {"ledger": {"steps_done": 4}})
+    save_file({"weight": torch.ones(3)}, folder / "model.safetensors")
+    assert damage(folder) is None
+    return folder
+
+
+def half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def garbled(file):
+    file.write_bytes(b"\x80\x04\xff{[\x00" * 9)
+
+
+def missing(file):
+    file.unlink()
+
+
+@pytest.mark.parametrize("harm", [half, garbled, missing])
+@pytest.mark.parametrize("name", [*(f"state/{file}" for file in FILES), "model.safetensors"])
+def test_a_damaged_file_is_named(checkpoint, name, harm):
+    if name == "model.safetensors" and harm is missing:
+        return  # an adapter's checkpoint has none
+    harm(checkpoint / name)
+    found = damage(checkpoint)
+    assert name.removesuffix(".npz").removesuffix(".json") in found
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "3", '{"format": 1', "[" * 10**5, "é"])
+def test_any_content_of_a_state_is_read_or_named(checkpoint, content):
+    (checkpoint / "state/driver.json").write_text(content, encoding="latin-1")
+    assert "state/driver.json" in damage(checkpoint)
+
+
+@pytest.mark.parametrize("format", [None, 0, "a", 2])
+def test_another_version_is_named(checkpoint, format):
+    write_state(checkpoint / "state", "driver", {"ledger": {}, "format": format})
+    assert "format" in damage(checkpoint)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_is_named(checkpoint, value):
+    tensors = {"model.layers.0.weight": torch.tensor([1.0, value]), "model.bias": torch.ones(2)}
+    writer = FileSystemWriter(checkpoint / "state" / "trainer", overwrite=True)
+    save(tensors, storage_writer=writer, no_dist=True)
+    assert "layers.0.weight is not finite" in damage(checkpoint)
+
+
+class Intruder:
+    """Code in place of data."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit",)
+
+
+@pytest.mark.parametrize(
+    "entry", [Intruder(), Metadata({"model.weight": BytesStorageMetadata()})], ids=["code", "bytes"]
+)
+def test_a_tampered_checkpoint_runs_no_code(checkpoint, entry):
+    """Torch itself unpickles what an entry of bytes points at, whatever it is."""
+    (checkpoint / "state/trainer/.metadata").write_bytes(pickle.dumps(entry))
+    assert "must not hold" in damage(checkpoint)
+
+
+def test_the_newest_whole_checkpoint_is_taken_or_offered(checkpoint):
+    """Checkpoints after `latest` belong to an attempt that was rolled back."""
+    run = checkpoint.parent.parent
+    for step in (1, 2, 3, 5):
+        shutil.copytree(checkpoint, checkpoint.with_name(f"step_{step}"))
+    point_latest(checkpoint)
+    assert find_checkpoint(True, run) == checkpoint
+    missing(checkpoint / "state/buffer.npz")
+    half(checkpoint.with_name("step_3") / "state/trainer/__0_0.distcp")
+    assert find_checkpoint(True, run) == checkpoint.with_name("step_2")
+    with pytest.raises(ConfigError) as refused:
+        find_checkpoint(str(checkpoint), run)
+    assert "state/buffer.npz is missing" in refused.value.problem
+    assert str(checkpoint.with_name("step_2")) in refused.value.allowed
+    for step in (1, 2):
+        missing(checkpoint.with_name(f"step_{step}") / "state/config.yaml")
+    assert refused_key(find_checkpoint, True, run) == "resume_from_checkpoint"
