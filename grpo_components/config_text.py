@@ -226,6 +226,7 @@ def check_yaml(text: str, key: str = "") -> None:
         ConfigError: a check fails; names the key, and line and column of text that is not YAML.
     """
     reader = _Reader(key, yaml.SafeLoader(""))
+    allowed = "YAML, with a text of several signs in quotes" if key else "YAML"
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.CollectionStartEvent):
@@ -243,10 +244,10 @@ def check_yaml(text: str, key: str = "") -> None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        fail(reader.here(), f"not YAML{place}: {error.problem}", "YAML")
+        fail(reader.here(), f"not YAML{place}: {error.problem}", allowed)
     except yaml.YAMLError as error:  # a character that YAML forbids
         line = text[: getattr(error, "position", 0)].count("\n") + 1
-        fail(reader.here(), f"not YAML in line {line}: {str(error).splitlines()[0]}", "YAML")
+        fail(reader.here(), f"not YAML in line {line}: {str(error).splitlines()[0]}", allowed)
 
 
 def check_values(given: Any) -> None:

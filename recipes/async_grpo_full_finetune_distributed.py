@@ -28,7 +28,6 @@ import sys
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from torchtune import config
 
 from grpo_components.cluster import supervision
 from grpo_components.cluster.building import build_cluster
@@ -190,7 +189,7 @@ class AsyncGRPOFullFinetuneRecipeDistributed:
                 self.records.close()
 
 
-@config.parse
+@preflight.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe; the command line overrides keys of the config."""
     for part in preflight.parts_of(cfg):  # two in a what-if, which repeats a run and leaves it

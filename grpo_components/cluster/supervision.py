@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import re
 import signal
 import sys
 import time
@@ -94,7 +93,7 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
     """Run a recipe's main and turn its end into the exit code of the process.
 
     Args:
-        recipe_main: function decorated with torchtune's `config.parse`.
+        recipe_main: function decorated with `preflight.parse`, or torchtune's `config.parse`.
 
     Returns:
         0 after a normal end or a dry run, 1 after a failure (the cause is on stderr), 2 for a wrong
@@ -105,10 +104,8 @@ def exit_code(recipe_main: Callable[[], Any]) -> int:
     # A shell starts background jobs with SIGINT ignored: then neither signal would end the run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if inspect.unwrap(recipe_main) is not recipe_main:  # torchtune parses the command line
+        if inspect.unwrap(recipe_main) is not recipe_main:  # its config comes from the command line
             check_command(sys.argv[1:])
-            # torchtune does this itself, but only if the config has a component at `loss`.
-            sys.argv[1:] = [re.sub(r"^loss=(?=[^{])", "loss._component_=", a) for a in sys.argv[1:]]
         recipe_main()
     except DryRunEnd as end:
         sys.stdout.write(f"{plain(str(end))}\n")

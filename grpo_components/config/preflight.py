@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torchtune.config._parse import TuneRecipeArgumentParser
 
+from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.cross_checks import check_together, needs_reference
 from grpo_components.config.file_checks import check_files
 from grpo_components.config.gpu_checks import check_gpus
@@ -28,11 +31,25 @@ from grpo_components.records.resume import check_resume
 from grpo_components.settings import Settings
 
 
+def parse(recipe_main: Callable[[DictConfig], None]) -> Callable[[], None]:
+    """Decorate a recipe's main, which then gets the config of the command line.
+
+    Does what torchtune's `config.parse` does; in addition, a value may contain `=`.
+    """
+
+    @functools.wraps(recipe_main)
+    def main() -> None:
+        given, overrides = TuneRecipeArgumentParser(description=main.__doc__).parse_known_args()
+        recipe_main(merge_overrides(vars(given), overrides))
+
+    return main
+
+
 def read_config(cfg: DictConfig) -> Settings:
     """Check a config, and silence libraries according to its `log_level`.
 
     Args:
-        cfg: the result of torchtune's `config.parse`.
+        cfg: config file with the overrides of the command line.
 
     Raises:
         ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
@@ -46,7 +63,7 @@ def parts_of(cfg: DictConfig) -> Iterator[DictConfig]:
     """Yield the config of each part of a run: one, or two in a what-if that changes something.
 
     Args:
-        cfg: the result of torchtune's `config.parse`.
+        cfg: config file with the overrides of the command line.
     """
     yield cfg
     if cfg.get("replay_until") is None or cfg.get("resume_from_checkpoint"):
@@ -63,7 +80,7 @@ def check(cfg: DictConfig) -> Settings:
     imported.
 
     Args:
-        cfg: the result of torchtune's `config.parse`.
+        cfg: config file with the overrides of the command line.
 
     Raises:
         ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.
@@ -88,7 +105,7 @@ def settings_of(cfg: DictConfig) -> Settings:
     """Return a config as typed settings with all defaults, without opening a file.
 
     Args:
-        cfg: the result of torchtune's `config.parse`.
+        cfg: config file with the overrides of the command line.
 
     Raises:
         ConfigError: one line, "key: what is wrong; allowed: ...", for the first problem.

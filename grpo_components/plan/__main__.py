@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
-from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from grpo_components._plugin import config_files, recipes_folder
+from grpo_components.config.command_line import merge_overrides
 from grpo_components.config.cross_checks import kl_sections, needs_reference
 from grpo_components.config.generator_checks import check_tensor_parallel
 from grpo_components.config.preflight import settings_of
@@ -41,11 +40,8 @@ def read(name: str, overrides: Sequence[str]) -> DictConfig:
     path = shipped.get(name, Path(name))
     if not path.is_file():
         fail("--config", f"no config {name}", f"a file, or {', '.join(sorted(shipped))}")
-    wrong = next((text for text in overrides if "=" not in text and not text.startswith("~")), None)
-    if wrong is not None:
-        fail("overrides", f"{wrong} given", "key=value")
     given: Any = OmegaConf.to_container(OmegaConf.load(path))
-    return _merge_yaml_and_cli_args(Namespace(**given), list(overrides))
+    return merge_overrides(given, overrides)
 
 
 def longest_prompt(cfg: Settings) -> int:

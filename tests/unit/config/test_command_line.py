@@ -1,11 +1,13 @@
-"""The command that goes on from the last checkpoint is one that a user can type."""
+"""Overrides merge as typed, and the command that goes on from a checkpoint can be typed."""
 
 import shlex
 
 import pytest
+from omegaconf import OmegaConf
 
 from grpo_components._plugin import recipes_folder
-from grpo_components.config.command_line import resume_command
+from grpo_components.config.command_line import merge_overrides, resume_command
+from grpo_components.errors import ConfigError
 
 RECIPE = "async_grpo_full_finetune_distributed"
 SHIPPED = str(recipes_folder() / f"{RECIPE}.py")
@@ -62,3 +64,44 @@ def test_the_next_command_resumes_from_this_runs_checkpoint_alone(before):
 @pytest.mark.parametrize("argv", [["pytest", "-q", "a_test.py"], [""], [SHIPPED]])
 def test_a_process_that_runs_no_recipe_has_no_such_command(argv):
     assert resume_command(argv) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'{question} ='", "{question} ="),
+        ('"{question}\\n= "', "{question}\n= "),
+        ("/runs/epoch=3/step=4", "/runs/epoch=3/step=4"),
+        ("=x", "=x"),
+        ("[x=1, {k: a==b}, 'c,=']", ["x=1", {"k": "a==b"}, "c,="]),
+        ("", None),
+        ("None", None),
+    ],
+)
+@pytest.mark.parametrize("key", ["a", "b.c", "new"])
+def test_the_first_equals_sign_ends_the_key(key, text, value):
+    merged = merge_overrides({"a": 1, "b": {"c": 2, "d": 3}}, [f"{key}={text}"])
+    assert OmegaConf.select(merged, key) == value
+
+
+def test_a_component_is_replaced_by_its_path_alone():
+    given = {"model": {"_component_": "m.A", "size": 1}, "gone": 1, "kept": {"x": 1, "y": 2}}
+    overrides = ["model=m.B", "loss=m.Loss", "~gone", "~kept.x=", "loss.clip=0.1"]
+    assert merge_overrides(given, overrides) == {
+        "model": {"_component_": "m.B", "size": 1},
+        "loss": {"_component_": "m.Loss", "clip": 0.1},
+        "kept": {"y": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        *(("num_steps", "overrides"), ("=3", "overrides"), ("~no.such=1", "overrides")),
+        *(("~model", "overrides"), ("a={question} =", "a"), ("a==", "a"), ("a=[b=, [=]]", "a")),
+    ],
+)
+def test_an_override_that_cannot_be_merged_is_named(override, key):
+    with pytest.raises(ConfigError) as refusal:
+        merge_overrides({"model": {"_component_": "m.A"}}, [override])
+    assert refusal.value.key == key
