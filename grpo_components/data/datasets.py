@@ -227,10 +227,13 @@ class _Keys(TypedDict):
 _KEYS = TypeAdapter(Annotated[_Keys, described_as("the arguments of `prompt_dataset`")])
 
 
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+
+
 def _after_hashes(row: Row) -> tuple[str, str]:
     question = row.text("question")
     _, marker, answer = row.text("answer").rpartition("####")
-    answer = answer.strip().replace(",", "")
+    answer = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), answer.strip())
     if not marker or not answer:
         row.refuse("answer", "does not end with `#### <answer>`")
     return question, answer
