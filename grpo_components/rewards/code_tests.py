@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from decimal import Decimal
 from pathlib import Path
 
 from grpo_components.rewards.assert_names import Asserts, read_asserts
@@ -16,6 +17,9 @@ _RUN_ASSERTS = Path(__file__).parent / "sandbox" / "inside" / "asserts.py"
 # A closing fence has at least as many of the same characters, and is not indented further.
 # Possessive quantifiers avoid quadratic time on a line of 40,000 fence characters.
 _OPENING = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)([^`]*+)")
+_SEPARATORS = re.compile(r"([^\w.+-]+)")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?", re.ASCII)
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 _PYTHON = re.compile(r"\W*py(?:thon)?\d*(?!\w)", re.IGNORECASE)
 
 
@@ -26,15 +30,19 @@ class CodeTests:
 
     The data set's `answer` holds the tests as JSON, in one of two forms:
     `{"stdin_stdout": [{"input": "3\\n", "output": "9\\n"}]}` runs the program once per input and
-    compares its output line by line, ignoring blanks at line ends.
+    compares its output line by line, ignoring blanks at line ends. Where a float is expected, one
+    within `float_tolerance` will do.
     `{"asserts": ["assert square(3) == 9"]}` runs Python statements that use the program's functions
     and classes. Optional `test_imports` (a list of statements) and `test_setup_code` run first, as
     in MBPP. The program never sees the expected results.
 
     Args:
         cpu_s: CPU seconds for each run of the program.
-        wall_s: seconds for all tests of one response; must be below `timeouts.reward_s`.
+        wall_s: seconds for all tests of one response; must be below `timeouts.reward_s`. If they
+            end it, though no single test took half of it, the sample has failed.
         memory_mib: MiB of address space for each run.
+        float_tolerance: largest error of a printed float, absolute or relative to the expected
+            one, whichever allows more; 0 compares the text.
 
     Raises:
         ValueError: a setting is out of range, or this machine cannot sandbox programs.
@@ -43,9 +51,19 @@ class CodeTests:
     max_reward = 1.0
     response_cpu_s = RESPONSE_CPU_S
 
-    def __init__(self, cpu_s: int = 2, wall_s: float = 8.0, memory_mib: int = 512) -> None:
-        limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)
+    def __init__(
+        self,
+        cpu_s: int = 2,
+        wall_s: float = 8.0,
+        memory_mib: int = 512,
+        float_tolerance: float = 1e-6,
+    ) -> None:
+        limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib, file_mib=16)
+        if type(float_tolerance) not in (int, float) or not 0 <= float_tolerance < 1:
+            given = f"float_tolerance: {float_tolerance!r} given"
+            raise ValueError(f"{given}; allowed: a number from 0 to below 1")
         self.wall_s = wall_s
+        self._tolerance = Decimal(float_tolerance)
         self._sandbox = CodeSandbox(limits)
         self._run_asserts = _RUN_ASSERTS.read_text()
 
@@ -63,6 +81,7 @@ class CodeTests:
         Raises:
             ValueError: `answer` holds no valid tests.
             SandboxError: the sandbox could not start the program.
+            TimeoutError: the tests passed as far as `wall_s` allowed to run them.
         """
         tests = _read_tests(answer)
         program = last_program(response_text)
@@ -86,14 +105,40 @@ class CodeTests:
 
     def _prints_expected(self, program: str, cases: list[dict[str, str]]) -> bool:
         deadline = time.monotonic() + self.wall_s
-        for case in cases:
+        for number, case in enumerate(cases):
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            outcome = self._sandbox.run(program, case["input"], wall_s=left_s)
-            if outcome.status != 0 or _lines(outcome.stdout) != _lines(case["output"]):
+            cut_off = left_s <= 0
+            if not cut_off:
+                outcome = self._sandbox.run(program, case["input"], wall_s=left_s)
+                killed = outcome.timed_out and time.monotonic() >= deadline
+                # A program that hangs is to blame; one that had little time is not.
+                cut_off = killed and left_s < self.wall_s / 2
+            if cut_off:
+                passed = f"{number} of {len(cases)} tests passed"
+                raise TimeoutError(f"{passed} within {self.wall_s:g} s; allowed: a longer wall_s")
+            if outcome.status != 0 or not self._same(outcome.stdout, case["output"]):
                 return False
         return True
+
+    def _same(self, printed: str, expected: str) -> bool:
+        lines, wanted = _lines(printed), _lines(expected)
+        return len(lines) == len(wanted) and all(map(self._same_line, lines, wanted))
+
+    def _same_line(self, line: str, wanted: str) -> bool:
+        if line == wanted or not self._tolerance:
+            return line == wanted
+        tokens, expected = _SEPARATORS.split(line), _SEPARATORS.split(wanted)
+        return len(tokens) == len(expected) and all(map(self._same_token, tokens, expected))
+
+    def _same_token(self, token: str, wanted: str) -> bool:
+        if token == wanted or not (_NUMBER.fullmatch(token) and _NUMBER.fullmatch(wanted)):
+            return token == wanted
+        if _INTEGER.fullmatch(wanted):  # `2.0` for `2`, but not `02`
+            return not token.lstrip("+-").isdigit() and Decimal(token) == Decimal(wanted)
+        if wanted.lstrip("+-").isdigit():  # `007` is no number
+            return False
+        right = Decimal(wanted)
+        return abs(Decimal(token) - right) <= self._tolerance * max(1, abs(right))
 
 
 def last_program(response: str) -> str | None:

@@ -138,7 +138,7 @@ class CodeSandbox:
         ):
             files = (given.fileno(), out.fileno(), err.fileno())
             started = time.monotonic()
-            running = self._start(program, {}, *files, wall_s=wall_s)
+            running = self._start(program, {"dev/stdin": stdin}, *files, wall_s=wall_s)
             outcome = self._outcome(running, out, err)
             return replace(outcome, wall_s=time.monotonic() - started)
 

@@ -35,6 +35,11 @@ def fenced(program):
         ("print(int(input()) ** 2)", 1.0),
         ("import sys\nsys.stdout.write(f'{int(sys.stdin.read()) ** 2}  \\n\\n')", 1.0),
         ("import os\nos.write(1, b'%d \\r\\n' % int(input()) ** 2)", 1.0),
+        ("print(int(input()) ** 2)\nexit()", 1.0),
+        ("print(int(input()) ** 2)\nquit(0)", 1.0),
+        ("print(int(input()) ** 2)\nexit(1)", 0.0),
+        ("print(int(open('/dev/stdin').read()) ** 2)", 1.0),
+        ("assert len(str(10**5000)) == 5001\nprint(int(input()) ** 2)", 1.0),
         ("print(9)", 0.0),
         ("print(int(input()) ** 2, end=' .')", 0.0),
         ("print(int(input()) ** 2)\nraise SystemExit(1)", 0.0),
@@ -158,7 +163,55 @@ def test_all_tests_of_a_response_share_one_deadline(monkeypatch):
     assert scored(CodeTests(wall_s=30.0), fenced("pass"), stdin_stdout=cases) == 1.0
     _, *limits = limits  # without the trial program
     assert limits == sorted(set(limits), reverse=True) and 0 < limits[-1] < limits[0] <= 30.0
-    assert scored(CodeTests(wall_s=1e-9), fenced("pass"), stdin_stdout=cases) == 0.0
+    with pytest.raises(TimeoutError):  # the machine may be to blame: a failed sample
+        scored(CodeTests(wall_s=1e-9), fenced("pass"), stdin_stdout=cases)
+
+
+def test_a_program_that_hangs_is_worth_nothing_and_one_of_many_slow_tests_a_failed_sample():
+    reward = CodeTests(wall_s=3.0)
+    assert scored(reward, fenced("import time\ntime.sleep(60)"), stdin_stdout=SQUARES) == 0.0
+    slow = fenced("import time\ntime.sleep(0.7)\nprint(9)")
+    with pytest.raises(TimeoutError):
+        scored(reward, slow, stdin_stdout=[SQUARES[0]] * 50)
+    wrong = fenced("print(8)")
+    assert scored(reward, wrong, stdin_stdout=[SQUARES[0]] * 50) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "worth"),
+    [
+        ("0.333333333333", "0.333333", 1.0),
+        ("Case #1: [0.333333, 2]", "Case #1: [0.3333333333333333, 2]", 1.0),
+        ("123456789.0", "123456700", 1.0),
+        ("2", "2.0", 1.0),
+        ("0.00001", "1e-05", 1.0),
+        ("0.0", "-0.0", 1.0),
+        ("0.333333", "0.34", 0.0),
+        ("2", "2.0000001", 0.0),
+        ("1000000001", "1000000000", 0.0),
+        ("007", "7", 0.0),
+        ("7", "007", 0.0),
+        ("0.5", "nan", 0.0),
+        ("0.5", "1e9999", 0.0),
+        ("1.2.3", "1.2.30", 0.0),
+        ("0.5 0.5", "0.5  0.5", 0.0),
+        ("0.5 0.5", "0.5", 0.0),
+    ],
+)
+def test_a_float_may_differ_within_the_tolerance_and_all_else_not_at_all(
+    reward, expected, printed, worth
+):
+    case = {"input": "", "output": expected}
+    assert scored(reward, fenced(f"print({printed!r})"), stdin_stdout=[case]) == worth
+    if expected != printed:
+        exact = CodeTests(float_tolerance=0)
+        assert scored(exact, fenced(f"print({printed!r})"), stdin_stdout=[case]) == 0.0
+
+
+@pytest.mark.parametrize("tolerance", [-1, 1, "1e-6", True, float("nan")])
+def test_a_tolerance_out_of_range_is_refused(tolerance):
+    with pytest.raises(ValueError, match=r"^float_tolerance: "):
+        CodeTests(float_tolerance=tolerance)
 
 
 def test_programs_are_scored_side_by_side_in_the_reward_processes_and_end_with_them():

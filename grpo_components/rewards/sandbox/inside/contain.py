@@ -95,7 +95,7 @@ def _build_root(python: str, files: dict[str, str], file_bytes: int) -> None:
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID, f"size={space},mode=755")
     folders = [f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
     folders += [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    folders += ["/usr/lib", "/usr/lib64", "/lib", "/lib64"]
+    folders += ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
     bound: list[str] = []
     for folder in folders:
         if os.path.islink(folder):  # such as /lib, a link to usr/lib, which is also bound
@@ -216,8 +216,8 @@ def _become_program(job: dict[str, Any], python: str) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
     # Python uses no packages, byte code files or current folder. PYTHONHASHSEED fixes the order of
-    # sets.
-    options = ["-s", "-S", "-P", "-B", "-X", "utf8"]
+    # sets. Without `-S`, as `site` defines `exit` and `quit`.
+    options = ["-s", "-P", "-B", "-X", "utf8", "-X", "int_max_str_digits=0"]
     os.chdir("/tmp")
     _filter_system_calls()
     os.execve(python, [python, *options, "/main.py"], environment)
