@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import math
 import re
@@ -23,7 +24,7 @@ _MAX_BITS, _MAX_DEPTH = 200_000, 40
 _SYMBOLS = str.maketrans(
     {
         **{"–": "-", "−": "-", "—": "-", "⁄": "/", "×": r"\times ", "·": r"\cdot "},  # noqa: RUF001
-        **{"∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}"},
+        **{"∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}"},  # noqa: RUF001
         **{"²": "^{2}", "³": "^{3}", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne "},
         **{"½": r" \frac{1}{2}", "¼": r" \frac{1}{4}", "¾": r" \frac{3}{4}", "±": r"\pm "},
         **{"⅓": r" \frac{1}{3}", "⅔": r" \frac{2}{3}", "~": " ", "。": " ", "✓": " ", "、": ","},
@@ -50,18 +51,80 @@ _UNITS = {
 }
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "k": 10**3, "lakh": 10**5}
 _SCALES |= {"million": 10**6, "crore": 10**7, "billion": 10**9, "trillion": 10**12}
-_NUMBER_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-_IGNORED = set(
-    ["the", "a", "an", "answer", "is", "are", "final", "result", "approximately", "approx", "about", "of", "so", "or", "all"]
-)
+_NUMBER_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+]
+_IGNORED = {
+    "the",
+    "a",
+    "an",
+    "answer",
+    "is",
+    "are",
+    "final",
+    "result",
+    "approximately",
+    "approx",
+    "about",
+    "of",
+    "so",
+    "or",
+    "all",
+}
 _IGNORED |= {"therefore", "exactly", "roughly", "around", "option", "choice", "per", "equals"}
-_CHANGES = set(
-    ["not", "half", "halve", "halves", "tenth", "third", "fourth", "fifth", "hundredth", "squared", "cubed", "plus", "minus", "times", "root", "factorial", "over", "x", "no"]
-)
+_CHANGES = {
+    "not",
+    "half",
+    "halve",
+    "halves",
+    "tenth",
+    "third",
+    "fourth",
+    "fifth",
+    "hundredth",
+    "squared",
+    "cubed",
+    "plus",
+    "minus",
+    "times",
+    "root",
+    "factorial",
+    "over",
+    "x",
+    "no",
+}
 """Words that change a number, so that it cannot stand for the one without them."""
-_FUNCTIONS = set(
-    ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "ln", "exp", "sqrt", "max", "lcm", "gcd", "det"]
-)
+_FUNCTIONS = {
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "max",
+    "lcm",
+    "gcd",
+    "det",
+}
 _FUNCTIONS |= {"lim", "pi", "mod", "frac", "infty", "binom", "sinh", "cosh", "tanh", "deg"}
 _SHORT = {*_UNITS, *_SCALES, *_NUMBER_WORDS, *_IGNORED, *_CHANGES, "and", "am", "pm", "mph", "rs"}
 _SHORT |= {"sq", "st", "nd", "rd", "th", "usd", "eur", "gbp", "inr", "lb", "lbs", "oz", "to", "hz"}
@@ -74,7 +137,8 @@ _TEXT = re.compile(
 )
 _POWER = r"(?:\^\{?-?\d\}?)?"
 _LETTER_UNIT = re.compile(
-    rf"(?<=[\d}}])(\s*)([NmgsJVKLWhAT]{_POWER}(?:\s*[/ ]\s*[A-Za-z]{{1,3}}{_POWER})*)(?=\s*(?:$|[,;)\]]))"
+    rf"(?<=[\d}}])(\s*)([NmgsJVKLWhAT]{_POWER}(?:\s*[/ ]\s*[A-Za-z]{{1,3}}{_POWER})*)"
+    r"(?=\s*(?:$|[,;)\]]))"
 )
 _UNIT = re.compile(rf"«[^»]*»{_POWER}(?:\s*[/·]?\s*«[^»]*»{_POWER})*")
 _CHOICE = re.compile(
@@ -116,6 +180,7 @@ _DECORATION: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] 
     (re.compile(r"\^\s*\{?\\circ\s*\}?\s*(?:([CF])(?![a-z]))?"), lambda m: f" «deg{m[1] or ''}» "),
     (re.compile(r"(?<=\d)\s*\\mu\s*«?m\b»?"), "«μm»"),
     (re.compile(r"(?<=\d)\s*\\Omega"), "«ohm»"),
+    (re.compile(r"(?<=\d)\s*h(?=\s*\d+\s*(?:min|$))"), "«h» "),
     (re.compile(r"(?<=\d)\s*''"), "«in» "),
     (re.compile(r"(?<=\d)\s*'"), "«ft» "),
     (re.compile(r"(?<=\d)\s+R\s*(?=\d)"), " «remainder» "),
@@ -212,7 +277,7 @@ def _number_word(match: re.Match[str]) -> str:
 def _is_word(run: str, wordy: bool) -> bool:
     run = run.rstrip(".")
     if (len(run) < 2 and run.isascii()) or run.lower() in _FUNCTIONS:
-        return run == "k" and False
+        return False
     has_vowel = any(letter in "aeiou" for letter in run.lower())
     is_long = len(run) > 3 or (len(run) == 3 and has_vowel)
     return is_long or run.lower() in _SHORT or not run.isascii() or (wordy and has_vowel)
@@ -396,7 +461,8 @@ class MathCorrectness:
         return all(map(self._same_formula, maths, numbers))
 
     def _same_sum(self, ours: _Amount, theirs: _Amount) -> bool:
-        return _close(sum(size for size, _ in ours), sum(size for size, _ in theirs), False)
+        total, other = (sum((size for size, _ in side), Fraction(0)) for side in (ours, theirs))
+        return _close(total, other, False)
 
     def _same_formula(self, known: str, given: str) -> bool:
         bare = _PERCENT.sub("", known), _PERCENT.sub("", given)
@@ -426,7 +492,7 @@ class MathCorrectness:
         if (clock := _CLOCK.fullmatch(known)) and (other := _CLOCK.fullmatch(given)):
             return [*map(int, clock.groups())] == [*map(int, other.groups())]
         if ":" in known + given and (ratio := _ratio(known)) and (other := _ratio(given)):
-            pairs = [zip(side, side[1:], strict=False) for side in (ratio, other)]
+            pairs = [itertools.pairwise(side) for side in (ratio, other)]
             return len(ratio) == len(other) and all(
                 self._same_expression(rf"({a})({d})", rf"({c})({b})")
                 if not all(map(_number, (a, b, c, d)))
@@ -520,8 +586,8 @@ class MathCorrectness:
                 if _is_costly(item):
                     return None
                 if isinstance(item, self._sympy.logic.boolalg.Boolean):
-                    if len(item.free_symbols) != 1:
-                        return None
+                    if not all(map(_is_simple, item.atoms(self._sympy.core.relational.Relational))):
+                        return None  # solving others may take minutes
                     item = item.as_set()
                 if not isinstance(item, self._sympy.Set):
                     return None
@@ -617,7 +683,7 @@ def _choice(text: str) -> tuple[str, str] | None:
 
 
 def _choices(text: str) -> list[str] | None:
-    """Return the letters of `A, C`, `(A) and (C)`, `ACD` in their order; None if it is no such list."""
+    """Return the letters of `A, C`, `(A) and (C)`, `ACD`; None if it is no such list."""
     text = re.sub(r"«(?:and|or)»|[«»,;()\s]+", " ", text).strip()
     letters = list(text) if re.fullmatch("[A-J]{2,5}", text) else text.split()
     is_list = len(letters) > 1 and all(re.fullmatch("[A-J]", letter) for letter in letters)
@@ -680,7 +746,7 @@ def _strip(text: str) -> str:
 
 
 def _amount(text: str) -> _Amount | None:
-    """Return sizes and dimension of `3 h 20 min`, `5 cm`, `3 dollars`; None if it is no such thing."""
+    """Return sizes and dimension of `3 h 20 min`, `5 cm`; None if it is no such thing."""
     text = re.sub(r"\s*(?:,|«and»)\s*(?=[\d«])", " ", text.strip())
     text = re.sub(r"«dollar»\s*(\d+(?:\.\d+)?)", r"\1 «dollar»", text)
     found = re.findall(
@@ -708,7 +774,11 @@ def _items(text: str) -> tuple[str, list[str]]:
     """Split a list, tuple or set at its top level; return its brackets and its items."""
     kind, inner = "", text.strip()
     inner = re.sub(r"^\([A-Za-z, ]+\)\s*=\s*", "", inner)
-    inner = re.sub(r"^\\pm\s*([^,]+)$", r"\1, -\1", inner)
+    inner = (
+        re.sub(r"^([^,]*?)\\pm([^,]+)$", r"\1+\2, \1-\2", inner)
+        if inner.count(r"\pm") == 1
+        else inner
+    )
     match = re.fullmatch(r"(\\\{|[\[({])(.*?)(\\\}|[\])}])", inner, re.DOTALL)
     if match and _is_balanced(match[2]) and len(_split(match[2])) >= 1:
         kind, inner = (match[1] + match[3]).replace("\\", ""), match[2]
@@ -797,6 +867,14 @@ def _is_slow_to_read(text: str) -> bool:
     return re.search(r"(?:binom|choose|gcd|lcm).{0,40}?(?:\d{6}|[\^!]|binom)", text) is not None
 
 
+def _is_simple(relation: Any) -> bool:
+    """Whether a relation is linear or quadratic in its one symbol."""
+    if len(relation.free_symbols) != 1:
+        return False
+    polynomial = (relation.lhs - relation.rhs).as_poly(*relation.free_symbols)
+    return polynomial is not None and polynomial.degree() <= 2
+
+
 def _is_costly(expression: Any) -> bool:
     """Whether an unevaluated sympy expression has parts that are expensive to evaluate."""
     try:
@@ -809,7 +887,8 @@ def _bits(expression: Any) -> float:
     """Estimate the bits of the largest intermediate number; infinity if a part is costly."""
     if getattr(expression, "is_Rational", False):
         return expression.p.bit_length() + expression.q.bit_length()
-    kind, parts = type(expression).__name__, getattr(expression, "args", ())
+    kind = type(expression).__name__
+    parts: Any = getattr(expression, "args", ())
     is_matrix = getattr(expression, "is_Matrix", False)
     if is_matrix:
         parts = list(expression) if hasattr(expression, "__iter__") else parts

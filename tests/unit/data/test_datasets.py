@@ -429,3 +429,18 @@ def test_a_custom_format_that_returns_no_texts_is_named_with_its_row(jsonl):
     for read in (lambda row: (row.text("question"), 5), lambda row: (None, "5")):
         with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: "):
             prompt_dataset(CharacterTokenizer(), source=str(jsonl), read=read)
+
+
+@pytest.mark.parametrize(
+    ("written", "known"),
+    [
+        ("1,234", "1234"),
+        ("-12,345,678.5", "-12345678.5"),
+        *((same, same) for same in ("(1,2)", "1, 2", "[2,5)", "3,5", "x=1, y=2", "1,23", "0,5")),
+    ],
+)
+def test_gsm8k_answers_lose_their_thousands_separators_and_nothing_else(tmp_path, written, known):
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"question": "?", "answer": f"So.\n#### {written}"}))
+    tokenizer = CharacterTokenizer()
+    assert gsm8k_dataset(tokenizer, source=str(source))[0]["answer"] == known

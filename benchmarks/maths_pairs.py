@@ -1,0 +1,47 @@
+"""Counts verdicts as a mathematician's on the pairs of the tests, ours and plain math-verify's."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import math_verify
+
+from grpo_components.rewards.maths import MathCorrectness
+
+PAIRS = Path(__file__).parents[1] / "tests/unit/rewards/maths_pairs.tsv"
+
+
+def plain(known: str, given: str) -> float:
+    """Compare as math-verify does by itself."""
+    sides = [
+        math_verify.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        for text in (f"${known}$", rf"\boxed{{{given}}}")
+    ]
+    try:
+        return float(math_verify.verify(*sides, timeout_seconds=None))  # pyright: ignore
+    except (TypeError, ValueError, ArithmeticError):
+        return 0.0
+
+
+def main() -> None:
+    """Write the counts of right verdicts, wrong ones paid, and right ones not paid."""
+    reward = MathCorrectness("boxed")
+    counts: dict[str, Counter[str]] = {"ours": Counter(), "math-verify": Counter()}
+    for line in PAIRS.read_text(encoding="utf-8").splitlines()[1:]:
+        known, given, verdict = line.split("\t")
+        boxed = rf"\boxed{{{given}}}"
+        scores = {
+            "ours": reward(prompt_text="", response_text=boxed, answer=known, finish_reason="stop"),
+            "math-verify": plain(known, given),
+        }
+        for name, score in scores.items():
+            kind = "paid, but wrong" if score else "right, but not paid"
+            counts[name]["as wanted" if score == float(verdict) else kind] += 1
+    for name, count in counts.items():
+        sys.stdout.write(f"{name}: {dict(count)}\n")
+
+
+if __name__ == "__main__":
+    main()
