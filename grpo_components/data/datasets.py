@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from torch.utils.data import Dataset
@@ -16,12 +16,12 @@ from typing_extensions import TypedDict
 from grpo_components.data.columns import OWN_FIELDS, filled, plain_value
 from grpo_components.data.prompts import Encode, prompt_encoder
 from grpo_components.data.row_choice import Partition, RowFilters
-from grpo_components.data.rows import Row, read_rows
+from grpo_components.data.rows import Question, Row, is_question, read_rows
 from grpo_components.errors import ConfigError
 from grpo_components.shapes import AnyText, described_as, fits, read_as
 
 Prompt = dict[str, Any]
-ReadRow = Callable[[Row], tuple[str, str]]
+ReadRow = Callable[[Row], tuple[Question, str]]
 """Function from a row to its question and known answer; raises a ValueError that names the row."""
 
 
@@ -46,9 +46,9 @@ class PromptDataset(Dataset[Prompt]):
         return self._prompts[index]
 
 
-def question_and_answer(row: Row) -> tuple[str, str]:
+def question_and_answer(row: Row) -> tuple[Question, str]:
     """Return the fields `question` and `answer` of a row unchanged, a number as text."""
-    return row.text("question"), row.text_or_number("answer")
+    return row.question("question"), row.text_or_number("answer")
 
 
 def prompt_dataset(
@@ -64,6 +64,7 @@ def prompt_dataset(
     num_rows: int | None = None,
     prompt_template: str = "{question}",
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     system_prompt: str | None = None,
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
@@ -72,19 +73,23 @@ def prompt_dataset(
 ) -> PromptDataset:
     """Load a data set whose rows have a `question` and an `answer` (a text or a number).
 
+    A question is a text, or a chat: a list of messages with `role` and `content`.
+
     Args:
         tokenizer: torchtune's tokenizer.
         source: a .jsonl, .json, .parquet or .csv file, or the name of a Hugging Face data set.
         name: configuration of a Hugging Face data set.
         split: split of a Hugging Face data set.
         read: function that returns a row's question and answer; set by builders of other formats.
-        columns: the source's column name for each field that has another name there.
+        columns: the source's column name for each field that has another name there; `a.b` for
+            the entry `b` of the column `a`.
         filters: conditions on each column of the source, by column name; see `RowFilters`.
         partition: parts of the rows to use, such as `1-9/10`, see `Partition`.
         num_rows: how many of the remaining rows to use, from the first one; None uses all.
         prompt_template: text of the prompt; contains `{question}` once.
         chat_template: None for plain text; or the format of a chat, see `prompt_encoder`.
-        system_prompt: system message of the chat.
+        chat_template_kwargs: variables of the chat template, such as `enable_thinking: false`.
+        system_prompt: system message of chats that have none of their own.
         max_prompt_tokens: longest allowed prompt, in tokens.
         too_long: what happens to a longer prompt: `error` raises, `drop` leaves out its row.
         tools: JSON schemas for the prompt, see `prompt_encoder`; by default of environment.world.
@@ -98,13 +103,17 @@ def prompt_dataset(
         ValueError: a setting or a row is wrong; names the key, or source, row (from 1) and field.
     """
     chat = {"chat_template": chat_template, "system_prompt": system_prompt, "columns": columns}
+    chat["chat_template_kwargs"] = chat_template_kwargs
     lengths = {"num_rows": num_rows, "max_prompt_tokens": max_prompt_tokens, "too_long": too_long}
     read_as(_KEYS, {"source": source, "split": split, "name": name, **chat, **lengths}, "dataset")
     builder = _PromptBuilder(
         source=source,
         read=read,
         columns=columns or {},
-        encode=prompt_encoder(tokenizer, prompt_template, chat_template, system_prompt, tools),
+        encode=prompt_encoder(
+            *(tokenizer, prompt_template, chat_template, system_prompt, tools),
+            variables=chat_template_kwargs or {},
+        ),
         keep=RowFilters({} if filters is None else filters),
         in_part=Partition("1/1" if partition is None else partition),
         max_prompt_tokens=max_prompt_tokens,
@@ -172,13 +181,16 @@ class _PromptBuilder:
         row = Row(values, where, self.columns)
         question, answer = self.read(row)
         self.fields_read |= row.asked
-        if not (isinstance(question, str) and isinstance(answer, str)):
+        if not (is_question(question) and isinstance(answer, str)):
             given = f"{question!r} and {answer!r}"
             raise ValueError(f"{where}: read as {given}; allowed: question and answer as texts")
-        if not self.in_part(question):
+        if not self.in_part(question if isinstance(question, str) else json.dumps(question)):
             self.num_in_other_parts += 1
             return None
-        ids, text = self.encode(question)
+        try:
+            ids, text = self.encode(question)
+        except ConfigError as error:
+            raise ConfigError(error.key, f"{where}: {error.problem}", error.allowed) from error
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             if not self.drop_too_long:
                 raise ValueError(
@@ -219,6 +231,9 @@ class _Keys(TypedDict):
     columns: Annotated[
         Mapping[Any, AnyText] | None, described_as("a column of the source by field")
     ]
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None, described_as("variables of the chat template, by name")
+    ]
     num_rows: _Count
     max_prompt_tokens: _Count
     too_long: Annotated[Literal["error", "drop"], described_as("error | drop")]
@@ -227,13 +242,16 @@ class _Keys(TypedDict):
 _KEYS = TypeAdapter(Annotated[_Keys, described_as("the arguments of `prompt_dataset`")])
 
 
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+# One number with perhaps a sign, a currency or a unit: in `(1,234)` the comma may part two numbers.
+_WITH_SEPARATORS = re.compile(r"[^\d()\[\]{},]*\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d()\[\]{},]*")
 
 
-def _after_hashes(row: Row) -> tuple[str, str]:
-    question = row.text("question")
+def _after_hashes(row: Row) -> tuple[Question, str]:
+    question = row.question("question")
     _, marker, answer = row.text("answer").rpartition("####")
-    answer = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), answer.strip())
+    answer = answer.strip()
+    if _WITH_SEPARATORS.fullmatch(answer):
+        answer = answer.replace(",", "")
     if not marker or not answer:
         row.refuse("answer", "does not end with `#### <answer>`")
     return question, answer
@@ -248,8 +266,8 @@ _UNBRACED = re.compile(r"-?\w(?:[\w.,/]*\w)?")  # `\boxed 5` without braces, as 
 _BRACE = re.compile(r"\\.|([{}])", re.DOTALL)  # an escaped brace is text
 
 
-def _boxed_answer(row: Row) -> tuple[str, str]:
-    problem, solution = row.text("problem"), row.text("solution")
+def _boxed_answer(row: Row) -> tuple[Question, str]:
+    problem, solution = row.question("problem"), row.text("solution")
     for box in reversed(list(_BOX.finditer(solution))):
         if content := _content(solution[box.end() :]):
             return problem, content
@@ -309,6 +327,15 @@ _Asserts = Annotated[list[_Assert], Field(min_length=1)]
 _Tests = Annotated[
     dict[Literal["stdin_stdout"], _Cases] | dict[Literal["asserts"], _Asserts], Field(min_length=1)
 ]
+
+
+class _CaseOfStdin(TypedDict):
+    input: AnyText
+    output: AnyText
+    testtype: NotRequired[Literal["stdin"]]  # in LiveCodeBench
+
+
+_CASES_OF_STDIN = list[_CaseOfStdin]
 _Columns = Annotated[dict[Literal["inputs", "outputs"], list[Any]], Field(min_length=2)]
 _SETUP = {
     "test_imports": (list[AnyText], "a list of texts"),
@@ -316,9 +343,11 @@ _SETUP = {
 }
 
 
-def _prompt_and_tests(row: Row) -> tuple[str, str]:
-    prompt, tests = row.text("prompt"), row.parsed("tests")
-    if isinstance(tests, list):
+def _prompt_and_tests(row: Row) -> tuple[Question, str]:
+    prompt, tests = row.question("prompt"), row.parsed("tests")
+    if fits(tests, _CASES_OF_STDIN):
+        tests = {"stdin_stdout": [{k: case[k] for k in ("input", "output")} for case in tests]}
+    elif isinstance(tests, list):
         tests = {"asserts": tests}
     if isinstance(tests, dict):  # a Parquet table fills missing keys with null
         tests = {kind: cases for kind, cases in tests.items() if cases is not None}
@@ -363,6 +392,6 @@ code_dataset = partial(
 """Data set of programming tasks: rows with a `prompt`, and `tests` as a mapping or as JSON text.
 
 The `answer` holds the tests as JSON text, in one of two forms: `{"stdin_stdout": [{"input": text,
-"output": text}, ...]}` or `{"asserts": [text, ...]}`. A list of asserts and `{"inputs": [...],
+"output": text}, ...]}` or `{"asserts": [text, ...]}`. A list of either and `{"inputs": [...],
 "outputs": [...]}` are accepted and converted. If a row has `test_imports` (a list of statements) or
 `test_setup_code`, they run before the asserts."""

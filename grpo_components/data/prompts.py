@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from torchtune.data import Message
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo_components.data.rows import Question
 from grpo_components.errors import ConfigError
 
-Encode = Callable[[str], tuple[list[int], str]]
+Encode = Callable[[Question], tuple[list[int], str]]
 """Function that turns a question into the token ids [P] of its prompt, and the prompt's text."""
+_EncodeChat = Callable[[list[dict[str, Any]]], tuple[list[int], str]]
+_TAKEN = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
+"""Arguments of transformers that are no variables of a chat template."""
 _TOOLS = "{tools}"
 _LOOP_OVER_PARTS = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.content|\w+\[["']content["']\]|content)(?![\w.(])"""
@@ -28,8 +35,12 @@ def prompt_encoder(
     chat_template: str | None,
     system_prompt: str | None,
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    variables: Mapping[str, Any] | None = None,
 ) -> Encode:
     """Make a function that turns a question into a prompt.
+
+    The template surrounds a text, or the last message of a chat.
 
     Args:
         tokenizer: torchtune's tokenizer.
@@ -38,9 +49,11 @@ def prompt_encoder(
         chat_template: None encodes the plain text. `torchtune` encodes messages with `tokenizer`
             and its `prompt_template`. The path of a model folder selects the Hugging Face chat
             template and tokenizer in it, which give the same ids as vLLM's chat endpoint.
-        system_prompt: system message of a chat; None leaves it to the chat template.
+        system_prompt: system message of chats that do not begin with one of their own; None leaves
+            it to the chat template.
         tools: JSON schemas of the tools that the policy may call. A Hugging Face chat template
             gets them, unless template or system prompt have them already.
+        variables: variables of a Hugging Face chat template, by name.
 
     Raises:
         ValueError: a setting cannot be used; the message names its key.
@@ -53,16 +66,29 @@ def prompt_encoder(
     filled = {key: _with_tools(key, text, tools) for key, text in texts.items()}
     template = filled["prompt_template"]
     system_prompt = None if system_prompt is None else filled["system_prompt"]
+    if chat_template is None and system_prompt is not None:
+        allowed = "null, or a chat_template with it"
+        raise ConfigError("dataset.system_prompt", "needs a chat_template", allowed)
+    if variables and chat_template in (None, "torchtune"):
+        problem = f"given, and {chat_template or 'null'} as chat_template takes no variables"
+        raise ConfigError("dataset.chat_template_kwargs", problem, "null, or a model folder there")
+
+    def messages(question: Question) -> list[dict[str, Any]]:
+        chat = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        text = template.replace("{question}", chat[-1]["content"])
+        whole = [*chat[:-1], {**chat[-1], "content": text}]
+        has_own = system_prompt is None or whole[0]["role"] == "system"
+        return whole if has_own else [{"role": "system", "content": system_prompt}, *whole]
+
     if chat_template is None:
-        if system_prompt is not None:
-            allowed = "null, or a chat_template with it"
-            raise ConfigError("dataset.system_prompt", "needs a chat_template", allowed)
         encode = _plain(tokenizer)
     elif chat_template == "torchtune":
-        encode = _torchtune_chat(tokenizer, system_prompt)
+        encode = _torchtune_chat(tokenizer)
     else:
-        encode = _hugging_face_chat(chat_template, system_prompt, () if described else tools)
-    return lambda question: encode(template.replace("{question}", question))
+        offered = () if described else tools
+        roles = tuple(message["role"] for message in messages(""))
+        encode = _hugging_face_chat(chat_template, roles, offered, variables or {})
+    return lambda question: encode(messages(question))
 
 
 def _with_tools(key: str, text: str, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -79,26 +105,31 @@ def _has_schemas(texts: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> bo
     return '"parameters"' in whole and all(name in whole for name in names)
 
 
-def _plain(tokenizer: Any) -> Encode:
-    return lambda text: (tokenizer.encode(text, add_bos=True, add_eos=False), text)
+def _plain(tokenizer: Any) -> _EncodeChat:
+    def encode(messages: list[dict[str, Any]]) -> tuple[list[int], str]:
+        if len(messages) > 1:
+            problem = f"null given, and a prompt is a chat of {len(messages)} messages"
+            raise ConfigError("dataset.chat_template", problem, "torchtune, or a model folder")
+        text = messages[0]["content"]
+        return tokenizer.encode(text, add_bos=True, add_eos=False), text
+
+    return encode
 
 
-def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
+def _torchtune_chat(tokenizer: Any) -> _EncodeChat:
     if not hasattr(tokenizer, "tokenize_messages"):
         problem = f"torchtune given, but {type(tokenizer).__name__} cannot encode messages"
         raise ConfigError("dataset.chat_template", problem, "null, or a model folder")
-    system = [] if system_prompt is None else [Message(role="system", content=system_prompt)]
 
-    def encode(text: str) -> tuple[list[int], str]:
+    def encode(messages: list[dict[str, Any]]) -> tuple[list[int], str]:
         # The prompt is the common prefix of two chats with different answers. (An empty answer does
         # not work: some torchtune tokenizers add an end of turn after it.)
         first, second = (
             tokenizer(
                 {
                     "messages": [
-                        *system,
-                        Message(role="user", content=text),
-                        Message(role="assistant", content=answer),
+                        Message(role=message["role"], content=message["content"])
+                        for message in [*messages, {"role": "assistant", "content": answer}]
                     ]
                 },
                 inference=True,
@@ -116,38 +147,53 @@ def _torchtune_chat(tokenizer: Any, system_prompt: str | None) -> Encode:
 
 
 def _hugging_face_chat(
-    folder: str, system_prompt: str | None, tools: Sequence[Mapping[str, Any]]
-) -> Encode:
+    folder: str,
+    usual_roles: tuple[str, ...],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> _EncodeChat:
     tokenizer, template = _chat_tokenizer(folder)
     # As in vLLM: some templates expect the content as a text, some as a list of parts.
     in_parts = reads_parts(template)
+    if taken := sorted(_TAKEN & variables.keys()):
+        key = f"dataset.chat_template_kwargs.{taken[0]}"
+        raise ConfigError(key, "given, an argument of the tokenizer", "variables of the template")
+    plain_variables: Any = OmegaConf.to_container(OmegaConf.create(dict(variables)))
 
-    def render(text: str, system: str | None) -> str:
-        turns = ([] if system is None else [("system", system)]) + [("user", text)]
-        messages = [
-            {"role": role, "content": [{"type": "text", "text": t}] if in_parts else t}
-            for role, t in turns
+    def render(messages: list[dict[str, Any]]) -> str:
+        shown = [
+            {**each, "content": [{"type": "text", "text": each["content"]}]} if in_parts else each
+            for each in messages
         ]
         try:
             return tokenizer.apply_chat_template(
-                messages,
+                shown,
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **plain_variables,
             )
         except Exception as error:  # a template is a program and may raise anything
             problem = f"the template of {folder} failed: {error}"
-            raise ValueError(f"dataset.chat_template: {problem}") from error
+            raise ConfigError("dataset.chat_template", problem, "null, or torchtune") from error
 
-    marks = {"question": "7f3b"} | ({} if system_prompt is None else {"system prompt": "c91e"})
-    rendered = render(marks["question"], marks.get("system prompt"))
-    for name, mark in marks.items():
-        if mark not in rendered:
-            problem = f"the template of {folder} leaves out the {name}"
-            raise ConfigError("dataset.chat_template", problem, "null, or torchtune")
+    @cache
+    def check(roles: tuple[str, ...]) -> None:
+        """Refuse a template that leaves out a message of a chat with these roles."""
+        marks = [f"7f3b{place}c91e" for place in range(len(roles))]
+        pairs = list(zip(roles, marks, strict=True))
+        rendered = render([{"role": role, "content": mark} for role, mark in pairs])
+        for role, mark in pairs:
+            if mark not in rendered:
+                what = {"user": "question", "system": "system prompt"}.get(role, f"{role}'s turn")
+                problem = f"the template of {folder} leaves out the {what}"
+                raise ConfigError("dataset.chat_template", problem, "null, or torchtune")
 
-    def encode(text: str) -> tuple[list[int], str]:
-        prompt = render(text, system_prompt)
+    check(usual_roles)
+
+    def encode(messages: list[dict[str, Any]]) -> tuple[list[int], str]:
+        check(tuple(message["role"] for message in messages))
+        prompt = render(messages)
         # The template has already added the token for the beginning.
         return tokenizer(prompt, add_special_tokens=False)["input_ids"], prompt
 

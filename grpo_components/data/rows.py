@@ -5,17 +5,38 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants as hub_constants
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from grpo_components.hub import reachable_or_cached
+from grpo_components.shapes import AnyText, fits
+
+Question = str | list[dict[str, Any]]
+"""A text, or a chat: messages with `role` and `content`, the last one a user's."""
+_NO_COLUMN: Any = object()
+
+
+class _Message(TypedDict):
+    role: Literal["system", "user", "assistant"]
+    content: AnyText
+
+
+_Chat = Annotated[list[_Message], Field(min_length=1)]
+
+
+def is_question(value: Any) -> bool:
+    """Whether a value is a text or a chat."""
+    return isinstance(value, str) or (fits(value, _Chat) and value[-1]["role"] == "user")
 
 
 class Row:
@@ -24,8 +45,8 @@ class Row:
     Args:
         values: the row as the source has it; only a mapping has fields.
         where: source and row number, for errors.
-        columns: the source's column name for each field that has another name there; None if the
-            fields are columns themselves.
+        columns: the source's column name for each field that has another name there, `a.b` for the
+            entry `b` of the column `a`; None if the fields are columns themselves.
     """
 
     def __init__(self, values: Any, where: str, columns: Mapping[str, str] | None) -> None:
@@ -44,12 +65,13 @@ class Row:
         column = self._columns.get(field, field)
         if not isinstance(self._values, dict):
             raise ValueError(f"{self._where}: has no field {column}, nor any other")
-        if column not in self._values:
+        found = _at(self._values, column)
+        if found is _NO_COLUMN:
             has = ", ".join(map(str, self._values)) or "nothing"
             if self._is_renamed:
                 has = f"dataset.columns.{field}=<name>, with a name out of: {has}"
             raise ValueError(f"{self._where}: has no field {column}; allowed: {has}")
-        return self._values[column]
+        return found
 
     def has(self, field: str) -> bool:
         """Whether the row has a column for a field, or `columns` names one."""
@@ -66,11 +88,37 @@ class Row:
         value = self.value(field)
         if not isinstance(value, str) or not value.strip():
             self.refuse(field, "must be a text that is not empty")
+        self._check_unicode(field, value)
+        return value
+
+    def _check_unicode(self, field: str, text: str) -> None:
         try:
-            value.encode()  # JSON allows half a surrogate pair, tokenizers do not
+            text.encode()  # JSON allows half a surrogate pair, tokenizers do not
         except UnicodeEncodeError as error:
             self.refuse(field, f"is no Unicode text: {error}")
-        return value
+
+    def question(self, field: str) -> Question:
+        """Return the value of a field that holds a text, or a chat that the policy continues.
+
+        Entries of a message besides role and content are passed on, but for nulls.
+
+        Raises:
+            ValueError: the value is neither, or it is empty.
+        """
+        value = self.value(field)
+        if not isinstance(value, list):
+            return self.text(field)
+        if not fits(value, _Chat):
+            what = "messages, each with a role (system | user | assistant) and a text as content"
+            self.refuse(field, f"must be a text, or a list of {what}")
+        for message in value:
+            self._check_unicode(field, message["content"])
+        if (role := value[-1]["role"]) != "user":
+            self.refuse(field, f"ends with a message of {role}; it must end with one of user")
+        if not value[-1]["content"].strip():
+            self.refuse(field, "ends with an empty message")
+        # A Parquet table fills missing entries with null.
+        return [{k: v for k, v in message.items() if v is not None} for message in value]
 
     def text_or_number(self, field: str) -> str:
         """Return the value of a field that holds a text or a number, as text; 42.0 becomes `42`.
@@ -105,6 +153,15 @@ class Row:
             ValueError: always; the message names source, row and column.
         """
         raise ValueError(f"{self._where}, field {self._columns.get(field, field)}: {problem}")
+
+
+def _at(values: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, or of an entry in one: `a.b`; `_NO_COLUMN` if there is none."""
+    if column in values:
+        return values[column]
+    name, _, rest = column.partition(".")
+    inner = values.get(name) if rest else None
+    return _at(inner, rest) if isinstance(inner, Mapping) else _NO_COLUMN
 
 
 def read_rows(source: str, name: str | None, split: str) -> Iterable[Any]:
@@ -168,6 +225,7 @@ def _json_list(path: Path) -> Iterator[Any]:
 def _csv_rows(path: Path) -> Iterator[Any]:
     _check_there(path)
     number = 0  # the last row read; the header does not count
+    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is less than many tests of programs
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = filter(None, csv.reader(file, strict=True))  # skip empty lines

@@ -32,6 +32,7 @@ def gymnasium_dataset(
     observe: str | None = None,
     prompt_template: str = "{question}\n",
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     system_prompt: str | None = None,
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
@@ -47,6 +48,7 @@ def gymnasium_dataset(
         observe: see `GymnasiumWorld`.
         prompt_template: text of the prompt; contains `{question}`, the observation, once.
         chat_template: see `prompt_dataset`.
+        chat_template_kwargs: see `prompt_dataset`.
         system_prompt: see `prompt_dataset`.
         max_prompt_tokens: see `prompt_dataset`.
         too_long: see `prompt_dataset`.
@@ -70,6 +72,7 @@ def gymnasium_dataset(
         rows=rows(),
         prompt_template=prompt_template,
         chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
         too_long=too_long,

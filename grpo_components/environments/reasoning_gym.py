@@ -25,6 +25,7 @@ def reasoning_gym_dataset(
     options: Mapping[str, Any] | None = None,
     prompt_template: str = "{question}\n",
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     system_prompt: str | None = None,
     max_prompt_tokens: int | None = None,
     too_long: str = "error",
@@ -40,6 +41,7 @@ def reasoning_gym_dataset(
         options: settings of the task, by their names there; its defaults for the others.
         prompt_template: text of the prompt; contains `{question}` once.
         chat_template: see `prompt_dataset`.
+        chat_template_kwargs: see `prompt_dataset`.
         system_prompt: see `prompt_dataset`.
         max_prompt_tokens: see `prompt_dataset`.
         too_long: see `prompt_dataset`.
@@ -65,6 +67,7 @@ def reasoning_gym_dataset(
         read=_question_and_answer,
         prompt_template=prompt_template,
         chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
         too_long=too_long,

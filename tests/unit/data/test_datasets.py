@@ -8,7 +8,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from lib.config_errors import refused_key
 
+from grpo_components.data.columns import other_columns
 from grpo_components.data.datasets import (
     code_dataset,
     countdown_dataset,
@@ -268,6 +270,7 @@ def test_a_column_for_an_unknown_field_is_refused(jsonl):
         *(
             ("split", None),
             ("split", 1),
+            ("chat_template_kwargs", "enable_thinking"),
             ("name", 1),
             ("chat_template", True),
             ("system_prompt", 5),
@@ -283,6 +286,140 @@ def test_a_wrong_setting_is_refused_with_its_key_and_value(jsonl, key, value):
 def test_a_known_answer_may_be_a_number(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", b'{"question": "6 * 7?", "answer": 42}')
     assert prompt_dataset(CharacterTokenizer(), source=str(path))[0]["answer"] == "42"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        *((text, text) for text in ("(1,2)", "1, 2", "[2,5)", "3,5", "(1,234)", "1,2345", "x,100")),
+        *(("1,234", "1234"), ("-$1,234,567.50", "-$1234567.50"), ("1,234 km", "1234 km")),
+    ],
+)
+def test_only_separators_of_thousands_are_removed(tmp_path, written, answer):
+    row = {"question": "q", "answer": f"So.\n#### {written}"}
+    assert read_one(gsm8k_dataset, tmp_path, **row)["answer"] == answer
+
+
+# ---- rows of verl -------------------------------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "Count."}
+USER = {"role": "user", "content": "1 + 1?"}
+SAID = {"role": "assistant", "content": "2"}
+VERL = {"question": "prompt", "answer": "reward_model.ground_truth"}
+
+
+class ChatTokenizer(CharacterTokenizer):
+    """One token per character of a chat, whose messages stand in brackets."""
+
+    def tokenize_messages(self, messages):
+        text = "".join(f"[{message.role[0]}:{message.text_content}]" for message in messages)
+        return [ord(character) for character in text]
+
+    def __call__(self, sample, inference):
+        return {"tokens": self.tokenize_messages(sample["messages"])}
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture(params=["jsonl", "json", "parquet"])
+def verl(request, tmp_path):
+    """Load rows of verl's format from a file."""
+
+    def load(*chats, **settings):
+        rows = [
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": chat,
+                "reward_model": {"style": "rule", "ground_truth": str(number)},
+                "extra_info": {"index": number},
+            }
+            for number, chat in enumerate(chats)
+        ]
+        path = tmp_path / f"rows.{request.param}"
+        if request.param == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            whole = (
+                json.dumps(rows) if request.param == "json" else "\n".join(map(json.dumps, rows))
+            )
+            path.write_text(whole)
+        given = {"chat_template": "torchtune", "columns": VERL, **settings}
+        return prompt_dataset(ChatTokenizer(), source=str(path), **given)
+
+    return load
+
+
+def test_chats_become_prompts_with_the_system_message_of_their_row(verl):
+    chats = ([USER], [SYSTEM, USER], [USER, SAID, {**USER, "name": "Tom"}])
+    prompts = verl(*chats, system_prompt="Default.", prompt_template="Q: {question}")
+    assert [prompt["prompt_text"] for prompt in prompts] == [
+        "[s:Default.][u:Q: 1 + 1?][a:",
+        "[s:Count.][u:Q: 1 + 1?][a:",
+        "[s:Default.][u:1 + 1?][a:2][u:Q: 1 + 1?][a:",
+    ]
+    assert [prompt["answer"] for prompt in prompts] == ["0", "1", "2"]
+    assert other_columns(prompts[1])["extra_info"] == {"index": 1}
+    assert verl(*chats, filters={"extra_info.index": {"min": 2}})[0]["answer"] == "2"
+
+
+def test_without_a_chat_template_a_single_message_is_the_text(verl):
+    assert verl([USER], chat_template=None)[0]["prompt_text"] == "1 + 1?"
+    assert refused_key(verl, [SYSTEM, USER], chat_template=None) == "dataset.chat_template"
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [],
+        [SYSTEM],
+        [USER, SAID],
+        [{"role": "user", "content": " "}],
+        [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "tool", "content": "2"}, USER],
+        [{"content": "1 + 1?"}],
+        [{"role": "user", "content": "\ud800"}],
+        ["1 + 1?"],
+        {"role": "user", "content": "1 + 1?"},
+    ],
+)
+def test_what_is_no_chat_with_a_question_at_its_end_is_named_with_its_row(tmp_path, chat):
+    rows = [{"prompt": each, "answer": 1} for each in ([USER], chat)]
+    path = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row).encode() for row in rows))
+    settings = {"columns": {"question": "prompt"}, "chat_template": "torchtune"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 2, field prompt: "):
+        prompt_dataset(ChatTokenizer(), source=str(path), **settings)
+
+
+@pytest.mark.parametrize("row", [{}, {"reward_model": None}, {"reward_model": {"style": "rule"}}])
+def test_a_missing_entry_of_a_column_is_named(tmp_path, row):
+    with pytest.raises(ValueError, match=r"row 1: has no field reward_model\.ground_truth; "):
+        read_one(
+            partial(prompt_dataset, columns={"answer": VERL["answer"]}), tmp_path, **ROWS[0], **row
+        )
+
+
+def test_a_column_whose_name_has_a_dot_is_not_looked_up_as_an_entry(tmp_path):
+    row = {"question": "q", "a.b": "1", "a": {"b": "2"}}
+    builder = partial(prompt_dataset, columns={"answer": "a.b"})
+    assert read_one(builder, tmp_path, **row)["answer"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("builder", "columns", "row"),
+    [
+        (gsm8k_dataset, {"question": "prompt"}, {"answer": "#### 2"}),
+        (math_dataset, {"problem": "prompt"}, {"solution": r"\boxed{2}"}),
+        (code_dataset, {}, {"tests": ["assert f(1) == 2"]}),
+    ],
+)
+def test_builders_of_other_formats_take_chats(tmp_path, builder, columns, row):
+    settings = {"columns": columns, "prompt_template": "{question}", "chat_template": "torchtune"}
+    chat = write_lines(
+        tmp_path / "chat.jsonl", json.dumps({"prompt": [SYSTEM, USER], **row}).encode()
+    )
+    (prompt,) = builder(ChatTokenizer(), source=str(chat), **settings)
+    assert prompt["prompt_text"] == "[s:Count.][u:1 + 1?][a:"
 
 
 # ---- other formats ------------------------------------------------------------------------------
@@ -344,6 +481,8 @@ ASSERTS = {"asserts": ["assert f(1) == 2"]}
         (ASSERTS, ASSERTS),
         (ASSERTS["asserts"], ASSERTS),
         ({"inputs": ["1\n", ""], "outputs": ["2\n", ""]}, STDIN),
+        (STDIN["stdin_stdout"], STDIN),
+        (json.dumps([case | {"testtype": "stdin"} for case in STDIN["stdin_stdout"]]), STDIN),
         ({"asserts": ["f('\ud800')"]}, {"asserts": ["f('\ud800')"]}),
     ],
 )
@@ -399,6 +538,7 @@ def test_empty_imports_and_setup_code_are_left_out(tmp_path, tests):
                 {"inputs": 1, "outputs": 2},
                 {"stdin_stdout": [{"input": "1", "output": "2", "more": "3"}]},
                 {"asserts": ["\x1c"]},
+                [{"input": "1", "output": "2", "testtype": "functional"}],
             )
         ),
         *(

@@ -5,6 +5,8 @@ import json
 import os
 
 import pytest
+from lib.config_errors import refused_key
+from omegaconf import OmegaConf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config
@@ -153,6 +155,62 @@ def test_a_chat_prompt_has_the_ids_of_vllms_chat_endpoint(make_folder, endpoint)
             asked = as_messages(f"Q: {question}", system_prompt)
             assert ids == endpoint(folder, asked), (template, question)
             assert text.endswith(("assistant\n", "[reply]", "assistant: "))
+
+
+CHATS = (
+    [{"role": "user", "content": QUESTION}],
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": QUESTION}],
+    [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")],
+)
+
+
+def test_a_chat_of_a_row_has_the_ids_of_vllms_chat_endpoint(make_folder, endpoint):
+    for template in (CHAT_ML, WITH_BOS, PARTS_ONLY):
+        folder = make_folder(template)
+        encode = prompt_encoder(None, "{question}", str(folder), "Count.")
+        for chat in CHATS:
+            system = [{"role": "system", "content": "Count."}]
+            asked = chat if chat[0]["role"] == "system" else [*system, *chat]
+            assert encode(chat)[0] == endpoint(folder, asked), (template, chat)
+
+
+# As in Qwen3's: without thinking, the answer begins after an empty thought.
+THINKS = CHAT_ML.replace(
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is false %}<think></think>{{ marks | tojson }}{% endif %}"
+    "{% endif %}",
+)
+
+
+def test_a_chat_template_gets_its_variables(make_folder):
+    folder = str(make_folder(THINKS))
+    variables = OmegaConf.create({"enable_thinking": False, "marks": [1, {"a": None}]})
+    _, text = prompt_encoder(None, "{question}", folder, None, variables=variables)("1+1?")
+    assert text.endswith('<think></think>[1, {"a": null}]')
+    _, plain = prompt_encoder(None, "{question}", folder, None)("1+1?")
+    assert plain.endswith("assistant\n")
+
+
+@pytest.mark.parametrize("name", ["tokenize", "tools", "add_generation_prompt"])
+def test_an_argument_of_the_tokenizer_is_no_variable(make_folder, name):
+    arguments = (None, "{question}", str(make_folder(CHAT_ML)), None)
+    key = refused_key(prompt_encoder, *arguments, variables={name: True})
+    assert key == f"dataset.chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize("chat_template", [None, "torchtune"])
+def test_variables_need_a_chat_template_that_takes_them(make_folder, chat_template):
+    arguments = (tune_tokenizer(make_folder(CHAT_ML)), "{question}", chat_template, None)
+    key = refused_key(prompt_encoder, *arguments, variables={"enable_thinking": False})
+    assert key == "dataset.chat_template_kwargs"
+
+
+def test_a_template_that_leaves_out_a_message_of_a_row_is_refused(make_folder):
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    encode = prompt_encoder(None, "{question}", str(make_folder(template)), None)
+    encode(CHATS[0])
+    for chat in CHATS[1:]:
+        assert refused_key(encode, chat) == "dataset.chat_template"
 
 
 def test_torchtunes_messages_have_the_same_ids_as_the_chat_template(make_folder):

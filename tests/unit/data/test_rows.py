@@ -78,6 +78,11 @@ def test_the_config_is_checked_for_the_kinds_of_files_that_can_be_read():
     assert SUFFIXES == CHECKED_SUFFIXES
 
 
+def test_a_field_may_be_of_any_length(tmp_path):
+    (tmp_path / "a.csv").write_text(f"a,b\n{'x' * 2**20},1\n")
+    assert read(tmp_path / "a.csv") == [{"a": "x" * 2**20, "b": "1"}]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
@@ -89,7 +94,6 @@ def test_the_config_is_checked_for_the_kinds_of_files_that_can_be_read():
         ("a.csv", b"a,a\n1,2\n", ""),
         ("a.csv", b'a,b\n1,"2\n', ""),
         ("a.csv", b"a,b\n1,\xff\n", ""),
-        ("a.csv", b"a\n" + b"x" * 200_000 + b"\n", ""),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_row(tmp_path, name, content, place):
