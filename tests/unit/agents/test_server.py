@@ -121,11 +121,7 @@ def test_a_reward_can_be_posted(serve):
         ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', 400),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
         ("chat/completions", b'{"messages": [], "stop": "\\udc00"}', 400),
-        (
-            "chat/completions",
-            b'{"messages": [{"role": "user", "content": "a"}], "seed": 1e999}',
-            400,
-        ),
+        ("chat/completions", b'{"messages": [], "seed": 1e999}', 400),
         ("chat/completions", b'{"messages": [{"role": "user", "tool_calls": [%b]}]}' % HALF, 400),
         ("chat/completions", b'{"messages": [], "tools": %b}' % (b"[" * 900 + b"]" * 900), 400),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "%b"}]}' % LONG, 400),
