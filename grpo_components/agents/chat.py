@@ -60,13 +60,15 @@ class Chat:
             RequestError: the template cannot write them.
         """
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 [self._for_template(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._template,
                 tokenize=False,
                 **{"add_generation_prompt": True, **arguments},
             )
+            text.encode()  # arguments of a tool call may have half of a surrogate pair
+            return text
         except RequestError:
             raise
         except Exception as error:  # a template is a program and may raise anything

@@ -35,6 +35,8 @@ from grpo_components.agents.sampling import AnswerSampler, Send
 
 _IDS = ("chatcmpl-", "cmpl-")
 """What ids of answers begin with: a chat's, and a text's."""
+_MOST_CHARACTERS = 16
+"""Characters a token of the longest prompt, on average; text in any language has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +275,7 @@ class Session:
         if kind == "chat":
             tools, messages = read_tools(body, self._chat.parse is not None), read_messages(body)
             text = self._chat.render(messages, tools, read_template_arguments(body))
+            self._check_length(text)
             place = self._tree.place(text)
         else:
             text, place = self._continued(body.get("prompt"))
@@ -328,6 +331,14 @@ class Session:
         problem = f"prompt: {prompt!r:.60} given"
         allowed = "one text, or one list of token ids of the policy"
         raise RequestError(f"{problem}; allowed: {allowed}", "prompt")
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what is certainly too long: to tokenize it would hold up all sessions."""
+        limit = self._limits.max_model_len
+        if len(text) > limit * _MOST_CHARACTERS:
+            has = f"the prompt has {len(text)} characters; generator.max_model_len is {limit}"
+            problem = f"{has}, with at most {_MOST_CHARACTERS} characters a token"
+            raise RequestError(problem, "messages", code="context_length_exceeded")
 
     def _room(self, place: Place, request: SamplingRequest) -> int:
         """Return how many tokens an answer may have."""

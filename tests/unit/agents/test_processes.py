@@ -43,19 +43,15 @@ def large(task):
 def writes(task):
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
-                os.write(fd, task["sent"].encode("latin-1") * task["size"])
+            if fd > 2 and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                while os.write(fd, task["sent"].encode("latin-1") * task["size"]):
+                    if not task["endless"]:
+                        break
         except OSError:
             pass
     if task["exits"]:
         os._exit(0)
     return 1.0
-
-def floods(task):
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
-            while True:
-                os.write(fd, b"x" * 65536)
 
 def hangs(task):
     code = "import time; time.sleep(600)"
@@ -66,6 +62,7 @@ def hangs(task):
     time.sleep(600)
 """
 TASK = {"answer": "sk-1", "seed": 5}
+SENDS_NOTHING = {"sent": "", "size": 0, "endless": False, "exits": False}
 
 
 @pytest.fixture
@@ -126,10 +123,11 @@ def test_an_agent_that_fails_says_how(agents, name, error):
     ("name", "task"),
     [("large", {"size": size}) for size in (1 << 20, 1 << 24, 1 << 25)]
     + [
-        ("writes", {"sent": sent, "size": size, "exits": exits})
+        ("writes", {"sent": sent, "size": size, "endless": sent == "e", "exits": exits})
         for sent, size in [
             ("x", 1),
             ("7", 1),
+            ("e", 1 << 16),
             ("[", 100_000),
             ("\xff\0", 1 << 23),
             ('{"reward": {"a": NaN}}', 1),
@@ -145,7 +143,7 @@ def test_whatever_comes_through_an_agents_pipe_fails_no_other_sample(agents, nam
         processes = AgentProcesses(f"my_agent.{name}")
         failure = asyncio.get_running_loop().create_future()
         variables = {"OPENAI_API_KEY": "sk-1"}
-        sound = {"large": {"size": 1}, "writes": {"sent": "", "size": 0, "exits": False}}[name]
+        sound = {"large": {"size": 1}, "writes": SENDS_NOTHING}[name]
         try:
             return [
                 await processes.run({**TASK, **each}, variables, 60.0, failure)

@@ -16,6 +16,8 @@ from lib.sessions import Parser
 from grpo_components.agents.server import AgentServer
 
 USER = [{"role": "user", "content": "abab?"}]
+HALF = b'{"function": {"name": "f", "arguments": "{\\"a\\": \\"\\\\ud83d\\"}"}}'
+LONG = b"c" * (1 << 20)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -119,6 +121,10 @@ def test_a_reward_can_be_posted(serve):
         ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', 400),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
         ("chat/completions", b'{"messages": [], "stop": "\\udc00"}', 400),
+        ("chat/completions", b'{"messages": [], "seed": 1e999}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "tool_calls": [%b]}]}' % HALF, 400),
+        ("chat/completions", b'{"messages": [], "tools": %b}' % (b"[" * 900 + b"]" * 900), 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "%b"}]}' % LONG, 400),
         ("chat/completions", b" " * (1 << 21) + b"{}", 413),
         ("chat/completions", b"[" * (20 << 20), 413),
     ],
