@@ -339,12 +339,12 @@ def check_components(cfg: Settings) -> None:
             f"{kind} given, and {cfg.model._component_} cannot be saved as such, {what}",
             f"the family of both model and {base / 'config.json'}",
         ) from error
-    check_output_head(base)
     try:
         check_names_and_shapes(shapes_of(converted), checkpoint_shapes(base))
     except ValueError as error:
         problem = str(error).removeprefix("weights: ")
         raise ConfigError("model", problem, f"the builder of {base}") from error
+    check_output_head(base)
     if cfg.loss["load_balancing_coeff"] > 0:
         check_has_routers(model)
         if cfg.compile:

@@ -64,11 +64,11 @@ class RunWatch:
             metrics: metrics of the step.
         """
         self._check_balance(step, metrics)
-        if metrics.get("rollout/cut_off_fraction") == 1.0:
-            self._warn(
-                "cut off",
+        if metrics.get("rollout/cut_off_fraction") == 1.0 and "cut off" not in self._shown:
+            self._shown.add("cut off")
+            self._note(  # no warning: an untrained policy may just be long
                 f"step {step}: all responses were cut off at generator.max_response_tokens; only "
-                f"{self._ends} would have ended one: does the model end its responses otherwise?",
+                f"{self._ends} would have ended one: does the model end its responses otherwise?"
             )
         kl = metrics.get("mismatch/generator_kl", math.nan)
         if not math.isfinite(kl):

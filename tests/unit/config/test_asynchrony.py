@@ -201,4 +201,5 @@ def test_a_fork_that_would_ignore_the_curriculum_is_refused(settings_with):
     stream = PromptStream([{"prompt_index": i} for i in range(3)], shuffle=True, seed=1)
     ledger = Ledger(StalenessContract(1, 1), 1, stream)
     cfg = settings_with(curriculum={})
-    assert refused_key(open_run, cfg, ledger, stream, lambda step: 1.0, [], []) == "curriculum"
+    given = ledger, stream, lambda step: 1.0, None, [], []
+    assert refused_key(open_run, cfg, *given) == "curriculum"
