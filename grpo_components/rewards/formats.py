@@ -56,7 +56,9 @@ class BoxedFormat:
             finish_reason: not used.
         """
         return float(
-            response_text.count("\\boxed") == 1 and bool(last_boxed(response_text).strip())
+            len(re.findall(r"\\boxed(?!\s*[^\s{])", response_text)) == 1
+            and response_text.count("\\boxed") == 1
+            and bool(last_boxed(response_text).strip())
         )
 
 
