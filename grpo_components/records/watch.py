@@ -64,11 +64,11 @@ class RunWatch:
             metrics: metrics of the step.
         """
         self._check_balance(step, metrics)
-        if metrics.get("rollout/cut_off_fraction") == 1.0 and "cut off" not in self._shown:
-            self._shown.add("cut off")
-            self._note(  # no warning: an untrained policy may just be long
+        if metrics.get("rollout/cut_off_fraction") == 1.0:
+            self._once(  # no warning: an untrained policy may just be long
+                "cut off",
                 f"step {step}: all responses were cut off at generator.max_response_tokens; only "
-                f"{self._ends} would have ended one: does the model end its responses otherwise?"
+                f"{self._ends} would have ended one: does the model end its responses otherwise?",
             )
         kl = metrics.get("mismatch/generator_kl", math.nan)
         if not math.isfinite(kl):
@@ -114,6 +114,9 @@ class RunWatch:
                 self._warn(name, what)
 
     def _warn(self, kind: str, what: str) -> None:
+        self._once(kind, f"warning: {what}")
+
+    def _once(self, kind: str, line: str) -> None:
         if kind not in self._shown:
             self._shown.add(kind)
-            self._note(f"warning: {what}")
+            self._note(line)

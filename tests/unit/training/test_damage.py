@@ -45,11 +45,14 @@ def missing(file):
     file.unlink()
 
 
-@pytest.mark.parametrize("harm", [half, garbled, missing])
-@pytest.mark.parametrize("name", [*(f"state/{file}" for file in FILES), "model.safetensors"])
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *((f"state/{file}", harm) for file in FILES for harm in (half, garbled, missing)),
+        *(("model.safetensors", harm) for harm in (half, garbled)),  # an adapter's has none
+    ],
+)
 def test_a_damaged_file_is_named(checkpoint, name, harm):
-    if name == "model.safetensors" and harm is missing:
-        return  # an adapter's checkpoint has none
     harm(checkpoint / name)
     found = damage(checkpoint)
     assert name.removesuffix(".npz").removesuffix(".json") in found
