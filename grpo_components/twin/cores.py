@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+from collections.abc import Iterator
 
 
 class Job:
@@ -89,6 +91,31 @@ class Cores:
                     self.change(process, job, begins=False)
                     job.done.set()
         self.plan()
+
+
+class BusyTime:
+    """Counts the seconds in which a role works, up to now: a step may be under way."""
+
+    def __init__(self) -> None:
+        self._seconds, self._jobs, self._since = 0.0, 0, 0.0
+
+    @contextlib.contextmanager
+    def count(self) -> Iterator[None]:
+        """Context manager: the role works; several at once count as one."""
+        self.seconds()
+        self._jobs += 1
+        try:
+            yield
+        finally:
+            self.seconds()
+            self._jobs -= 1
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        now = asyncio.get_running_loop().time()
+        self._seconds += (now - self._since) * (self._jobs > 0)
+        self._since = now
+        return self._seconds
 
 
 class Process:

@@ -250,9 +250,9 @@ class _Simulation:
 
     def _busy(self) -> dict[str, float]:
         families = {
-            "generators": [each.busy_s for each in self._engines],
-            "trainers": [each.busy_s for each in self._trainers],
-            "references": [each.busy_s for each in self._references],
+            "generators": [each.busy.seconds() for each in self._engines],
+            "trainers": [each.busy.seconds() for each in self._trainers],
+            "references": [each.busy.seconds() for each in self._references],
             "driver": [self._driver.process.busy_s],
         }
         return {name: sum(busy) / len(busy) for name, busy in families.items() if busy}

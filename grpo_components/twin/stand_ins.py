@@ -14,7 +14,7 @@ from grpo_components.exchange.weights import snapshot_checksum
 from grpo_components.rollout.sequence_budget import SequenceBudget
 from grpo_components.training.step_result import StepResult
 from grpo_components.trajectory import GroupSummary, PackedTrajectories, pack
-from grpo_components.twin.cores import Process
+from grpo_components.twin.cores import BusyTime, Process
 from grpo_components.twin.times import Lengths, Times
 from grpo_components.twin.virtual_engine import VirtualEngine
 
@@ -116,7 +116,7 @@ class VirtualTrainer:
         self._process, self._times = process, times
         self._group_size, self._num_ranks = group_size, num_ranks
         self._random = random.Random(f"{seed} trainer")
-        self.policy_version, self.busy_s = 0, 0.0
+        self.policy_version, self.busy = 0, BusyTime()
 
     async def train_step(self, batch: Any, lengths: NDArray[Any], step: int) -> StepResult:
         """Take the time of a training step.
@@ -152,10 +152,8 @@ class VirtualTrainer:
         return None, ()
 
     async def _work(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        await self._process.work(seconds)
-        self.busy_s += loop.time() - began
+        with self.busy.count():
+            await self._process.work(seconds)
 
 
 class VirtualReference:
@@ -171,13 +169,11 @@ class VirtualReference:
     def __init__(self, process: Process, times: Times, group_size: int, lengths: Lengths) -> None:
         self._process, self._times = process, times
         self._group_size, self._lengths = group_size, lengths
-        self.busy_s = 0.0
+        self.busy = BusyTime()
 
     async def add_logprobs(self, group: Any) -> tuple[Any, list[float]]:
         """Take the time of a group's logprobs; see `Reference.add_logprobs`."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         tokens = self._group_size * (self._lengths.mean + self._times.prompt_tokens)
-        await self._process.work(self._times.reference_s_per_token * tokens)
-        self.busy_s += loop.time() - began
+        with self.busy.count():
+            await self._process.work(self._times.reference_s_per_token * tokens)
         return group, [0.0] * self._group_size

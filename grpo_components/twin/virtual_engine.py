@@ -8,7 +8,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from grpo_components.twin.cores import Job, Process
+from grpo_components.twin.cores import BusyTime, Job, Process
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class VirtualEngine:
         self._arrived = asyncio.Event()
         self._job: tuple[Job, float, float] | None = None
         """Job under way, seconds of its first step and of each later one."""
-        self.busy_s = 0.0
-        """Seconds in which the engine sampled or loaded weights."""
+        self.busy = BusyTime()
+        """Time in which the engine sampled or loaded weights."""
 
     def sample(self, tokens: int) -> asyncio.Future[Counter[int]]:
         """Queue a response.
@@ -96,23 +96,21 @@ class VirtualEngine:
 
     async def run(self) -> None:
         """Make steps forever."""
-        loop = asyncio.get_running_loop()
         while True:
             if not (self._waiting or self._loads or self._running):
                 self._arrived.clear()
                 await self._arrived.wait()
-            began = loop.time()
-            while self._loads:
-                version, loaded = self._loads.popleft()
-                await self._process.work(self._load_s)
-                self.version = version
-                self._swaps.append((self._step, version))
-                loaded.set_result(None)
-                await asyncio.sleep(0)  # who waits for the weights goes on before the next step
-            prompts = self._enter()
-            if self._running:
-                await self._make_steps(prompts)
-            self.busy_s += loop.time() - began
+            with self.busy.count():
+                while self._loads:
+                    version, loaded = self._loads.popleft()
+                    await self._process.work(self._load_s)
+                    self.version = version
+                    self._swaps.append((self._step, version))
+                    loaded.set_result(None)
+                    await asyncio.sleep(0)  # who waits for the weights goes on before the next step
+                prompts = self._enter()
+                if self._running:
+                    await self._make_steps(prompts)
 
     def _enter(self) -> int:
         entered = 0

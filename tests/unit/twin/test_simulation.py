@@ -5,7 +5,7 @@ from dataclasses import replace
 from inspect import signature
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib.properties import many
 
@@ -99,6 +99,8 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     assert runs[0].events != runs[2].events
 
 
+# A step of the engine was under way when the time was taken.
+@example((1, 1), 1, 1, 3, 3, "drop", "cpu", 0, 490519)
 @settings(max_examples=many(25))
 @given(
     st.integers(0, 3).flatmap(lambda eta: st.tuples(st.just(eta), st.integers(1, eta + 1))),
