@@ -250,7 +250,7 @@ class Settings(BaseModel):
     checkpointer: Annotated[DictConfig | None, component(CheckpointerArguments, null=True)]
     resume_from_checkpoint: FlagOrPath
     dataset: Annotated[DictConfig, component(DatasetArguments)]
-    eval_dataset: Annotated[DictConfig, component(DatasetArguments)]
+    eval_dataset: Annotated[DictConfig | None, component(DatasetArguments, null=True)]
     shuffle: bool
     curriculum: CurriculumSettings | None = None
     environment: Annotated[DictConfig, component(EnvironmentArguments)]
@@ -346,6 +346,11 @@ class Settings(BaseModel):
     def what_if(self) -> WhatIf | None:
         """Where a what-if stops repeating the recorded run; None if all of it is repeated."""
         return self._what_if
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out prompts are answered."""
+        return not (self.eval_dataset is None or self.rollout_only or self.train_from)
 
     @property
     def is_hugging_face(self) -> bool:

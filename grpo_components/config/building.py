@@ -24,6 +24,7 @@ from torchtune.config._utils import _get_component_from_path
 from grpo_components.config.column_checks import check_columns
 from grpo_components.config.lora_checks import check_adapters
 from grpo_components.config.model_checks import check_model
+from grpo_components.data.datasets import PromptDataset
 from grpo_components.data.prompt_mix import PromptMix, takes_tools
 from grpo_components.errors import ConfigError, fail
 from grpo_components.exchange.weights import (
@@ -106,6 +107,9 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
     Args:
         cfg: settings checked by preflight.
 
+    Returns:
+        Tokenizer, data set and evaluation data set, which is empty if the config has none.
+
     Raises:
         ConfigError: a component is no tokenizer or no data set, a row lacks a column that a reward
             takes, or a prompt does not fit into the policy's context with its response; names the
@@ -116,7 +120,8 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         problem = f"{cfg.tokenizer._component_} returns an object without `encode`"
         fail("tokenizer", problem, "a tokenizer with the methods of torchtune's")
     tools = _tools_of(cfg.environment)
-    data = {key: _build_prompts(cfg, key, tokenizer, tools) for key in ("dataset", "eval_dataset")}
+    keys = [key for key in ("dataset", "eval_dataset") if getattr(cfg, key) is not None]
+    data = {key: _build_prompts(cfg, key, tokenizer, tools) for key in keys}
     for key, dataset in data.items():
         _check_rows(key, getattr(cfg, key)._component_, dataset)
         _check_types(key, getattr(cfg, key)._component_, dataset)
@@ -147,7 +152,7 @@ def build_data(cfg: Settings) -> tuple[Any, Any, Any]:
         elif not isinstance(dataset, RecordedPrompts):  # those were checked above
             _check_prompts(cfg, key, getattr(cfg, key), dataset, limit, vocab_size)
     check_columns(cfg, data)
-    return tokenizer, data["dataset"], data["eval_dataset"]
+    return tokenizer, data["dataset"], data.get("eval_dataset", PromptDataset([]))
 
 
 def _tools_of(environment: DictConfig) -> list[Any]:

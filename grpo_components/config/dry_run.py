@@ -42,8 +42,8 @@ def plan(
         dataset: data set of the prompts to train on.
         objective: built objective.
     """
-    evaluates = not (cfg.rollout_only or cfg.train_from)
-    held_out = build("eval_dataset", cfg.eval_dataset, tokenizer) if evaluates else []
+    node = cfg.eval_dataset if cfg.evaluates else None
+    held_out = [] if node is None else build("eval_dataset", node, tokenizer)
     memory = _memory(cfg, (dataset, held_out), objective)
     sections = {
         "dry run": [_DONE],
@@ -161,7 +161,7 @@ def _data(cfg: Settings, dataset: Any, held_out: Any) -> Iterator[str]:
         source = cfg.train_from or cfg.dataset.get("source", cfg.dataset._component_)
         longest = f"the longest has {dataset.max_prompt_length} tokens"
         yield f"{len(dataset):,} prompts of {source}, {longest}"
-    if len(held_out):
+    if cfg.eval_dataset is not None and len(held_out):
         source = cfg.eval_dataset.get("source", cfg.eval_dataset._component_)
         longest = f"the longest has {held_out.max_prompt_length} tokens"
         yield f"{len(held_out):,} held-out prompts of {source}, {longest}"
@@ -200,7 +200,7 @@ def _steps(cfg: Settings, dataset: Any) -> Iterator[str]:
     longest = "" if cfg.train_from else f" of up to {cfg.generator.max_response_tokens} tokens"
     yield f"{cfg.num_steps:,} of {size}{longest}"
     yield f"{prompts:,} prompts, {prompts / len(dataset):.2f} passes over the data"
-    if not (cfg.rollout_only or cfg.train_from):
+    if cfg.evaluates:
         answers = _counted(cfg.eval.samples_per_prompt, "response")
         when = f"before the first, every {cfg.eval_every_n_steps} and after the last"
         yield f"evaluated {when}, {answers} a prompt"

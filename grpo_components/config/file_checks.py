@@ -110,7 +110,7 @@ def _files(settings: Settings, base: Path) -> list[tuple[str, Path]]:
             for key, path in files
         ]
     sources = {"dataset.source": settings.dataset.get("source")}
-    sources["eval_dataset.source"] = settings.eval_dataset.get("source")
+    sources["eval_dataset.source"] = (settings.eval_dataset or {}).get("source")
     for key, source in sources.items():
         if source is None:  # a mix of data sets, or a user's own data set
             continue

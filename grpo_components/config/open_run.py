@@ -172,7 +172,9 @@ def open_log(
     run_log = RunLog(folder, logger, every, cfg.num_steps, attempt, resume, ideas, show_phases)
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if trains else ""
-    for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared)):
+    unused = "eval_dataset is null: nothing is evaluated, whatever eval_every_n_steps says"
+    none = unused if cfg.eval_dataset is None else ""
+    for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
         run_log.note(line)
     return run_log
 

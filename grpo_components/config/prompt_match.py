@@ -42,8 +42,9 @@ def check_same_prompts(settings: Settings) -> None:
         ConfigError: the data sets differ; names the first such key of `eval_dataset`, and the key
             of `dataset`.
     """
-    only_one = settings.eval_only or settings.rollout_only or settings.train_from
-    if only_one or settings.eval.allow_other_prompts:
+    if settings.eval_dataset is None or settings.eval_only or not settings.evaluates:
+        return
+    if settings.eval.allow_other_prompts:
         return
     trained = list(_forms("dataset", settings.dataset))
     for key, form in _forms("eval_dataset", settings.eval_dataset):

@@ -36,7 +36,7 @@ class PromptDataset(Dataset[Prompt]):
 
     def __init__(self, prompts: list[Prompt], note: str = "") -> None:
         self._prompts, self.note = prompts, note
-        self.max_prompt_length = max(len(prompt["prompt_ids"]) for prompt in prompts)
+        self.max_prompt_length = max((len(prompt["prompt_ids"]) for prompt in prompts), default=0)
         """Length of the longest prompt, in tokens."""
 
     def __len__(self) -> int:

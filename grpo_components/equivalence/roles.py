@@ -188,6 +188,7 @@ def tiny_arguments(cfg: Settings) -> tuple[RoleArguments, Prompts]:
     """
     tokenizer = config.instantiate(cfg.tokenizer)
     dataset = config.instantiate(cfg.dataset, tokenizer)
+    assert cfg.eval_dataset is not None, "the tiny config has one"
     held_out = config.instantiate(cfg.eval_dataset, tokenizer)
     prompts = PromptStream(dataset, shuffle=cfg.shuffle, seed=cfg.seed)
     # Not the recipe's grpo_loss but a second implementation, which must give identical bits.

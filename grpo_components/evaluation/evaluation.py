@@ -82,6 +82,8 @@ class Evaluation:
         on_result: Sequence[OnResult],
     ) -> None:
         self._held_out, self._options = held_out, options
+        self.is_on = bool(held_out)
+        """Whether there are prompts to evaluate on."""
         self._logged = options.logged(len(held_out))
         self._every_n_steps, self._num_steps = every_n_steps, num_steps
         self._contract, self._began = contract, 0
@@ -93,7 +95,8 @@ class Evaluation:
 
     def due(self, step: int) -> bool:
         """Whether an evaluation follows this training step."""
-        return step % self._every_n_steps == 0 or step >= self._num_steps
+        is_time = step % self._every_n_steps == 0 or step >= self._num_steps
+        return self.is_on and is_time
 
     async def begin(
         self, step: int, generators: Sequence[GeneratorHandle], pull: Pull, tasks: asyncio.TaskGroup
@@ -108,7 +111,7 @@ class Evaluation:
             pull: function that loads the published weights into a generator.
             tasks: task group that runs the evaluation.
         """
-        if not self._held_out:
+        if not self.is_on:
             return
         assert self._running is None or self._running.done(), "two evaluations at once"
         pinned, self._began = asyncio.Event(), step
@@ -226,7 +229,7 @@ def build_evaluation(
     """
     eval_temperature = cfg.eval.temperature
     return Evaluation(
-        () if cfg.rollout_only or cfg.train_from else held_out,
+        held_out if cfg.evaluates else (),
         every_n_steps=cfg.eval_every_n_steps,
         num_steps=cfg.num_steps,
         contract=StalenessContract(cfg.max_staleness, cfg.groups_per_step),

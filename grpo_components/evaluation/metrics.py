@@ -97,6 +97,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def check_keep_best(cfg: Settings) -> None:
     """Refuse a `keep_best` metric that evaluations do not measure, or not at every checkpoint.
 
+    Also refuses what needs evaluations if there are none.
+
     Args:
         cfg: config, each value within its own bounds.
 
@@ -104,6 +106,10 @@ def check_keep_best(cfg: Settings) -> None:
         ConfigError: a key has a wrong value; names the key.
     """
     metric, samples = cfg.keep_best, cfg.eval.samples_per_prompt
+    if cfg.eval_dataset is None:
+        for key in ("eval_only", "keep_best"):
+            if value := getattr(cfg, key):
+                fail(key, f"{shown(value)} given with eval_dataset: null", "a data set there")
     allowed = ["eval/success_rate", "eval/reward_mean"]
     allowed += [f"eval/pass_at_{2**i}" for i in range(1, samples.bit_length())]
     if metric is not None and metric not in allowed:

@@ -56,6 +56,8 @@ def longest_prompt(cfg: Settings) -> int:
     longest = 1
     for key in ("dataset", "eval_dataset"):
         node = getattr(cfg, key)
+        if node is None:
+            continue
         parts = node.get("parts") or {"": node}
         for name, part in parts.items():
             limit = part.get("max_prompt_tokens") or node.get("max_prompt_tokens")

@@ -102,9 +102,10 @@ class Run:
             tasks: task group of the attempt's loops, in which evaluations run, too.
         """
         self._tasks = tasks
-        self._log.phase("evaluating the policy", shown=True)
-        await self._evaluate(self._ledger.steps_done)
-        await self._evaluation.collect()
+        if self._evaluation.is_on:
+            self._log.phase("evaluating the policy", shown=True)
+            await self._evaluate(self._ledger.steps_done)
+            await self._evaluation.collect()
         if not self._ledger.finished:
             self._log.phase("first step")
 

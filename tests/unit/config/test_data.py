@@ -124,6 +124,30 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_with_its_row(
     assert f"{data_cfg[key].source}, row 2, " in error.problem
 
 
+def test_without_a_data_set_to_evaluate_on_there_are_no_held_out_prompts(data_cfg):
+    data_cfg.eval_dataset = None
+    _, dataset, held_out = build_data(data_cfg)
+    assert (len(dataset), len(held_out), held_out.max_prompt_length) == (3, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("num_steps=1", None),
+        ("eval_every_n_steps=1", None),
+        ("rollout_only=true", None),
+        ("eval_only=true", "eval_only"),
+        ("keep_best=eval/success_rate", "keep_best"),
+    ],
+)
+@pytest.mark.parametrize("null", ["eval_dataset=null", "eval_dataset._component_=null"])
+def test_a_config_without_evaluation_asks_for_none(read, null, override, key):
+    if key is not None:
+        assert refused_key(read, null, override) == key
+    else:
+        assert not read(null, override).evaluates
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -351,6 +375,8 @@ OWN = {"_component_": f"{__name__}.own", "prompts": "train.txt"}
         (mix(words=PLAIN, chats=CHAT), mix(a=CHAT, b=PLAIN), None),
         (mix(words=PLAIN, chats=CHAT), CHAT | LATIN, "system_prompt"),
         (CHAT, mix(a=CHAT, b=CHAT | LATIN), "parts.b.system_prompt"),
+        (CHAT, None, None),
+        (CHAT, CHAT | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (OWN, OWN | {"prompts": "held_out.txt"}, None),
         (OWN, PLAIN, None),  # they share no argument
         (OWN | {"system_message": "Go."}, OWN, "system_message"),

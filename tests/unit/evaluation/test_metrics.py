@@ -116,7 +116,7 @@ def test_one_prompt_has_no_interval_of_its_reward():
     ],
 )
 def test_a_best_checkpoint_needs_a_metric_that_every_checkpoint_has(keep_best, save, problem):
-    values = {"keep_best": keep_best, "eval": {"samples_per_prompt": 7}}
+    values = {"keep_best": keep_best, "eval": {"samples_per_prompt": 7}, "eval_dataset": {}}
     values |= {"save_every_n_steps": save, "eval_every_n_steps": 2}
     settings = OmegaConf.create(values)
     if problem is None:
