@@ -74,8 +74,8 @@ def try_components(
     Raises:
         ConfigError: one line with the key of the component, what it did, and what is allowed.
     """
-    doubts: list[str] = []
-    check_components(cfg)
+    about_rates = check_components(cfg)
+    doubts = [] if cfg.eval_only or cfg.rollout_only else about_rates
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
     _check_logger(cfg.metric_logger._component_)

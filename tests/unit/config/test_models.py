@@ -72,6 +72,52 @@ def test_what_fits_together_passes_with_and_without_a_scheduler(cfg):
 
 
 @pytest.mark.parametrize(
+    ("num_steps", "warmup", "is_doubted"),
+    [(3, 0, 0), (3, 1, 0), (3, 2, 0), (3, 3, 1), (3, 100, 1), (1, 0, 0), (1, 1, 1), (1, 9, 1)],
+)
+def test_a_run_that_ends_in_its_warm_up_is_told_once(cfg, num_steps, warmup, is_doubted):
+    cfg.num_steps, cfg.lr_scheduler.num_warmup_steps = num_steps, warmup
+    assert len(check_components(cfg)) == is_doubted
+
+
+def of_torch(optimizer, num_training_steps, name, **arguments):
+    """A scheduler of torch, most of which take no `num_training_steps`."""
+    return getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
+
+
+def times(optimizer, num_training_steps, factors):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, 4)])
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "is_doubted"),
+    [
+        ("times", {"factors": [0, 0, 0, 0, 0]}, 1),
+        ("times", {"factors": [0, 0, 0, 0, 1]}, 1),
+        ("times", {"factors": [0, 0, 0, 1e-9, 0]}, 0),
+        ("times", {"factors": [1, 0, 0, 0, 0]}, 0),
+        ("times", {"factors": [1, 0.1, 0.2, 0.3, 0.4]}, 0),
+        ("of_torch", {"name": "ConstantLR", "factor": 0.0, "total_iters": 99}, 1),
+        ("of_torch", {"name": "LinearLR", "total_iters": 9}, 1),
+        ("of_torch", {"name": "LinearLR", "total_iters": 2}, 0),
+        ("of_torch", {"name": "OneCycleLR", "max_lr": 1e-2, "total_steps": 5}, 0),
+        ("of_torch", {"name": "ExponentialLR", "gamma": 0.5}, 0),
+    ],
+)
+def test_a_rate_of_0_or_one_that_only_rises_is_told_once(cfg, function, arguments, is_doubted):
+    cfg.num_steps = 4
+    cfg.lr_scheduler = {"_component_": f"{__name__}.{function}", **arguments}
+    assert len(check_components(cfg)) == is_doubted
+
+
+@pytest.mark.parametrize(("warmup", "is_doubted"), [(0, 0), (4, 0), (5, 1)])
+def test_a_warm_up_of_the_optimizers_own_schedule_counts_as_well(cfg, warmup, is_doubted):
+    cfg.num_steps, cfg.lr_scheduler = 4, None
+    cfg.optimizer.lr = {"schedule": "constant", "start": 1e-3, "warmup_steps": warmup}
+    assert len(check_components(cfg)) == is_doubted
+
+
+@pytest.mark.parametrize(
     ("section", "change", "key"),
     [
         ("model", {"embed_dim": 64}, "model"),
