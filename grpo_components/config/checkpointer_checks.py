@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def checkpoint_files(node: DictConfig, base: Path, run_folder: str) -> list[Path
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Refuse a folder that cannot be created or written to.
+    """Refuse a folder in which nothing can be made, or which cannot be made itself.
 
     Args:
         key: config key of the folder.
@@ -71,9 +72,11 @@ def check_writable(key: str, folder: Path) -> None:
     Raises:
         ConfigError: the folder is not writable; names the key.
     """
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        fail(key, f"{nearest} is not a folder to write to", "a writable place")
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:  # in some places, such as /proc, even root can make no folder
+        tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()
+    except OSError as error:
+        fail(key, f"nothing can be made in {nearest}: {error.strerror}", "a writable place")
 
 
 def _numbered(key: str, node: dict[str, Any]) -> list[str]:

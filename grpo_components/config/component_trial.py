@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Generator
+import tempfile
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,9 +18,15 @@ import cloudpickle
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
-from grpo_components.config.building import SHIPPED_ENVIRONMENT, check_components, runs_agents
+from grpo_components.config.building import (
+    SHIPPED_ENVIRONMENT,
+    build,
+    check_components,
+    runs_agents,
+)
 from grpo_components.config.environment_trial import try_environment
 from grpo_components.config.teacher_checks import try_teacher
 from grpo_components.data.columns import reward_input
@@ -79,6 +86,10 @@ def try_components(
     if cfg.teacher:
         try_teacher(cfg, cfg.teacher.path)
     _check_logger(cfg.metric_logger._component_)
+    if cfg.profiler.enabled:
+        _try_built("profiler", cfg.profiler, lambda made: made[0], ("start", "step", "stop"))
+    if cfg.checkpointer is not None and not cfg.is_hugging_face:
+        _try_built("checkpointer", cfg.checkpointer, lambda made: made, ("load_checkpoint",))
     with _undisturbed(), contextlib.ExitStack() as ending:
         trial = _begin_rewards(cfg, dataset)
         if trial is not None:  # it runs in the background meanwhile
@@ -272,6 +283,20 @@ def _check_tokenizer(name: str, tokenizer: Any) -> None:
         whole = all(type(token_id) is int for token_id in (*ids, *tokenizer.stop_tokens))
         if not whole or not isinstance(decode(list(ids)), str):
             fail("tokenizer", f"{name} makes no token ids", allowed)
+
+
+def _try_built(
+    key: str, node: DictConfig, part: Callable[[Any], Any], methods: Sequence[str]
+) -> None:
+    """Build what the trainers will build, and check the methods that they call."""
+    path, allowed = node["_component_"], f"one like torchtune's, with {', '.join(methods)}"
+    with tempfile.TemporaryDirectory() as folder:  # both make their folder: not the run's
+        there = {"output_dir": folder} if "output_dir" in node else {}
+        made = build(key, OmegaConf.create({**node, **there}))
+    with named_failure(key, path, _RAISES, allowed):
+        made = part(made)
+    if missing := [name for name in methods if not callable(getattr(made, name, None))]:
+        fail(key, f"{path} makes a {type(made).__name__} without {missing[0]}", allowed)
 
 
 def _check_logger(path: str) -> None:

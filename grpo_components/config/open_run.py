@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from grpo_components.config.component_trial import check_logger
 from grpo_components.config.reuse import build_reuse
 from grpo_components.data.curriculum import Curriculum
 from grpo_components.data.prompt_curriculum import PromptCurriculum
-from grpo_components.errors import fail
+from grpo_components.errors import ConfigError, fail
 from grpo_components.evaluation.evaluation import build_evaluation
 from grpo_components.exchange.ledger import Ledger
 from grpo_components.objective.aggregation import TokenMean
@@ -161,7 +164,7 @@ def open_log(
             are also trained on.
         recipe: path of the recipe's file; None if it is not known.
     """
-    with without_prints(cfg.log_level):
+    with without_prints(cfg.log_level), _without_half_made():
         logger = build("metric_logger", cfg.metric_logger)
     check_logger(cfg.metric_logger._component_, logger)
     every, folder = cfg.log_every_n_steps, Path(cfg.output_dir)
@@ -173,10 +176,25 @@ def open_log(
     left_out = re.sub("^dataset", "eval_dataset", getattr(held_out, "note", ""), flags=re.MULTILINE)
     shared = shared_prompts(dataset, held_out) if trains else ""
     unused = "eval_dataset is null: nothing is evaluated, whatever eval_every_n_steps says"
-    none = unused if cfg.eval_dataset is None else ""
+    none = "" if len(held_out) else unused
     for line in filter(None, (note, getattr(dataset, "note", ""), left_out, shared, none)):
         run_log.note(line)
     return run_log
+
+
+@contextlib.contextmanager
+def _without_half_made() -> Iterator[None]:
+    """Context manager: drop a logger that could not be made, without the traceback of its end.
+
+    torchtune's DiskLogger closes its file in `__del__`, also if it has none.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        shown, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        traceback.clear_frames(error.__cause__ and error.__cause__.__traceback__)
+        sys.unraisablehook = shown
+        raise
 
 
 def _next_ideas(cfg: Settings, recipe: str | None) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_components.config.checkpointer_checks import check_writable
 from grpo_components.errors import fail
 from grpo_components.records.folder_lock import refuse_folder_in_use, short
 from grpo_components.records.output_folder import is_used, real_path
@@ -28,15 +28,16 @@ _OUTPUTS = ("output_dir", "checkpointer.output_dir", "metric_logger.", "profiler
 
 
 def check_inputs(settings: Settings) -> None:
-    """Refuse an output_dir that contains an input of the run or lies in one; follows links.
+    """Refuse outputs that cannot be written, and an output_dir that contains or lies in an input.
 
-    Inputs must stay where they are: a used output_dir is moved aside with everything in it.
+    Inputs must stay where they are: a used output_dir is moved aside with everything in it. Links
+    are followed.
 
     Args:
         settings: each value already checked against its own bounds.
 
     Raises:
-        ConfigError: output_dir is refused; names output_dir and the other key.
+        ConfigError: a place is refused; names its key, and that of the input.
     """
     output_dir = real_path(settings.output_dir)
     alone = "a folder for this run alone"
@@ -50,16 +51,14 @@ def check_inputs(settings: Settings) -> None:
             fail("output_dir", problem, "a folder outside of it")
     if Path.cwd().is_relative_to(output_dir):
         fail("output_dir", f"{short(Path.cwd())} lies in {short(output_dir)}", alone)
-    nearest = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        fail("output_dir", f"{short(nearest)} is not a folder to write to", "a writable place")
-    if nearest == output_dir:  # `lock_folder` writes to it
-        return
-    try:  # in some places, such as /proc, even root can make no folder
-        tempfile.TemporaryDirectory(prefix=".grpo-", dir=nearest).cleanup()
-    except OSError as error:
-        problem = f"no folder can be made in {short(nearest)}: {error.strerror}"
-        fail("output_dir", problem, "a writable place")
+    if not (output_dir.is_dir() and os.access(output_dir, os.W_OK | os.X_OK)):
+        check_writable("output_dir", output_dir)  # `lock_folder` writes to one that exists
+    outputs = {"metric_logger.log_dir": settings.metric_logger.get("log_dir")}
+    if settings.profiler.enabled:
+        outputs["profiler.output_dir"] = settings.profiler.get("output_dir")
+    for key, place in outputs.items():
+        if isinstance(place, str) and not real_path(place).is_relative_to(output_dir):
+            check_writable(key, real_path(place))
 
 
 def check_folder(settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from grpo_components.errors import fail, shown
+from grpo_components.errors import ConfigError, fail, shown
 from grpo_components.exchange.staleness import StalenessContract
 from grpo_components.models.lora import ADAPTER_FOLDER, read_adapter_options
 from grpo_components.offline.trajectory_file import read_groups
 from grpo_components.rollout.generator_options import EngineOptions
 from grpo_components.settings import Settings
 from grpo_components.state_files import read_state
+from grpo_components.training.damage import UNREADABLE
 from grpo_components.trajectory import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl"
@@ -137,7 +139,11 @@ def evaluated_version(cfg: Settings) -> int:
     state = Path(cfg.base_model_path if cfg.eval_only is True else cfg.eval_only) / "state"
     if not (state / "driver.json").is_file():
         return 0
-    return read_state(state, "driver")["ledger"]["policy_version"]
+    try:
+        return operator.index(read_state(state, "driver")["ledger"]["policy_version"])
+    except UNREADABLE as error:
+        problem = f"{state}/driver.json or .npz cannot be used: {type(error).__name__}: {error}"
+        raise ConfigError("eval_only", problem, "a whole checkpoint") from error
 
 
 def check_partial_run(cfg: Settings) -> None:

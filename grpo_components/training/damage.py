@@ -20,7 +20,7 @@ from yaml import YAMLError
 from grpo_components.state_files import FORMAT, read_state
 from grpo_components.training.checkpoint import MetadataReader
 
-_UNREADABLE = (
+UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError),
     *(zipfile.BadZipFile, pickle.UnpicklingError, SafetensorError, OmegaConfBaseException),
     *(YAMLError, MemoryError),
@@ -61,6 +61,8 @@ def _read(checkpoint: Path) -> None:
             content = read_state(state, name)
             if name == "driver" and content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']}, and this version reads {FORMAT}")
+            if name == "driver" and type(content["ledger"]["steps_done"]) is not int:
+                raise TypeError("its steps_done is no whole number")
     with _named(checkpoint, "state/trainer/.metadata"):
         stored = MetadataReader(trainer).read_metadata().storage_data or {}
     for index, part in stored.items():
@@ -86,6 +88,6 @@ def _named(checkpoint: Path, file: str) -> Iterator[None]:
     except FileNotFoundError as error:
         missing = Path(error.filename).relative_to(checkpoint)
         raise DamagedError(f"{missing} is missing") from error
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         why = (str(error).splitlines() or [""])[0]
         raise DamagedError(f"{file} cannot be used: {type(error).__name__}: {why}") from error

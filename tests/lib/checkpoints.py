@@ -13,7 +13,7 @@ from grpo_components.state_files import FORMAT, write_state
 def write_checkpoint(folder, driver=None, config=None):
     """Write the given state of the driver and config, and one weight, to the checkpoint."""
     state = folder / "state"
-    write_state(state, "driver", {**(driver or {}), "format": FORMAT})
+    write_state(state, "driver", {"ledger": {"steps_done": 0}, **(driver or {}), "format": FORMAT})
     write_state(state, "trainer", {})
     write_state(state, "buffer", [])
     OmegaConf.save(OmegaConf.create(config or {}), state / "config.yaml")

@@ -176,6 +176,26 @@ class Some(SingleTurnEnvironment):
         return super()._step(tensordict)
 
 
+def raises(**given):
+    raise RuntimeError("no")
+
+
+def nothing(**given):
+    return None
+
+
+def exits(**given):
+    raise SystemExit(0)
+
+
+def half_a_profiler(**given):
+    return torch.nn.Identity(), {}
+
+
+def own_profiler(**given):
+    return torch.profiler.profile(), {}
+
+
 class Rates:
     def __init__(self, optimizer, *, num_training_steps):
         self.optimizer = optimizer
@@ -251,6 +271,9 @@ def none(): return 1.0
 class Agent:
     def __init__(self, task): pass
 """
+
+
+PROFILERS = ("raises", "nothing", "exits", "half_a_profiler")
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +384,9 @@ def test_a_component_with_another_output_than_its_kind_is_refused(tried, key, pa
         ("environment", "own_parts.Ends"),
         ("metric_logger", "collections.Counter"),
         ("metric_logger", "torch.nn.CrossEntropyLoss"),
+        ("checkpointer", "builtins.dict"),
+        ("checkpointer", "own_parts.raises"),
+        ("checkpointer", "own_parts.nothing"),
         ("lr_scheduler", "own_parts.Rates"),
         ("loss", "own_parts.Unsent"),
         ("rewards.correctness", "builtins.print"),
@@ -371,6 +397,37 @@ def test_a_component_with_another_output_than_its_kind_is_refused(tried, key, pa
 )
 def test_what_is_no_such_component_is_refused_by_its_key(tried, key, path):
     assert refused_key(tried, *component(key, path)) == key
+
+
+@pytest.mark.parametrize("path", ["builtins.dict", *(f"own_parts.{n}" for n in PROFILERS)])
+def test_what_is_no_profiler_is_refused_where_it_is_enabled(tried, path):
+    given = component("profiler", path)
+    assert refused_key(tried, *given, "profiler.enabled=true") == "profiler"
+    tried(*given, "profiler.enabled=false")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("profiler.wait_step=1", "profiler.wait_step"),
+        ("profiler.active_steps=0", "profiler.active_steps"),
+        ("profiler.with_stack=maybe", "profiler.with_stack"),
+        ("profiler.output_dir=/dev/null/x", "profiler.output_dir"),
+        ("~checkpointer.output_dir", "checkpointer.output_dir"),
+        ("checkpointer.output_dir=/dev/null", "checkpointer.output_dir"),
+        ("checkpointer.no_such=1", "checkpointer.no_such"),
+    ],
+)
+def test_a_wrong_argument_of_profiler_or_checkpointer_is_refused(tried, override, key):
+    assert refused_key(tried, override, "profiler.enabled=true") == key
+
+
+def test_the_trial_of_profiler_and_checkpointer_makes_no_folder(tried, tmp_path):
+    tried("profiler.enabled=true")
+    tried(*component("profiler", "own_parts.own_profiler"), "profiler.enabled=true")
+    places = (f"checkpointer.output_dir={tmp_path}/a", f"profiler.output_dir={tmp_path}/b")
+    tried(*places, "profiler.enabled=true")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_users_error_shows_its_own_file_and_line_and_its_traceback(tried, own):

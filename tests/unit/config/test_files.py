@@ -412,6 +412,18 @@ def test_a_link_to_what_lies_in_the_folder_is_followed(values, tmp_path):
     assert "dataset.source" in is_refused(check_inputs, values, tmp_path / "run")
 
 
+@pytest.mark.parametrize("place", ["/proc/foo/logs", "{0}/train.jsonl", "{0}/train.jsonl/logs"])
+@pytest.mark.parametrize("key", ["metric_logger.log_dir", "profiler.output_dir"])
+def test_a_place_where_nothing_can_be_made_is_refused_by_its_key(values, tmp_path, key, place):
+    section, name = key.split(".")
+    changed = {**values[section], name: place.format(tmp_path / "data"), "enabled": True}
+    changed |= {name: tiny()[section][name] for name in tiny()[section] if name not in changed}
+    assert refused_key(check_with, check_inputs, {**values, section: changed}) == key
+    here = {**changed, name: str(tmp_path / "new" / "logs")}
+    check_with(check_inputs, {**values, section: here})
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("output_dir", [".", "..", "/", "/..", "/proc/foo", "/proc/self/a/b"])
 def test_a_place_for_more_than_a_run_or_for_none_is_refused(values, output_dir):
     is_refused(check_inputs, values, output_dir)

@@ -1,9 +1,12 @@
 """What a run reports: metrics, throughput, evaluations, the summary and the report."""
 
+import gc
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
+from lib.config_errors import refused_key
 from omegaconf import OmegaConf
 from torchtune.training.metric_logging import MetricLoggerInterface
 
@@ -483,6 +486,20 @@ def test_notes_on_the_data_are_shown_at_the_start(cfg, capsys, trains):
     shared = ["eval_dataset: 1 of its 2 prompts are also trained on"]
     told = ["moved aside", left_out, f"eval_{left_out}", *shared * trains]
     assert capsys.readouterr().out.splitlines() == told
+
+
+@pytest.mark.parametrize("where", [{"log_dir": "{0}/file"}, {"filename": "no/such.txt"}])
+def test_a_logger_that_cannot_be_made_is_refused_without_a_word_of_its_end(
+    cfg, monkeypatch, tmp_path, where
+):
+    """torchtune's DiskLogger raises in `__del__`, too, which Python would print."""
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    (tmp_path / "file").touch()
+    cfg.metric_logger.update({key: text.format(tmp_path) for key, text in where.items()})
+    assert refused_key(open_log, cfg, 0, "", [], []) == "metric_logger"
+    gc.collect()
+    assert printed == []
 
 
 def test_data_sets_without_notes_and_shared_prompts_show_nothing(cfg, capsys):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from grpo_components.errors import ConfigError
 from grpo_components.records.checkpoint_folder import point_latest
 from grpo_components.records.resume import find_checkpoint
-from grpo_components.state_files import write_state
+from grpo_components.state_files import FORMAT, write_state
 from grpo_components.training.damage import damage
 
 FILES = (
@@ -58,7 +58,16 @@ def test_a_damaged_file_is_named(checkpoint, name, harm):
     assert name.removesuffix(".npz").removesuffix(".json") in found
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", "3", '{"format": 1', "[" * 10**5, "é"])
+LEDGERS = ("null", "[]", "{}", '{"steps_done": "4"}', '{"steps_done": null}')
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "null", "3", '{"format": 1', "[" * 10**5, "é", "\0"),
+        *(f'{{"format": {FORMAT}, "ledger": {ledger}}}' for ledger in LEDGERS),
+    ],
+)
 def test_any_content_of_a_state_is_read_or_named(checkpoint, content):
     (checkpoint / "state/driver.json").write_text(content, encoding="latin-1")
     assert "state/driver.json" in damage(checkpoint)
